@@ -1,0 +1,59 @@
+"""What a speculating engine is told: the draft, its tree, its placement."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Method = Literal["eagle", "eagle3"]
+
+MAX_TREE_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integer
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """EAGLE speculation (EAGLE arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840).
+
+    method: "eagle" for EAGLE and EAGLE-2 heads, "eagle3" for EAGLE-3 heads. path: folder of the draft's checkpoint.
+    num_steps: depth of the draft tree. top_k: children per expanded node; 1 drafts a chain. num_draft_tokens: nodes
+    verified per round, the root (the bonus token) included. draft_tp: ranks that share the draft; 1 replicates it.
+    synthetic_acceptance_length: for benchmarks with dummy weights; accept so that 1 + accepted/rounds has this mean
+    (minimum-variance schedule, the definition vLLM uses), whatever the draft says; None verifies for real.
+    """
+
+    path: str = ""
+    method: Method = "eagle3"
+    num_steps: int = 3
+    top_k: int = 1
+    num_draft_tokens: int = 4
+    draft_tp: int | None = None
+    synthetic_acceptance_length: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps}: must be at least 1; to switch speculation off leave the "
+                             "section `speculative` out")
+        if self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: must be at least 1; 1 drafts a chain")
+        if not 2 <= self.num_draft_tokens <= MAX_TREE_WIDTH:
+            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: must be 2 to {MAX_TREE_WIDTH}")
+        if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
+            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: a chain (top_k=1) has num_steps + 1 = "
+                             f"{self.num_steps + 1} tokens, its root included; set that, or raise top_k")
+        if self.num_draft_tokens > self.max_tree_nodes:
+            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "
+                             f"top_k={self.top_k} has {self.max_tree_nodes} nodes at most; lower it or raise those")
+        if self.num_scratch_tokens > MAX_TREE_WIDTH:
+            raise ValueError(f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
+                             f"most {MAX_TREE_WIDTH}; lower one of them")
+        length = self.synthetic_acceptance_length
+        if length is not None and not 1.0 <= length <= self.num_steps + 1:
+            raise ValueError(f"synthetic_acceptance_length={length}: must be 1 to num_steps + 1 = {self.num_steps + 1}")
+
+    @property
+    def max_tree_nodes(self) -> int:
+        """Nodes of the whole candidate tree, the root included."""
+        return 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
+
+    @property
+    def num_scratch_tokens(self) -> int:
+        """KV positions that drafting writes behind the committed ones: top_k per step after the first."""
+        return (self.num_steps - 1) * self.top_k

@@ -1,0 +1,71 @@
+"""What one engine replica is told: its model, its ranks, its scheduler. Validated at the edge by `cluster.config`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from attention.config import CacheConfig, TargetAttention
+
+LoadFormat = Literal["safetensors", "dummy"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where the target's weights come from.
+
+    path: folder with config.json and *.safetensors. load_format: "dummy" makes random weights of the right shapes
+    (benchmarks) and then needs config.json only. dtype "auto": the checkpoint's on a GPU, float32 on a CPU.
+    max_model_len: prompt and answer tokens together; None takes the model's own limit.
+    """
+
+    path: str = ""
+    load_format: LoadFormat = "safetensors"
+    dtype: DType = "auto"
+    device: Device = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """max_running: requests that decode together (slots). max_step_tokens: prompt tokens computed in one step beside
+    the rounds. max_waiting: queued requests before new ones are refused (HTTP 429)."""
+
+    max_running: int = 32
+    max_step_tokens: int = 512
+    max_waiting: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_step_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """What one kind of round needs, per request; the scheduler reserves KV pages by it.
+
+    width: rows verified (1: plain decoding). max_new_tokens: tokens a round can emit. tail_tokens: KV positions from
+    the committed length on that a round may write.
+    """
+
+    name: str
+    width: int
+    max_new_tokens: int
+    tail_tokens: int
+
+
+PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, tail_tokens=1)
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One engine replica, without its decoding strategy. debug: assert after every step that all ranks agree."""
+
+    model: ModelSource
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    attention: TargetAttention = field(default_factory=TargetAttention)
+    tensor_parallel: int = 1
+    debug: bool = False
