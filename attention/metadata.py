@@ -1,0 +1,108 @@
+"""The ragged shapes of one forward pass, defined here and nowhere else.
+
+The rows of a pass are first the rows of a `TailBatch` (requests in a round: the same number of rows each), then those
+of a `ChunkBatch` (prompt chunks: any number of rows). Either may be absent. `row_positions`, `kv_slots` and the
+backends follow that order.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+class Mode(Enum):
+    """What a pass computes; a backend is chosen per mode."""
+
+    PREFILL = "prefill"  # prompt chunks, causal
+    DECODE = "decode"  # one row per request
+    VERIFY = "verify"  # the rows of a tree
+    DRAFT_EXTEND = "draft_extend"  # the rows of an accepted path, causal
+    DRAFT_DECODE = "draft_decode"  # one level of the draft tree; each row sees its own branch
+
+
+@dataclass(frozen=True)
+class TailBatch:
+    """B requests of R rows each. Every row sees the request's first `prefix_len` KV positions, and of the `tail`
+    positions behind them those whose bits are set in its mask; row r itself writes position
+    prefix_len + tail - R + r, so the rows of one pass are the last R columns of the tail.
+
+    prefix_len: [B] int32. mask: [B, R] int64, bit j is tail column j. page_table: [B, max_pages] int32.
+    max_kv_len: host-side bound of prefix_len + tail over the batch.
+    """
+
+    mode: Mode
+    rows: int
+    tail: int
+    prefix_len: Tensor
+    mask: Tensor
+    page_table: Tensor
+    max_kv_len: int
+
+    @property
+    def num_requests(self) -> int:
+        return self.prefix_len.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_requests * self.rows
+
+    def kv_positions(self) -> Tensor:
+        """[B, R] int64: the KV position that each row writes."""
+        own = torch.arange(self.tail - self.rows, self.tail, device=self.prefix_len.device)
+        return self.prefix_len.long().unsqueeze(1) + own
+
+
+@dataclass(frozen=True)
+class ChunkBatch:
+    """C prompt chunks. Chunk c holds rows qo_indptr[c] .. qo_indptr[c + 1] - 1 (counted from the first chunk row) at
+    positions starts[c] onwards, and each sees all earlier positions of its request and itself.
+
+    Lengths come from the plan and live on the host; page_table: [C, max_pages] int32 on the device.
+    """
+
+    qo_indptr: tuple[int, ...]
+    starts: tuple[int, ...]
+    page_table: Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_rows(self) -> int:
+        return self.qo_indptr[-1]
+
+    def kv_positions(self) -> Tensor:
+        """[num_rows] int64: the KV position that each row writes."""
+        counts = [end - first for first, end in pairwise(self.qo_indptr)]
+        spans = [torch.arange(start, start + n) for start, n in zip(self.starts, counts, strict=True)]
+        return torch.cat(spans).to(self.page_table.device)
+
+    def row_chunks(self) -> Tensor:
+        """[num_rows] int64: which chunk each row belongs to."""
+        counts = torch.tensor([end - first for first, end in pairwise(self.qo_indptr)])
+        chunks = torch.repeat_interleave(torch.arange(self.num_chunks), counts)
+        return chunks.to(self.page_table.device)
+
+
+def causal_mask(num_requests: int, rows: int, device: torch.device) -> Tensor:
+    """[num_requests, rows] int64: row r sees tail columns 0..r; a view without own memory per request."""
+    bits = (torch.ones((), dtype=torch.int64) << torch.arange(1, rows + 1)) - 1
+    return bits.to(device).expand(num_requests, rows)
+
+
+def tail_kv_slots(batch: TailBatch, page_size: int) -> Tensor:
+    """[B * R] int64: the pool's token index that each row of `batch` writes."""
+    positions = batch.kv_positions()
+    pages = batch.page_table.gather(1, positions // page_size).long()
+    return (pages * page_size + positions % page_size).flatten()
+
+
+def chunk_kv_slots(batch: ChunkBatch, page_size: int) -> Tensor:
+    """[num_rows] int64: the pool's token index that each row of `batch` writes."""
+    positions = batch.kv_positions()
+    pages = batch.page_table[batch.row_chunks(), positions // page_size].long()
+    return pages * page_size + positions % page_size

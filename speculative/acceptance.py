@@ -1,0 +1,71 @@
+"""Which drafted nodes the target agrees with.
+
+The target chooses a token behind every node of the tree (greedily, or by a draw that depends on the position alone:
+`workers.sampler`). A node is accepted if it is the token chosen behind its parent and its parent is accepted. The
+emitted tokens are therefore those of plain decoding, one by one: for a greedy request the same tokens, for a random
+one the same draws. With a deterministic draft no rule accepts more often (any rule emits a drafted token with at most
+the target's probability for it, and this one does so with exactly that).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculative.tree import Tree
+from workers.sampler import gumbel_noise
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """path: [B, D + 1] int64, the accepted nodes by depth, 0 behind the last. num_drafts: [B] int64 accepted draft
+    tokens. tokens: [B, D + 1] int64, what is emitted: the drafts on the path, then the target's own choice behind the
+    last; num_drafts + 1 are valid."""
+
+    path: Tensor
+    num_drafts: Tensor
+    tokens: Tensor
+
+
+def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accepted:
+    """Compare trees with the target's choices chosen [B, W] int64 behind each node; enabled: [B] bool, False accepts
+    no draft. A node is accepted if the bits of all its ancestors are among the nodes that match: no walk."""
+    width = tree.tokens.shape[1]
+    node = torch.arange(width, device=chosen.device)
+    matches = tree.tokens == chosen.gather(1, tree.parents)
+    matches = (matches & enabled.unsqueeze(1)) | (node == 0)
+    matching = (matches.long() << node).sum(1, keepdim=True)
+    accepted = (tree.masks & matching) == tree.masks
+    return _along_path(tree, chosen, accepted, max_depth)
+
+
+def accept_synthetic(
+    tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int, length: float, seed: Tensor, position: Tensor
+) -> Accepted:
+    """Accept so that the mean of 1 + accepted drafts is `length`, whatever the tokens are: floor(length) - 1 drafts
+    for certain and one more with the fractional rest (the minimum-variance schedule of vLLM's
+    `synthetic_acceptance_length`). seed, position: [B] int64 for the draw."""
+    certain = int(length - 1)
+    uniform = torch.exp(-torch.exp(-gumbel_noise(seed, position, torch.full_like(seed, -1))))
+    wanted = certain + (uniform < length - 1 - certain).long()
+    wanted = torch.where(enabled, wanted, 0)
+    node = torch.arange(tree.tokens.shape[1], device=chosen.device)
+    # the first node of the wanted depth, or of the deepest level that this tree has
+    depth = torch.minimum(tree.depths, wanted.unsqueeze(1))
+    target = (depth * tree.tokens.shape[1] - node).argmax(1, keepdim=True)
+    accepted = (tree.masks.gather(1, target) >> node & 1).bool()
+    return _along_path(tree, chosen, accepted, max_depth)
+
+
+def _along_path(tree: Tree, chosen: Tensor, accepted: Tensor, max_depth: int) -> Accepted:
+    """The accepted nodes [B, W] bool, at most one per depth, in the order of their depth."""
+    batch, width = accepted.shape
+    node = torch.arange(width, device=accepted.device).expand(batch, width)
+    path = torch.zeros((batch, max_depth + 2), dtype=torch.int64, device=accepted.device)
+    path.scatter_(1, torch.where(accepted, tree.depths, max_depth + 1), node)
+    path = path[:, : max_depth + 1]
+    num_drafts = torch.where(accepted, tree.depths, 0).amax(1)
+    below = tree.tokens.gather(1, path.roll(-1, dims=1)).clamp_min(0)
+    column = torch.arange(max_depth + 1, device=accepted.device)
+    tokens = torch.where(column < num_drafts.unsqueeze(1), below, chosen.gather(1, path))
+    return Accepted(path, num_drafts, tokens)

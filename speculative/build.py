@@ -1,0 +1,156 @@
+"""From configuration to one rank that executes plans, with or without a draft. `cluster.assembly` calls this; so do
+benchmarks and tests, so that all run the same engine."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from attention.config import DraftAttention
+from attention.metadata import Mode
+from speculative.config import SpeculativeConfig
+from speculative.decoding import EagleDecoding, round_shape
+from speculative.draft_config import DraftConfig, read_draft_config
+from speculative.drafter import DraftRunner
+from speculative.loading import load_draft
+from workers.config import PLAIN, RoundShape, WorkerConfig
+from workers.decoding import Autoregressive, DecodingStrategy
+from workers.loading import PoolSize, load_target, pages_that_fit, read_target_config
+from workers.model_config import ModelConfig
+from workers.model_runner import TargetRunner, backends_for, resolve_device, resolve_dtype
+from workers.sampler import Sampler
+from workers.slots import SlotTable
+from workers.tp import SOLO, TPGroup, join_tp_group
+from workers.worker import Worker
+
+PhaseReport = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine replica: the target's ranks, and the draft if it speculates."""
+
+    worker: WorkerConfig
+    speculative: SpeculativeConfig | None = None
+    draft_attention: DraftAttention = field(default_factory=DraftAttention)
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """What follows from a spec and the checkpoints' config.json, the same on every rank and in the scheduler.
+
+    shapes: kinds of round, index 0 plain. num_pages: per rank. max_model_len: prompt and answer tokens. lookahead:
+    tokens beyond a page that its KV depends on (the prefix cache's keys): 1 with a draft.
+    """
+
+    target: ModelConfig
+    draft: DraftConfig | None
+    shapes: tuple[RoundShape, ...]
+    num_pages: int
+    max_model_len: int
+    lookahead: int
+    dtype: torch.dtype
+    draft_tp: int
+
+    @property
+    def max_position(self) -> int:
+        """Positions that a step may touch: two rounds in flight past the last token."""
+        return self.max_model_len + 3 * max(shape.tail_tokens + shape.max_new_tokens for shape in self.shapes)
+
+
+def plan_layout(spec: EngineSpec) -> EngineLayout:
+    """Read and check the checkpoints' configurations; raises ValueError that names value, rule and remedy."""
+    worker, speculative = spec.worker, spec.speculative
+    target = read_target_config(worker.model, worker.tensor_parallel)
+    dtype = resolve_dtype(worker.model.dtype, target.dtype, resolve_device(worker.model.device, 0))
+    pools = [PoolSize.of(target, worker.tensor_parallel, dtype)]
+    draft, draft_tp = None, 1
+    shapes: tuple[RoundShape, ...] = (PLAIN,)
+    if speculative is not None:
+        draft = read_draft_config(speculative, target)
+        draft_tp = _draft_tp(speculative, worker.tensor_parallel)
+        shapes = (PLAIN, round_shape(speculative))
+        pools.append(PoolSize.of(draft.model, draft_tp, dtype))
+    return EngineLayout(
+        target=target,
+        draft=draft,
+        shapes=shapes,
+        num_pages=pages_that_fit(worker.cache, pools),
+        max_model_len=worker.model.max_model_len or target.max_position,
+        lookahead=0 if draft is None else 1,
+        dtype=dtype,
+        draft_tp=draft_tp,
+    )
+
+
+def _draft_tp(speculative: SpeculativeConfig, tensor_parallel: int) -> int:
+    draft_tp = speculative.draft_tp or tensor_parallel
+    if draft_tp not in (1, tensor_parallel):
+        raise ValueError(f"speculative.draft_tp={draft_tp}: must be 1 (every rank holds the whole draft) or "
+                         f"tensor_parallel={tensor_parallel}")
+    return draft_tp
+
+
+def build_worker(
+    spec: EngineSpec, layout: EngineLayout, rank: int, address: str, report: PhaseReport = lambda phase, seconds: None
+) -> Worker:
+    """One rank, ready for plans. address: where the ranks meet ("tcp://host:port"); report hears each phase and its
+    seconds. Raises ValueError where a checkpoint or backend does not fit."""
+    device = resolve_device(spec.worker.model.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    clock = _Phases(report)
+    group = join_tp_group(rank, spec.worker.tensor_parallel, address, device)
+    clock.done("process group joined")
+    slots = _slot_table(spec, layout, device)
+    capture = layout.draft.capture if layout.draft else ()
+    model = load_target(spec.worker.model, layout.target, group, device, layout.max_position, capture)
+    clock.done("target loaded")
+    page_size = spec.worker.cache.page_size
+    pool = PoolSize.of(layout.target, group.size, layout.dtype).make(layout.num_pages, page_size, device)
+    names = spec.worker.attention
+    backends = backends_for({Mode.PREFILL: names.prefill, Mode.DECODE: names.decode, Mode.VERIFY: names.decode})
+    target = TargetRunner(model, pool, backends)
+    sampler = Sampler(slots, model.lm_head.shard)
+    strategy: DecodingStrategy = Autoregressive(target, slots, sampler)
+    if spec.speculative is not None and layout.draft is not None:
+        draft = _draft_runner(spec, layout, target, group, device)
+        clock.done("draft loaded")
+        strategy = EagleDecoding(spec.speculative, target, draft, slots, sampler)
+    clock.done("KV cache allocated")
+    return Worker(strategy, slots, group, spec.worker.debug)
+
+
+def _slot_table(spec: EngineSpec, layout: EngineLayout, device: torch.device) -> SlotTable:
+    max_pages = -(-layout.max_position // spec.worker.cache.page_size)
+    return SlotTable(spec.worker.scheduler.max_running, max_pages, layout.target.vocab_size, device)
+
+
+def _draft_runner(
+    spec: EngineSpec, layout: EngineLayout, target: TargetRunner, group: TPGroup, device: torch.device
+) -> DraftRunner:
+    assert spec.speculative is not None and layout.draft is not None
+    draft_group = group if layout.draft_tp == group.size else SOLO
+    head = load_draft(
+        spec.speculative, layout.draft, spec.worker.model, target.model, draft_group, device, layout.max_position
+    )
+    size = PoolSize.of(layout.draft.model, draft_group.size, layout.dtype)
+    names = spec.draft_attention
+    backends = backends_for(
+        {Mode.PREFILL: names.prefill, Mode.DRAFT_EXTEND: names.extend, Mode.DRAFT_DECODE: names.decode}
+    )
+    return DraftRunner(head, size.make(layout.num_pages, spec.worker.cache.page_size, device), backends)
+
+
+class _Phases:
+    """Seconds between phases."""
+
+    def __init__(self, report: PhaseReport) -> None:
+        self._report = report
+        self._since = time.perf_counter()
+
+    def done(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._report(phase, now - self._since)
+        self._since = now

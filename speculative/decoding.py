@@ -1,0 +1,259 @@
+"""`EagleDecoding`: one step of an engine that speculates.
+
+verify -> accept -> commit -> draft-extend -> draft -> tree build, rotated so that the tree built by the last round is
+what this one verifies (architecture, section 4). Prompt chunks ride in the same passes of target and draft.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.metadata import Mode, TailBatch, causal_mask, tail_kv_slots
+from speculative.acceptance import Accepted, accept, accept_synthetic
+from speculative.config import SpeculativeConfig
+from speculative.drafter import Drafter, DraftRunner
+from speculative.tree import Tree, TreeTable, bare_roots
+from workers.config import PLAIN, RoundShape
+from workers.decoding import PromptChunks, StepBatch, StepTensors, begin_finals
+from workers.model_runner import TargetRunner
+from workers.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
+from workers.slots import Commit, SlotTable
+
+
+def round_shape(config: SpeculativeConfig) -> RoundShape:
+    """What the scheduler reserves for a speculating round."""
+    return RoundShape(
+        name=f"eagle-{config.num_steps}-{config.top_k}-{config.num_draft_tokens}",
+        width=config.num_draft_tokens,
+        max_new_tokens=config.num_steps + 1,
+        tail_tokens=max(config.num_draft_tokens, config.num_scratch_tokens, config.num_steps + 1),
+    )
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """The round's requests after verification. length: [B] committed KV before it. features: [B, W, F] of the target
+    for the draft."""
+
+    length: Tensor
+    accepted: Accepted
+    commit: Commit
+    features: Tensor
+
+
+class EagleDecoding:
+    """A `workers.decoding.DecodingStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, shape 1
+    speculates."""
+
+    def __init__(
+        self, config: SpeculativeConfig, target: TargetRunner, draft: DraftRunner, slots: SlotTable, sampler: Sampler
+    ) -> None:
+        self._config = config
+        self._target = target
+        self._draft = draft
+        self._slots = slots
+        self._sampler = sampler
+        self._trees = TreeTable(slots.padding_slot, config.num_draft_tokens, slots.device)
+        self._drafter = Drafter(config, draft, slots, sampler)
+        self._shapes = (PLAIN, round_shape(config))
+
+    @property
+    def shapes(self) -> Sequence[RoundShape]:
+        return self._shapes
+
+    def step(self, batch: StepBatch) -> StepTensors:
+        chunks = batch.chunks
+        width = self._shapes[batch.shape].width
+        tree = self._trees.read(batch.slots, width)
+        length = self._slots.seq_len[batch.slots]
+        hidden, features = self._run_target(batch, tree, length)
+        num_tail = batch.slots.shape[0] * width
+        logits = self._target.model.lm_head(self._emitting_rows(hidden, num_tail, chunks))
+        verified = None
+        sampled_round = sampled_first = None
+        if batch.slot_ids:
+            sampled_round = self._choose(logits[:num_tail], batch, tree, length)
+            verified = self._accept(batch, tree, sampled_round.tokens, length, features[:num_tail])
+        first = None
+        if chunks is not None and chunks.finals:
+            begin_finals(self._slots, chunks)
+            sampled_first = self._choose_first(logits[num_tail:], batch, chunks)
+            first = self._slots.commit(chunks.final_slots, sampled_first.tokens, torch.ones_like(chunks.final_slots))
+        self._extend_and_draft(batch, verified, first, features[num_tail:])
+        return self._result(batch, verified, first, (sampled_round, sampled_first))
+
+    # ------------------------------------------------------------------ verify, accept, commit
+
+    def _run_target(self, batch: StepBatch, tree: Tree, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Final hidden states and draft features of all rows of the step."""
+        width = tree.tokens.shape[1]
+        tail = positions = None
+        if batch.slot_ids:
+            mode = Mode.VERIFY if width > 1 else Mode.DECODE
+            page_table = self._slots.page_table[batch.slots]
+            tail = TailBatch(mode, width, width, length, tree.masks, page_table, batch.max_kv_len)
+            positions = (length.long().unsqueeze(1) + tree.depths).flatten()
+        ids = tree.tokens.clamp_min(0).flatten()
+        if batch.chunks is not None:
+            ids = torch.cat((ids, batch.chunks.ids))
+        out = self._target.forward(ids, tail, positions, batch.chunks.batch if batch.chunks else None)
+        return out.hidden, self._draft.model.features(out)
+
+    @staticmethod
+    def _emitting_rows(hidden: Tensor, num_tail: int, chunks: PromptChunks | None) -> Tensor:
+        """Rows whose next token is chosen: all of the rounds', and the last of each finished prompt."""
+        if chunks is None:
+            return hidden
+        return torch.cat((hidden[:num_tail], hidden[num_tail + chunks.final_rows]))
+
+    def _choose(self, logits: Tensor, batch: StepBatch, tree: Tree, length: Tensor) -> Sampled:
+        """The target's token behind every node: [B, W]."""
+        positions = length.long().unsqueeze(1) + tree.depths + 1
+        if not batch.needs.shaping:
+            return self._sampler.sample(logits, Rows(batch.slots, positions), batch.needs)
+        # the root is already counted as output; the other nodes of a row's path are not yet
+        node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+        path = (tree.masks.unsqueeze(2) >> node & 1).bool() & (node > 0)
+        return self._sampler.sample(logits, Rows(batch.slots, positions, path, tree.tokens), batch.needs)
+
+    def _choose_first(self, logits: Tensor, batch: StepBatch, chunks: PromptChunks) -> Sampled:
+        """The first token behind each finished prompt: [F, 1]."""
+        positions = self._slots.seq_len[chunks.final_slots].long().unsqueeze(1) + 1
+        return self._sampler.sample(logits, Rows(chunks.final_slots, positions), batch.needs)
+
+    def _accept(self, batch: StepBatch, tree: Tree, chosen: Tensor, length: Tensor, features: Tensor) -> _Verified:
+        """Accept, commit, and move the accepted path's KV to the front of the tail."""
+        slots, width = self._slots, tree.tokens.shape[1]
+        depth = min(self._config.num_steps, width - 1)
+        enabled = slots.speculative[batch.slots] & ~slots.finished[batch.slots]
+        synthetic = self._config.synthetic_acceptance_length
+        if synthetic is not None and width > 1:
+            seed, position = slots.seed[batch.slots], length.long()
+            accepted = accept_synthetic(tree, chosen, enabled, depth, synthetic, seed, position)
+        else:
+            accepted = accept(tree, chosen, enabled, depth)
+        if self._config.top_k > 1 and width > 1:
+            self._move_path(batch, length, accepted.path)
+        commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
+        return _Verified(length, accepted, commit, features.view(len(batch.slot_ids), width, -1))
+
+    def _move_path(self, batch: StepBatch, length: Tensor, path: Tensor) -> None:
+        """Target KV of the accepted nodes from their tree columns to columns 0, 1, ... (columns behind the last
+        accepted one receive copies of the root, which nobody reads)."""
+        page_table = self._slots.page_table[batch.slots]
+        rows = path.shape[1]
+        front = TailBatch(Mode.DRAFT_EXTEND, rows, rows, length, path, page_table, batch.max_kv_len)
+        pool = self._target.pool
+        target = tail_kv_slots(front, pool.page_size)
+        position = length.long().unsqueeze(1) + path
+        pages = page_table.gather(1, position // pool.page_size).long()
+        pool.move((pages * pool.page_size + position % pool.page_size).flatten(), target)
+
+    # ------------------------------------------------------------------ draft-extend, draft, tree build
+
+    def _extend_and_draft(
+        self, batch: StepBatch, verified: _Verified | None, first: Commit | None, chunk_features: Tensor
+    ) -> None:
+        """Bring the draft's KV up to the committed tokens, then draft the next trees of all that emitted."""
+        chunks = batch.chunks
+        ids, features, tail = [], [], None
+        if verified is not None:
+            accepted = verified.accepted
+            rows = accepted.path.shape[1]
+            index = accepted.path.unsqueeze(2).expand(-1, -1, verified.features.shape[2])
+            features.append(verified.features.gather(1, index).flatten(0, 1))
+            ids.append(accepted.tokens.flatten())
+            mask = causal_mask(len(batch.slot_ids), rows, self._slots.device)
+            page_table = self._slots.page_table[batch.slots]
+            tail = TailBatch(Mode.DRAFT_EXTEND, rows, rows, verified.length, mask, page_table, batch.max_kv_len)
+        if chunks is not None:
+            features.append(chunk_features)
+            ids.append(_shifted_ids(chunks, first))
+        context = self._draft.context(tail, None, chunks.batch if chunks else None)
+        head = self._draft.model
+        hidden = head(torch.cat(ids), head.combine(torch.cat(features)), context)
+        self._draft_next(batch, self._last_rows(hidden, verified, chunks))
+
+    @staticmethod
+    def _last_rows(hidden: Tensor, verified: _Verified | None, chunks: PromptChunks | None) -> Tensor:
+        """[B + F, H]: the state behind each newest token."""
+        last, num_tail = [], 0
+        if verified is not None:
+            batch, rows = verified.accepted.path.shape
+            num_tail = batch * rows
+            index = (verified.commit.counts - 1).clamp_min(0)
+            last.append(hidden[:num_tail].view(batch, rows, -1)[torch.arange(batch, device=hidden.device), index])
+        if chunks is not None:
+            last.append(hidden[num_tail + chunks.final_rows])
+        return last[0] if len(last) == 1 else torch.cat(last)
+
+    def _draft_next(self, batch: StepBatch, hidden: Tensor) -> None:
+        chunks = batch.chunks
+        slots = batch.slots if chunks is None else torch.cat((batch.slots, chunks.final_slots))
+        if not slots.shape[0]:
+            return
+        speculating = any(self._slots.facts[slot].sampling.speculative for slot in batch.entry_slots)
+        if speculating:
+            tree = self._drafter.draft(slots, hidden, batch.max_kv_len, batch.needs)
+        else:
+            tree = bare_roots(self._slots.bonus[slots], self._config.num_draft_tokens)
+        self._trees.write(slots, tree)
+
+    # ------------------------------------------------------------------ result
+
+    def _result(
+        self, batch: StepBatch, verified: _Verified | None, first: Commit | None,
+        sampled: tuple[Sampled | None, Sampled | None],
+    ) -> StepTensors:
+        columns = verified.commit.tokens.shape[1] if verified is not None else 1
+        tokens, counts, finish, accepted = [], [], [], []
+        if verified is not None:
+            tokens.append(verified.commit.tokens)
+            counts.append(verified.commit.counts)
+            finish.append(verified.commit.finish)
+            verifies = self._slots.speculative[batch.slots] & (verified.commit.counts > 0)
+            if self._shapes[batch.shape].width == 1:
+                verifies = torch.zeros_like(verifies)
+            accepted.append(torch.where(verifies, verified.accepted.num_drafts, -1))
+        if first is not None:
+            tokens.append(F.pad(first.tokens, (0, columns - 1)))
+            counts.append(first.counts)
+            finish.append(first.finish)
+            accepted.append(torch.full_like(first.counts, -1))
+        if not tokens:
+            empty = batch.slots.new_zeros(0)
+            return StepTensors(empty.view(0, 1), empty, empty, empty, None)
+        return StepTensors(torch.cat(tokens), torch.cat(counts), torch.cat(finish), torch.cat(accepted),
+                           self._logprobs(batch, verified, first, sampled, columns))
+
+    @staticmethod
+    def _logprobs(
+        batch: StepBatch, verified: _Verified | None, first: Commit | None,
+        sampled: tuple[Sampled | None, Sampled | None], columns: int,
+    ) -> Logprobs | None:
+        """Log-probabilities along the accepted paths, and of first tokens."""
+        if batch.needs.num_logprobs < 0:
+            return None
+        logits, tokens = [], []
+        if verified is not None and sampled[0] is not None and sampled[0].logits is not None:
+            path = verified.accepted.path
+            index = path.unsqueeze(2).expand(-1, -1, sampled[0].logits.shape[2])
+            logits.append(sampled[0].logits.gather(1, index))
+            tokens.append(verified.commit.tokens)
+        if first is not None and sampled[1] is not None and sampled[1].logits is not None:
+            logits.append(sampled[1].logits.expand(-1, columns, -1))
+            tokens.append(F.pad(first.tokens, (0, columns - 1)))
+        return logprobs_of(torch.cat(logits), torch.cat(tokens), batch.needs.num_logprobs) if logits else None
+
+
+def _shifted_ids(chunks: PromptChunks, first: Commit | None) -> Tensor:
+    """[rows] int64: the token after each chunk row, which the draft pairs with the row's feature."""
+    shifted = chunks.ids.roll(-1)
+    last_rows = torch.tensor(chunks.batch.qo_indptr[1:], device=shifted.device) - 1
+    shifted[last_rows] = torch.tensor(chunks.next_ids, device=shifted.device)
+    if first is not None:
+        shifted[chunks.final_rows] = first.tokens.squeeze(1)
+    return shifted

@@ -1,0 +1,171 @@
+"""EAGLE and EAGLE-3 heads: one decoder layer that reads the target's features and the next token's embedding.
+
+Row i pairs the feature of position i with the embedding of token i + 1, sits at position i, and predicts token i + 2.
+A head returns its recurrent hidden state, which takes the feature's place in the next draft step.
+"""
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speculative.draft_config import DraftConfig
+from workers.forward import ForwardContext
+from workers.layers.decoder_layer import MLP, Attention
+from workers.layers.linear import check_shape
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import RotaryTable
+from workers.layers.vocab import LMHead, VocabEmbedding
+from workers.models.decoder import DecoderOutput
+from workers.tp import TPGroup
+
+
+class Projection(nn.Module):
+    """y = x W^T (+ b), whole on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def load(self, part: str, kind: str, full: Tensor) -> None:
+        target = self.weight if kind == "weight" else self.bias
+        if target is None:
+            raise ValueError(f"checkpoint has a bias for {part}, the draft's config says it has none")
+        check_shape(f"{part}.{kind}", full, target.shape)
+        target.data.copy_(full)
+
+
+class DraftHead(nn.Module):
+    """What drafting needs of a head. group: the ranks that share it. embed_tokens: over the target's vocabulary.
+    lm_head: over the draft's. target_ids: [draft vocab] int64, the target's id of each draft id; None if equal."""
+
+    embed_tokens: VocabEmbedding
+    lm_head: LMHead
+    target_ids: Tensor | None
+
+    def __init__(self, config: DraftConfig, group: TPGroup, max_position: int, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.group = group
+        self.rotary = RotaryTable(config.model.rope, config.model.head_dim, max_position, device)
+        self.embed_tokens = VocabEmbedding(config.model.vocab_size, config.model.hidden_size, group)
+        self.lm_head = LMHead(config.vocab_size, config.model.hidden_size, group)
+        self.target_ids = None
+
+    @abstractmethod
+    def features(self, output: DecoderOutput) -> Tensor:
+        """[rows, F]: what of the target's output this head reads."""
+
+    @abstractmethod
+    def combine(self, features: Tensor) -> Tensor:
+        """[rows, hidden] from features [rows, F]."""
+
+    @abstractmethod
+    def forward(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Recurrent hidden state [rows, hidden] from next tokens ids [rows] int64 and hidden [rows, hidden]."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, shard size] over the draft's vocabulary."""
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """The target's token ids of draft ids, any shape."""
+        return ids if self.target_ids is None else self.target_ids[ids]
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama block whose attention reads the normalised embedding beside the normalised feature."""
+
+    def __init__(self, config: DraftConfig, group: TPGroup) -> None:
+        super().__init__()
+        model = config.model
+        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
+        self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
+        self.self_attn = Attention(model, 0, group, 2 * model.hidden_size)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
+        self.mlp = MLP(model, group)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
+        x = hidden + self.self_attn(both, cos, sin, context)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3 (arXiv 2503.01840): three captured layers, own vocabulary, recurrent state before the final norm."""
+
+    def __init__(self, config: DraftConfig, group: TPGroup, max_position: int, device: torch.device) -> None:
+        super().__init__(config, group, max_position, device)
+        model = config.model
+        self.fc = Projection(len(config.capture) * model.hidden_size, model.hidden_size, config.fc_bias)
+        self.midlayer = Eagle3Layer(config, group)
+        self.norm = RMSNorm(model.hidden_size, model.rms_eps)
+
+    def features(self, output: DecoderOutput) -> Tensor:
+        assert output.captured is not None
+        return output.captured
+
+    def combine(self, features: Tensor) -> Tensor:
+        combined: Tensor = self.fc(features)
+        return combined
+
+    def forward(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        cos, sin = self.rotary.at(context.positions)
+        out: Tensor = self.midlayer(self.embed_tokens(ids), hidden, cos, sin, context)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+class EagleLayer(nn.Module):
+    """A Llama block without a norm before its attention, as EAGLE's heads have it."""
+
+    def __init__(self, config: DraftConfig, group: TPGroup) -> None:
+        super().__init__()
+        model = config.model
+        self.self_attn = Attention(model, 0, group, model.hidden_size)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
+        self.mlp = MLP(model, group)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+        x = x + self.self_attn(x, cos, sin, context)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class EagleHead(DraftHead):
+    """EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858): the final hidden state and the embedding through one
+    projection; embedding and vocabulary head are the target's."""
+
+    def __init__(self, config: DraftConfig, group: TPGroup, max_position: int, device: torch.device) -> None:
+        super().__init__(config, group, max_position, device)
+        model = config.model
+        self.fc = Projection(2 * model.hidden_size, model.hidden_size, config.fc_bias)
+        self.layers = nn.ModuleList([EagleLayer(config, group)])
+
+    def features(self, output: DecoderOutput) -> Tensor:
+        return output.hidden
+
+    def combine(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        cos, sin = self.rotary.at(context.positions)
+        x = self.fc(torch.cat((self.embed_tokens(ids), hidden), dim=-1))
+        out: Tensor = self.layers[0](x, cos, sin, context)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+HEADS: dict[str, type[DraftHead]] = {"eagle": EagleHead, "eagle3": Eagle3Head}

@@ -1,0 +1,109 @@
+"""The oracle backend against attention written out position by position."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.backend import build_backend
+from attention.kv_pool import KVPool
+from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask, chunk_kv_slots, tail_kv_slots
+
+HEADS, KV_HEADS, DIM = 6, 2, 8
+CPU = torch.device("cpu")
+
+
+def naive(q: Tensor, keys: Tensor, values: Tensor, visible: list[int]) -> Tensor:
+    """One row q [heads, dim] over the visible positions of keys and values [length, kv_heads, dim], in float64."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    for head in range(HEADS):
+        kv = head * KV_HEADS // HEADS
+        k, v = keys[visible, kv].double(), values[visible, kv].double()
+        out[head] = torch.softmax(k @ q[head].double() * DIM**-0.5, 0) @ v
+    return out
+
+
+def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor, list[Tensor], list[Tensor]]:
+    """A pool with random KV for requests of these lengths on scattered pages, its table, and the KV per request."""
+    generator = torch.Generator().manual_seed(seed)
+    per_request = [-(-n // page_size) for n in lengths]
+    pool = KVPool(1, sum(per_request), page_size, KV_HEADS, DIM, torch.float32, CPU)
+    pages = (torch.randperm(sum(per_request), generator=generator) + 1).tolist()
+    table = torch.zeros((len(lengths), max(per_request) + 2), dtype=torch.int32)
+    keys, values = [], []
+    for i, n in enumerate(lengths):
+        mine = [pages.pop() for _ in range(per_request[i])]
+        table[i, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        k, v = torch.randn((2, n, KV_HEADS, DIM), generator=generator)
+        slots = torch.tensor([mine[p // page_size] * page_size + p % page_size for p in range(n)])
+        pool.store(0, slots, k, v)
+        keys.append(k)
+        values.append(v)
+    return pool, table, keys, values
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize("rows,tail", [(1, 1), (4, 4), (3, 9), (7, 7)])
+def test_tail_rows_see_their_prefix_and_their_mask(page_size: int, rows: int, tail: int) -> None:
+    prefixes = [0, 1, 17, 54]
+    pool, table, keys, values = paged([n + tail for n in prefixes], page_size, seed=rows)
+    generator = torch.Generator().manual_seed(tail)
+    mask = torch.randint(0, 1 << tail, (len(prefixes), rows), generator=generator)
+    mask |= 1 << torch.arange(tail - rows, tail)  # every row sees itself
+    q = torch.randn(len(prefixes) * rows, HEADS, DIM, generator=generator)
+    batch = TailBatch(Mode.VERIFY, rows, tail, torch.tensor(prefixes, dtype=torch.int32), mask, table, 54 + tail)
+    out = build_backend("torch", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
+    for b, prefix in enumerate(prefixes):
+        for r in range(rows):
+            seen = list(range(prefix)) + [prefix + j for j in range(tail) if int(mask[b, r]) >> j & 1]
+            expected = naive(q[b * rows + r], keys[b], values[b], seen)
+            # float32 sums of up to 63 terms: 63 * 2^-24 relative, values below 4
+            torch.testing.assert_close(out[b * rows + r].double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_chunk_rows_see_all_before_them(page_size: int) -> None:
+    starts, counts = [0, 5, 33], [7, 1, 20]
+    pool, table, keys, values = paged([s + n for s, n in zip(starts, counts, strict=True)], page_size, seed=3)
+    q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    batch = ChunkBatch((0, 7, 8, 28), tuple(starts), table)
+    out = build_backend("torch", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
+    row = 0
+    for c, start in enumerate(starts):
+        for i in range(counts[c]):
+            expected = naive(q[row], keys[c], values[c], list(range(start + i + 1)))
+            torch.testing.assert_close(out[row].double(), expected, atol=2e-6, rtol=1e-5)
+            row += 1
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    pool, table, _, _ = paged([9, 60], 4, seed=5)
+    q = torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+    lengths = torch.tensor([8, 59], dtype=torch.int32)
+    backend = build_backend("torch", Mode.DECODE)
+    both = TailBatch(Mode.DECODE, 1, 1, lengths, causal_mask(2, 1, CPU), table, 60)
+    alone = TailBatch(Mode.DECODE, 1, 1, lengths[:1], causal_mask(1, 1, CPU), table[:1], 60)
+    out = backend.prepare(both).forward(q, pool.layer(0), 1.0)
+    assert torch.equal(out[:1], backend.prepare(alone).forward(q[:1], pool.layer(0), 1.0))
+
+
+def test_kv_slots_follow_the_page_table() -> None:
+    table = torch.tensor([[3, 1, 7], [2, 9, 0]], dtype=torch.int32)
+    tail = TailBatch(Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8)
+    # columns 1 and 2 of the tail: positions 4, 5 and 5, 6 on pages of 4
+    assert tail_kv_slots(tail, 4).tolist() == [4, 5, 37, 38]
+    chunks = ChunkBatch((0, 2, 5), (3, 0), table)
+    assert chunk_kv_slots(chunks, 4).tolist() == [15, 4, 8, 9, 10]
+
+
+def test_an_unknown_backend_names_those_that_exist() -> None:
+    with pytest.raises(ValueError, match="'fa9': does not exist; choose one of .*torch"):
+        build_backend("fa9", Mode.DECODE)
+
+
+def test_move_reads_everything_before_it_writes() -> None:
+    pool = KVPool(2, 2, 4, 1, 1, torch.float32, CPU)
+    values = torch.arange(8.0).view(8, 1, 1)
+    pool.store(1, torch.arange(4, 12), values, -values)
+    pool.move(torch.tensor([6, 5, 4]), torch.tensor([4, 6, 7]))
+    assert pool.layer(1).k.flatten()[4:9].tolist() == [2, 1, 1, 0, 4]
+    assert pool.layer(1).v.flatten()[4:8].tolist() == [-2, -1, -1, 0]

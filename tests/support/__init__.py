@@ -1,0 +1,1 @@
+"""What several tests share: tiny checkpoints, scripted executors, a fake engine."""

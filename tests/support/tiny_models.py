@@ -1,0 +1,102 @@
+"""Tiny random checkpoints in the formats that Hugging Face and the published EAGLE heads use."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS, MLP = 96, 40, 64, 8, 96
+
+
+def make_target(folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """A random Llama-like target; overrides go to its configuration (architecture "qwen2" and "qwen3" too)."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+             "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    config_class, model_class = kinds[overrides.pop("architecture", "llama")]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "eos_token_id": 1, "bos_token_id": 0, "initializer_range": 0.2, **overrides,
+    }
+    torch.manual_seed(seed)
+    model = model_class(config_class(**settings)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> Path:
+    """A random EAGLE-3 head for `target`, sharing its embedding, with its own vocabulary."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    generator = torch.Generator().manual_seed(seed)
+    picked = torch.randperm(vocab, generator=generator)[:DRAFT_VOCAB].sort().values
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    tensors = {
+        "fc.weight": normal(hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj.weight": normal(heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": normal(kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": normal(kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": normal(hidden, heads * dim),
+        "midlayer.mlp.gate_proj.weight": normal(mlp, hidden),
+        "midlayer.mlp.up_proj.weight": normal(mlp, hidden),
+        "midlayer.mlp.down_proj.weight": normal(hidden, mlp),
+        "midlayer.input_layernorm.weight": torch.ones(hidden),
+        "midlayer.hidden_norm.weight": torch.ones(hidden),
+        "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
+        "norm.weight": torch.ones(hidden),
+        "lm_head.weight": normal(DRAFT_VOCAB, hidden),
+        "d2t": picked - torch.arange(DRAFT_VOCAB),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, picked, True),
+    }
+    keys = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "max_position_embeddings", "rms_norm_eps")
+    settings = {k: config[k] for k in keys} | {
+        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB, "num_hidden_layers": 1,
+        "torch_dtype": "float32", **overrides,
+    }
+    return _write(folder, settings, tensors)
+
+
+def make_eagle(folder: Path, target: Path, seed: int = 1) -> Path:
+    """A random EAGLE head for `target`: embedding and vocabulary head are the target's."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    tensors = {
+        "fc.weight": normal(hidden, 2 * hidden),
+        "fc.bias": normal(hidden),
+        "layers.0.self_attn.q_proj.weight": normal(heads * dim, hidden),
+        "layers.0.self_attn.k_proj.weight": normal(kv_heads * dim, hidden),
+        "layers.0.self_attn.v_proj.weight": normal(kv_heads * dim, hidden),
+        "layers.0.self_attn.o_proj.weight": normal(hidden, heads * dim),
+        "layers.0.mlp.gate_proj.weight": normal(mlp, hidden),
+        "layers.0.mlp.up_proj.weight": normal(mlp, hidden),
+        "layers.0.mlp.down_proj.weight": normal(hidden, mlp),
+        "layers.0.post_attention_layernorm.weight": torch.ones(hidden),
+    }
+    settings = {**config, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    return _write(folder, settings, tensors)
+
+
+def _write(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, str(folder / "model.safetensors"))
+    return folder

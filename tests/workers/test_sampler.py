@@ -1,0 +1,135 @@
+"""Sampling: exact draws, filters and penalties against plain Python, and independence of everything but the text."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from workers.layers.vocab import VocabShard
+from workers.plan import SamplingParams, SlotInit, pack_i32
+from workers.sampler import Rows, Sampler, SamplingNeeds, gumbel_noise, logprobs_of
+from workers.slots import SlotTable
+from workers.tp import SOLO
+
+VOCAB = 23
+CPU = torch.device("cpu")
+
+
+def sampler_with(*params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> tuple[
+    Sampler, SlotTable, SamplingNeeds
+]:
+    """A sampler whose slots 0, 1, ... hold requests with these parameters."""
+    slots = SlotTable(len(params), 4, VOCAB, CPU)
+    for i, sampling in enumerate(params):
+        init = SlotInit(i, 0, 5, 5 + sampling.max_tokens, sampling, pack_i32(prompt or []), pack_i32(output or []))
+        slots._init_slot(init)
+    needs = SamplingNeeds.of([slots.facts[i] for i in range(len(params))])
+    return Sampler(slots, VocabShard(VOCAB, SOLO)), slots, needs
+
+
+def draws(sampling: SamplingParams, logits: torch.Tensor, count: int) -> torch.Tensor:
+    """[count] tokens drawn at positions 0 .. count - 1 from one distribution."""
+    sampler, _, needs = sampler_with(sampling)
+    rows = Rows(torch.zeros(1, dtype=torch.int64), torch.arange(count).unsqueeze(0))
+    return sampler.sample(logits.expand(count, -1).contiguous(), rows, needs).tokens.flatten()
+
+
+def test_gumbel_noise_has_the_gumbel_distribution() -> None:
+    noise = gumbel_noise(torch.tensor(123), torch.arange(200).unsqueeze(1), torch.arange(500))
+    # a false alarm in 10^6
+    assert stats.kstest(noise.flatten().numpy(), "gumbel_r").pvalue > 1e-6
+    other = gumbel_noise(torch.tensor(124), torch.arange(200).unsqueeze(1), torch.arange(500))
+    assert abs(torch.corrcoef(torch.stack((noise.flatten(), other.flatten())))[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_from_the_softmax(temperature: float) -> None:
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    count = 20000
+    seen = torch.bincount(draws(SamplingParams(1, temperature, seed=9), logits, count), minlength=VOCAB).double()
+    expected = torch.softmax(logits.double() / temperature, 0) * count
+    keep = expected >= 5
+    chi2 = ((seen - expected)[keep] ** 2 / expected[keep]).sum()
+    # a false alarm in 10^6
+    assert stats.chi2.sf(chi2.item(), int(keep.sum()) - 1) > 1e-6
+    wrong = torch.softmax(logits.double() / (temperature * 1.2), 0) * count
+    keep = wrong >= 5
+    assert stats.chi2.sf((((seen - wrong)[keep] ** 2) / wrong[keep]).sum().item(), int(keep.sum()) - 1) < 1e-6
+
+
+def allowed(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Token ids that the filters keep, one by one."""
+    weights = torch.softmax(logits.double() / temperature, 0)
+    order = sorted(range(VOCAB), key=lambda i: -weights[i].item())
+    order = order[:top_k] if top_k else order
+    total = sum(weights[i].item() for i in order)
+    kept, before = set(), 0.0
+    for i in order:
+        share = weights[i].item() / total
+        if (before < top_p or top_p >= 1) and share >= min_p * weights[order[0]].item() / total:
+            kept.add(i)
+        before += share
+    return kept | {order[0]}
+
+
+@pytest.mark.parametrize("filters", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (9, 0.8, 0.05), (1, 1.0, 0.0)])
+def test_filters_keep_exactly_what_they_should(filters: tuple[int, float, float]) -> None:
+    top_k, top_p, min_p = filters
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(2)) * 1.5
+    sampling = SamplingParams(1, 1.3, top_k, top_p, min_p, seed=4)
+    seen = set(draws(sampling, logits, 20000).tolist())
+    assert seen == allowed(logits, 1.3, top_k, top_p, min_p)
+
+
+def test_a_token_depends_on_its_seed_and_position_alone() -> None:
+    random, greedy = SamplingParams(1, 1.0, seed=7), SamplingParams(1, 0.0)
+    filtered = SamplingParams(1, 0.8, top_k=4, seed=8)
+    logits = torch.randn(3, 6, VOCAB, generator=torch.Generator().manual_seed(3))
+    sampler, _, needs = sampler_with(random, greedy, filtered)
+    positions = torch.arange(40, 46).expand(3, 6)
+    together = sampler.sample(logits.flatten(0, 1), Rows(torch.arange(3), positions), needs).tokens
+    for i, sampling in enumerate((random, greedy, filtered)):
+        alone, _, own_needs = sampler_with(sampling)
+        for j in range(6):
+            rows = Rows(torch.zeros(1, dtype=torch.int64), positions[i : i + 1, j : j + 1])
+            assert alone.sample(logits[i, j : j + 1], rows, own_needs).tokens.item() == together[i, j]
+    assert torch.equal(together[1], logits[1].argmax(-1))
+
+
+def test_penalties_follow_their_definitions() -> None:
+    prompt, output = [1, 2, 2], [2, 3, 3, 3]
+    sampling = SamplingParams(9, 0.0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5,
+                              logit_bias={4: 2.0, 5: -100.0})
+    sampler, _, needs = sampler_with(sampling, prompt=prompt, output=output)
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
+    path = torch.tensor([[[False, False], [False, True]]])  # the second row has node 1 (token 3) on its path
+    rows = Rows(torch.tensor([0]), torch.tensor([[9, 10]]), path, torch.tensor([[3, 3]]))
+    shaped = sampler._shape(logits.expand(1, 2, -1).clone(), rows)[0]
+    for row, counts in enumerate(({2: 1, 3: 3}, {2: 1, 3: 4})):
+        for token in range(VOCAB):
+            value = logits[token].item()
+            if token in (1, 2, 3):
+                value = value / 1.5 if value > 0 else value * 1.5
+            value -= 0.25 * counts.get(token, 0) + 0.5 * (token in counts)
+            value += {4: 2.0, 5: -100.0}.get(token, 0.0)
+            assert shaped[row, token].item() == pytest.approx(value, abs=1e-5)
+    assert needs.full_logits and needs.shaping
+
+
+def test_stop_tokens_wait_for_min_tokens() -> None:
+    sampling = SamplingParams(9, 0.0, min_tokens=2, stop_token_ids=(3, 8))
+    sampler, _, needs = sampler_with(sampling)
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 8], logits[:, 6] = 5.0, 4.0
+    rows = Rows(torch.tensor([0]), torch.tensor([[5, 6, 7]]))  # the prompt has 5 tokens, so outputs 1, 2, 3
+    assert sampler.sample(logits, rows, needs).tokens.tolist() == [[6, 6, 8]]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(6))
+    out = logprobs_of(logits, torch.tensor([[4, 7]]), 3)
+    expected = logits[0, 1, 7] - torch.logsumexp(logits[0, 1], 0)
+    assert out.chosen[0, 1].item() == pytest.approx(expected.item(), abs=1e-6)
+    assert out.top_ids[0, 0].tolist() == logits[0, 0].topk(3).indices.tolist()
+    assert math.isclose(out.top[0, 0, 0].item(), torch.log_softmax(logits[0, 0], 0).max().item(), abs_tol=1e-6)

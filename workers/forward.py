@@ -1,0 +1,65 @@
+"""What the layers of one forward pass may see: positions, where KV goes, who sees what. Made per pass, thrown away."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend, Prepared
+from attention.kv_pool import KVPool
+from attention.metadata import ChunkBatch, TailBatch, chunk_kv_slots, tail_kv_slots
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Rows are those of `tail`, then those of `chunks` (see `attention.metadata`).
+
+    positions: [rows] int64 for rotary embedding. kv_slots: [rows] int64 where each row's KV is written.
+    """
+
+    pool: KVPool
+    positions: Tensor
+    kv_slots: Tensor
+    num_tail_rows: int
+    tail: Prepared | None
+    chunks: Prepared | None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Write k and v [rows, kv_heads, head_dim] of a layer and attend q [rows, q_heads, head_dim] to it."""
+        self.pool.store(layer, self.kv_slots, k, v)
+        kv = self.pool.layer(layer)
+        if self.chunks is None:
+            assert self.tail is not None
+            return self.tail.forward(q, kv, scale)
+        if self.tail is None:
+            return self.chunks.forward(q, kv, scale)
+        split = self.num_tail_rows
+        tail = self.tail.forward(q[:split], kv, scale)
+        return torch.cat((tail, self.chunks.forward(q[split:], kv, scale)))
+
+
+def make_context(
+    pool: KVPool,
+    tail: TailBatch | None,
+    tail_positions: Tensor | None,
+    tail_backend: AttentionBackend,
+    chunks: ChunkBatch | None = None,
+    chunk_backend: AttentionBackend | None = None,
+) -> ForwardContext:
+    """The context of a pass over `tail` and `chunks`. tail_positions: [B * R] int64, the rotary positions of tail
+    rows (a tree's rows are deeper than their column tells); None where they equal the columns."""
+    positions, slots = [], []
+    if tail is not None:
+        positions.append(tail.kv_positions().flatten() if tail_positions is None else tail_positions)
+        slots.append(tail_kv_slots(tail, pool.page_size))
+    if chunks is not None:
+        positions.append(chunks.kv_positions())
+        slots.append(chunk_kv_slots(chunks, pool.page_size))
+    return ForwardContext(
+        pool=pool,
+        positions=positions[0] if len(positions) == 1 else torch.cat(positions),
+        kv_slots=slots[0] if len(slots) == 1 else torch.cat(slots),
+        num_tail_rows=tail.num_rows if tail is not None else 0,
+        tail=tail_backend.prepare(tail) if tail is not None else None,
+        chunks=chunk_backend.prepare(chunks) if chunks is not None and chunk_backend is not None else None,
+    )

@@ -1,0 +1,77 @@
+"""The Llama block and its parts: attention over a `ForwardContext`, gated MLP. Qwen2 and Qwen3 differ by two flags."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workers.forward import ForwardContext
+from workers.layers.linear import ColumnLinear, RowLinear, kv_head_span, rank_span
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import rotate
+from workers.model_config import ModelConfig
+from workers.tp import TPGroup
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. input_size: hidden_size, or twice that in an EAGLE-3 head."""
+
+    def __init__(self, config: ModelConfig, layer: int, group: TPGroup, input_size: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        q_first, q_end = rank_span(config.num_heads, group, "num_attention_heads")
+        kv_first, kv_end = kv_head_span(config.num_kv_heads, group)
+        self.num_heads, self.num_kv_heads = q_end - q_first, kv_end - kv_first
+        self.scale = config.head_dim**-0.5
+        q_rows = (q_first * self.head_dim, q_end * self.head_dim)
+        kv_rows = (kv_first * self.head_dim, kv_end * self.head_dim)
+        parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        self.qkv = ColumnLinear(input_size, parts, config.qkv_bias)
+        heads_size = config.num_heads * self.head_dim
+        self.o_proj = RowLinear(heads_size, config.hidden_size, group, "num_attention_heads", config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        if self.q_norm is None or self.k_norm is None:
+            qk = rotate(qk, cos, sin)
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        else:
+            q, k = self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = context.attend(self.layer, q.contiguous(), k, v, self.scale)
+        projected: Tensor = self.o_proj(out.flatten(1))
+        return projected
+
+
+class MLP(nn.Module):
+    """silu(x W_gate) * (x W_up), then W_down."""
+
+    def __init__(self, config: ModelConfig, group: TPGroup) -> None:
+        super().__init__()
+        span = rank_span(config.intermediate_size, group, "intermediate_size")
+        self.gate_up = ColumnLinear(config.hidden_size, {"gate_proj": span, "up_proj": span}, bias=False)
+        self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, group, "intermediate_size")
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual block: x + attention(norm(x)), then + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, group: TPGroup) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.self_attn = Attention(config, layer, group, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.mlp = MLP(config, group)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+        """The residual stream [rows, hidden] after this layer."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out

@@ -1,0 +1,27 @@
+"""RMSNorm (arXiv 1910.07467)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workers.layers.linear import check_shape
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32 for half types."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        full = x.float()
+        normed = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+    def load(self, part: str, kind: str, full: Tensor) -> None:
+        check_shape(part, full, self.weight.shape)
+        self.weight.data.copy_(full)

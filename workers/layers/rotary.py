@@ -1,0 +1,48 @@
+"""Rotary position embedding (arXiv 2104.09864), in the half-split layout of Hugging Face checkpoints."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from workers.model_config import RopeConfig
+
+
+class RotaryTable:
+    """cos and sin for all positions: [max_position, head_dim / 2] float32 on `device`, whatever device context it is
+    made in (models are made on the meta device first)."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
+        frequencies = _frequencies(rope, head_dim)
+        angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device="cpu"), frequencies)
+        self._cos = angles.cos().to(device)
+        self._sin = angles.sin().to(device)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [rows, 1, head_dim / 2] float32, at positions [rows] int64."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [rows, heads, head_dim] turned by its rows' angles; same shape and dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[head_dim / 2] float32 radians per position."""
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Wavelengths beyond original_max_position / low_freq_factor are slowed by `factor`, those below
+    original_max_position / high_freq_factor kept, the ones between blended (Llama 3.1 reference code)."""
+    wavelength = 2 * math.pi / frequencies
+    blend = rope.original_max_position / wavelength - rope.low_freq_factor
+    blend = (blend / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies

@@ -1,0 +1,67 @@
+"""A model, its KV pool and its attention backends: one forward pass over a tail batch and prompt chunks."""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend, build_backend
+from attention.kv_pool import KVPool
+from attention.metadata import ChunkBatch, Mode, TailBatch
+from workers.forward import ForwardContext, make_context
+from workers.models.decoder import Decoder, DecoderOutput
+
+ModelT = TypeVar("ModelT")
+
+
+@dataclass(frozen=True)
+class ModelRunner(Generic[ModelT]):
+    """backends: one per mode that this model is run in."""
+
+    model: ModelT
+    pool: KVPool
+    backends: dict[Mode, AttentionBackend]
+
+    def context(
+        self, tail: TailBatch | None, tail_positions: Tensor | None = None, chunks: ChunkBatch | None = None
+    ) -> ForwardContext:
+        """See `workers.forward.make_context`."""
+        tail_backend = self.backends[tail.mode if tail is not None else Mode.PREFILL]
+        return make_context(self.pool, tail, tail_positions, tail_backend, chunks, self.backends[Mode.PREFILL])
+
+
+class TargetRunner(ModelRunner[Decoder]):
+    def forward(
+        self, ids: Tensor, tail: TailBatch | None, tail_positions: Tensor | None, chunks: ChunkBatch | None
+    ) -> DecoderOutput:
+        """ids: [rows] int64, tail rows first."""
+        output: DecoderOutput = self.model(ids, self.context(tail, tail_positions, chunks))
+        return output
+
+
+def backends_for(names: dict[Mode, str]) -> dict[Mode, AttentionBackend]:
+    """A backend per mode, one object per name; raises ValueError where a name cannot do its mode."""
+    made: dict[str, AttentionBackend] = {}
+    chosen = {}
+    for mode, name in names.items():
+        backend = build_backend(name, mode)
+        chosen[mode] = made.setdefault(name, backend)
+    return chosen
+
+
+def resolve_device(device: str, rank: int) -> torch.device:
+    """"auto" is this process's GPU if it has one, else the CPU. A worker sees one GPU; if it sees several, its rank
+    chooses."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device=cuda: this process sees no GPU; set device: cpu, or check CUDA_VISIBLE_DEVICES")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def resolve_dtype(dtype: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """"auto" is the checkpoint's on a GPU and float32 on a CPU, where half types are slow."""
+    if dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+    return torch.float32 if device.type == "cpu" else checkpoint

@@ -1,0 +1,64 @@
+"""The dense decoder of Llama 2/3, Qwen2 and Qwen3, tensor-parallel."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from workers.forward import ForwardContext
+from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.linear import kv_head_span
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import RotaryTable
+from workers.layers.vocab import LMHead, VocabEmbedding
+from workers.model_config import ModelConfig
+from workers.tp import TPGroup
+
+
+@dataclass(frozen=True)
+class DecoderOutput:
+    """hidden: [rows, hidden_size] after the final norm. captured: the residual stream that enters each layer named in
+    `capture`, side by side: [rows, len(capture) * hidden_size]; None if none was asked for."""
+
+    hidden: Tensor
+    captured: Tensor | None
+
+
+class Decoder(nn.Module):
+    """capture: layers whose input is returned beside the hidden states (what an EAGLE-3 head reads)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.group = group
+        self.capture = capture
+        self.rotary = RotaryTable(config.rope, config.head_dim, max_position, device)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, group)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, group) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        tied = self.embed_tokens if config.tie_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, group, tied)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that this rank holds."""
+        first, end = kv_head_span(self.config.num_kv_heads, self.group)
+        return end - first
+
+    def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
+        """ids: [rows] int64. Writes the rows' KV into the context's pool."""
+        x = self.embed_tokens(ids)
+        cos, sin = self.rotary.at(context.positions)
+        captured = []
+        for i, layer in enumerate(self.layers):
+            if i in self.capture:
+                captured.append(x)
+            x = layer(x, cos, sin, context)
+        return DecoderOutput(self.norm(x), torch.cat(captured, dim=-1) if captured else None)

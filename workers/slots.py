@@ -1,0 +1,165 @@
+"""The state of running requests on the device, one row per slot, and how a step changes it.
+
+The last row is the padding slot: finished for ever, its page table all zero (the dummy page). Nothing here reads the
+device from the host, except that per-slot facts the host already knows (from `SlotInit`) are kept in `facts`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, unpack_i32
+
+MAX_STOP_IDS = 32
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    """What the host knows of the request in a slot: which parts of sampling it needs."""
+
+    sampling: SamplingParams
+
+    @property
+    def is_random(self) -> bool:
+        return self.sampling.temperature > 0
+
+    @property
+    def needs_full_logits(self) -> bool:
+        """Whether choosing its token takes the whole vocabulary on one rank, not a reduction over shards."""
+        s = self.sampling
+        filtered = self.is_random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+        return filtered or self.shapes_logits or s.logprobs >= 0
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether its logits are changed before sampling: penalties, bias, or stop tokens not yet allowed."""
+        s = self.sampling
+        return s.needs_token_counts or bool(s.logit_bias) or s.min_tokens > 0
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a commit emitted: tokens [B, M] int64 of which counts [B] int64 are valid, finish [B] int64 (FINISH_*)."""
+
+    tokens: Tensor
+    counts: Tensor
+    finish: Tensor
+
+
+class SlotTable:
+    """All tensors have num_slots + 1 rows; see the constructor for each one's meaning."""
+
+    def __init__(self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device) -> None:
+        rows = num_slots + 1
+        self.padding_slot = num_slots
+        self.vocab_size = vocab_size
+        self.device = device
+
+        def filled(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.full((rows, *shape), value, dtype=dtype, device=device)
+
+        self.page_table = filled(0, torch.int32, max_pages)
+        self.seq_len = filled(0, torch.int32)  # committed KV tokens, without the bonus
+        self.bonus = filled(0, torch.int64)  # the newest token, whose KV the next round writes
+        self.finished = filled(True, torch.bool)
+        self.max_len = filled(0, torch.int64)  # position after the last permitted token
+        self.speculative = filled(False, torch.bool)
+        self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_IDS)
+        self.min_len = filled(0, torch.int64)  # no stop token may be chosen at positions before it
+        self.seed = filled(0, torch.int64)
+        self.temperature = filled(0, torch.float32)
+        self.top_k = filled(0, torch.int64)
+        self.top_p = filled(1, torch.float32)
+        self.min_p = filled(0, torch.float32)
+        self.penalties = filled(0, torch.float32, 3)  # presence, frequency, repetition - 1
+        self.shapes_logits = filled(False, torch.bool)
+        # [rows, vocab], made when the first request needs them
+        self.output_counts: Tensor | None = None
+        self.in_prompt: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.facts: dict[int, SlotFacts] = {}
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Take over a plan's new requests and page-table changes."""
+        # A new owner's table starts empty: what it does not reserve is the dummy page, never another's page.
+        for init in plan.inits:
+            self._init_slot(init)
+        if plan.page_updates:
+            updates = torch.tensor(unpack_i32(plan.page_updates).reshape(-1, 3), device=self.device)
+            self.page_table[updates[:, 0].long(), updates[:, 1].long()] = updates[:, 2]
+
+    def _init_slot(self, init: SlotInit) -> None:
+        slot, sampling = init.slot, init.sampling
+        self.facts[slot] = SlotFacts(sampling)
+        self.page_table[slot] = 0
+        self.seq_len[slot] = init.num_cached
+        self.finished[slot] = False
+        self.max_len[slot] = init.max_len
+        self.speculative[slot] = sampling.speculative
+        stops = sampling.stop_token_ids[:MAX_STOP_IDS]
+        assert len(stops) == len(sampling.stop_token_ids), "the edge bounds stop_token_ids"
+        self.stop_ids[slot] = torch.tensor([*stops, *[NO_TOKEN] * (MAX_STOP_IDS - len(stops))])
+        self.min_len[slot] = init.prompt_len + sampling.min_tokens
+        self.seed[slot] = _signed(sampling.seed)
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        self.shapes_logits[slot] = self.facts[slot].shapes_logits
+        if self.facts[slot].shapes_logits:
+            self._init_shaping(init)
+
+    def _init_shaping(self, init: SlotInit) -> None:
+        """Counts, prompt marks and biases of a request that changes its logits."""
+        if self.output_counts is None or self.in_prompt is None or self.bias is None:
+            shape = (self.finished.shape[0], self.vocab_size)
+            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        slot, sampling = init.slot, init.sampling
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty - 1.0)
+        self.penalties[slot] = torch.tensor(penalties)
+        output = torch.tensor(unpack_i32(init.output).astype("int64"), device=self.device)
+        prompt = torch.tensor(unpack_i32(init.prompt).astype("int64"), device=self.device)
+        self.output_counts[slot] = torch.bincount(output, minlength=self.vocab_size).int()
+        self.in_prompt[slot] = torch.bincount(prompt, minlength=self.vocab_size) > 0
+        self.bias[slot] = 0.0
+        if sampling.logit_bias:
+            ids = torch.tensor(list(sampling.logit_bias), device=self.device)
+            self.bias[slot, ids] = torch.tensor(list(sampling.logit_bias.values()), device=self.device)
+
+    def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
+        """Append tokens [B, M] int64, of which counts [B] int64 (>= 1) are valid, to slots [B] int64.
+
+        The root's KV and that of all but the last token must be in the pool. Cuts at the first stop token (kept) and
+        at the length limit, marks slots finished, and does nothing to those that already were.
+        """
+        length = self.seq_len[slots].long()
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        counts = torch.minimum(counts, self.max_len[slots] - length - 1)
+        is_stop = (tokens.unsqueeze(-1) == self.stop_ids[slots].unsqueeze(1)).any(-1)
+        first_stop = torch.where(is_stop, column, tokens.shape[1]).amin(-1)
+        stopped = first_stop < counts
+        counts = torch.where(stopped, first_stop + 1, counts)
+        was_finished = self.finished[slots]
+        counts = torch.where(was_finished, 0, counts)
+        new_length = length + counts
+        at_limit = new_length + 1 >= self.max_len[slots]
+        finish = torch.where(stopped, FINISH_STOP, torch.where(at_limit, FINISH_LENGTH, 0))
+        finish = torch.where(was_finished, 0, finish)
+        last = tokens.gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
+        self.seq_len[slots] = new_length.int()
+        self.bonus[slots] = torch.where(was_finished, self.bonus[slots], last)
+        self.finished[slots] = was_finished | (finish > 0)
+        if self.output_counts is not None:
+            valid = (column < counts.unsqueeze(1)).int()
+            self.output_counts.index_put_((slots.unsqueeze(1), tokens), valid, accumulate=True)
+        return Commit(tokens, counts, finish)
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of `seed` as a signed integer."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

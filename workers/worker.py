@@ -1,0 +1,136 @@
+"""One tensor-parallel rank: turns plans into batches, runs the strategy's step, turns tensors into results.
+
+Used by the cluster's worker loop and by the local engine; knows no transport.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.metadata import ChunkBatch
+from workers.decoding import DecodingStrategy, PromptChunks, StepBatch, StepTensors
+from workers.plan import StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
+from workers.sampler import SamplingNeeds
+from workers.slots import SlotTable
+from workers.tp import TPGroup
+
+
+class RanksDisagreeError(RuntimeError):
+    """Two ranks emitted different tokens in a step: a bug, or broken hardware. Raised in debug mode only."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    plan: StepPlan
+    tensors: StepTensors
+    num_logprobs: tuple[int, ...]  # per entry of the result, as its request asked; its slot may have a new owner by now
+    started_s: float
+
+
+class Worker:
+    """Implements `workers.executor.StepExecutor`."""
+
+    def __init__(self, strategy: DecodingStrategy, slots: SlotTable, group: TPGroup, debug: bool) -> None:
+        self._strategy = strategy
+        self._slots = slots
+        self._group = group
+        self._debug = debug
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def ready(self) -> bool:
+        return bool(self._pending)
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        assert len(self._pending) < 2, "a third step was submitted before a result was taken"
+        started_s = time.perf_counter()
+        self._slots.apply_plan(plan)
+        batch = self._batch(plan)
+        tensors = self._strategy.step(batch)
+        if self._debug:
+            self._assert_ranks_agree(tensors)
+        num_logprobs = tuple(self._slots.facts[slot].sampling.logprobs for slot in batch.entry_slots)
+        self._pending.append(_Pending(plan, tensors, num_logprobs, started_s))
+
+    def take(self) -> StepResult:
+        pending = self._pending.popleft()
+        counts = pending.tensors.counts.tolist()
+        tokens = [row[:n] for row, n in zip(pending.tensors.tokens.tolist(), counts, strict=True)]
+        return StepResult(
+            epoch=pending.plan.epoch,
+            step=pending.plan.step,
+            counts=pack_i32(counts),
+            tokens=pack_i32([token for row in tokens for token in row]),
+            finish=bytes(pending.tensors.finish.tolist()),
+            accepted=pack_i32(pending.tensors.accepted.tolist()),
+            logprobs=self._logprobs(pending, counts),
+            elapsed_s=time.perf_counter() - pending.started_s,
+        )
+
+    def _batch(self, plan: StepPlan) -> StepBatch:
+        device = self._slots.device
+        slot_ids = tuple(unpack_i32(plan.slots).tolist())
+        chunks = self._chunks(plan) if plan.chunks else None
+        finals = chunks.final_slot_ids if chunks else ()
+        facts = [self._slots.facts[slot] for slot in slot_ids + finals]
+        slots = torch.tensor(slot_ids, dtype=torch.int64, device=device)
+        return StepBatch(slots, slot_ids, plan.shape, plan.max_kv_len, chunks, SamplingNeeds.of(facts))
+
+    def _chunks(self, plan: StepPlan) -> PromptChunks:
+        device = self._slots.device
+        ids = [unpack_i32(chunk.tokens) for chunk in plan.chunks]
+        indptr = [0]
+        for tokens in ids:
+            indptr.append(indptr[-1] + len(tokens))
+        slots = tuple(chunk.slot for chunk in plan.chunks)
+        finals = tuple(c for c, chunk in enumerate(plan.chunks) if chunk.next_token < 0)
+
+        def as_tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        starts = tuple(chunk.start for chunk in plan.chunks)
+        return PromptChunks(
+            batch=ChunkBatch(tuple(indptr), starts, self._slots.page_table[as_tensor(slots)]),
+            slots=slots,
+            ids=as_tensor([token for tokens in ids for token in tokens.tolist()]),
+            next_ids=tuple(chunk.next_token for chunk in plan.chunks),
+            finals=finals,
+            final_rows=as_tensor([indptr[c + 1] - 1 for c in finals]),
+            final_slots=as_tensor([slots[c] for c in finals]),
+            final_lengths=tuple(starts[c] + len(ids[c]) for c in finals),
+        )
+
+    def _logprobs(self, pending: _Pending, counts: list[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
+        tensors = pending.tensors.logprobs
+        if tensors is None:
+            return {}
+        chosen, top_ids, top = tensors.chosen.tolist(), tensors.top_ids.tolist(), tensors.top.tolist()
+        out = {}
+        for entry, k in enumerate(pending.num_logprobs):
+            if k >= 0:
+                out[entry] = tuple(
+                    TokenLogprobs(chosen[entry][j], tuple(top_ids[entry][j][:k]), tuple(top[entry][j][:k]))
+                    for j in range(counts[entry])
+                )
+        return out
+
+    def _assert_ranks_agree(self, tensors: StepTensors) -> None:
+        """Compare what this step emitted with the other ranks; costs a gather and a host read, so debug only."""
+        mine = torch.cat((_mask_invalid(tensors), tensors.counts.unsqueeze(1), tensors.finish.unsqueeze(1)), dim=1)
+        everyone = self._group.all_gather(mine)
+        different = (everyone != everyone[0]).flatten(1).any(1)
+        if bool(different.any()):
+            raise RanksDisagreeError(f"ranks {different.nonzero().flatten().tolist()} emitted other tokens than rank 0")
+
+
+def _mask_invalid(tensors: StepTensors) -> Tensor:
+    column = torch.arange(tensors.tokens.shape[1], device=tensors.tokens.device)
+    return torch.where(column < tensors.counts.unsqueeze(1), tensors.tokens, -1)
