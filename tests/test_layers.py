@@ -1,4 +1,4 @@
-"""The folders' import rules: attention <- workers <- speculative <- cluster <- deploy; Ray and the environment on top."""
+"""The folders' import rules: attention <- workers <- speculative <- cluster <- deploy; Ray only on top."""
 
 import ast
 from collections.abc import Iterator

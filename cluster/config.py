@@ -1,0 +1,229 @@
+"""The configuration of one Aerie application: the `args` of the Serve config file, checked once, here.
+
+Sections are the dataclasses of the layers they configure. Every error names key, value, rule and remedy; a wrong key
+is answered with the nearest right one. This is the only module below `deploy/` that reads the environment.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from attention.config import CacheConfig, DraftAttention, TargetAttention
+from cluster.edge_config import EdgeConfig
+from speculative.config import SpeculativeConfig
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+
+Strategy = Literal["auto", "STRICT_PACK", "PACK"]
+OnWorkerLoss = Literal["resume", "error"]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message has one line per fault, each with its remedy."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """tensor_parallel: workers of one engine, each with one GPU (or one CPU process). replicas: engines. strategy:
+    placement of an engine's workers: STRICT_PACK (one node), PACK (as few nodes as fit), auto (STRICT_PACK if any node
+    is large enough, else PACK). autoscaling: nodes may still come, so an engine that does not fit now waits."""
+
+    tensor_parallel: int = 1
+    replicas: int = 1
+    strategy: Strategy = "auto"
+    autoscaling: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "replicas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is watched. on_worker_loss: "resume" replays running requests on the new workers, "error" ends
+    them. start_timeout_s: from placed to ready. step_timeout_s: a step that takes longer counts as hung; above the
+    longest real step. drain_timeout_s: running requests may finish for so long at shutdown. max_restarts: failed gang
+    starts in a row before the replica gives up and Serve replaces it; each waits restart_backoff_s, doubled each time.
+    threads_per_worker: torch threads of a CPU worker. debug: assert after every step that all ranks agree."""
+
+    on_worker_loss: OnWorkerLoss = "resume"
+    start_timeout_s: float = 600.0
+    step_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    restart_backoff_s: float = 0.5
+    max_restarts: int = 5
+    threads_per_worker: int = 1
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout_s", "step_timeout_s", "drain_timeout_s", "restart_backoff_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0 seconds")
+        for name in ("max_restarts", "threads_per_worker"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class IngressConfig(EdgeConfig):
+    """num_replicas: HTTP ingresses; each takes the rest of this section, see `EdgeConfig`."""
+
+    num_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas={self.num_replicas}: must be at least 1")
+
+
+class AerieConfig(BaseModel):
+    """One application: a target, its draft if it speculates, and the engines and ingresses that serve it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    model: ModelSource
+    speculative: SpeculativeConfig | None = None
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    attention: TargetAttention = TargetAttention()
+    draft_attention: DraftAttention = DraftAttention()
+    parallel: ParallelConfig = ParallelConfig()
+    ingress: IngressConfig = IngressConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def worker(self) -> WorkerConfig:
+        """What the layers below `cluster` are told."""
+        return WorkerConfig(
+            model=self.model,
+            cache=self.cache,
+            scheduler=self.scheduler,
+            attention=self.attention,
+            tensor_parallel=self.parallel.tensor_parallel,
+            debug=self.engine.debug,
+        )
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Calls one engine replica holds: as many as its scheduler runs and queues, so that the scheduler's own
+        refusal (429 with a reason) comes before Serve's."""
+        return self.scheduler.max_running + self.scheduler.max_waiting + 16
+
+
+def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
+    """The checked configuration of a Serve application's `args`; relative paths start at `base`.
+
+    Raises ConfigError."""
+    faults = list(_unknown_keys(args, AerieConfig, ""))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    try:
+        # JSON mode: strict about types, yet a mapping may stand for a dataclass.
+        config = AerieConfig.model_validate_json(json.dumps(dict(args)), strict=True)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(fault) for fault in error.errors())) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"args: must be plain YAML values ({error})") from None
+    return _with_paths(config, base)
+
+
+def read_args(path: Path) -> Mapping[str, Any]:
+    """The `args` of the first Aerie application in a Serve config file. Raises ConfigError."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML ({error})") from None
+    applications = content.get("applications") if isinstance(content, dict) else None
+    if not isinstance(applications, list):
+        raise ConfigError(f"{path}: has no list `applications`; start from deploy/eagle.yaml")
+    for application in applications:
+        if isinstance(application, dict) and application.get("import_path") == "deploy.app:build":
+            args = application.get("args") or {}
+            if not isinstance(args, dict):
+                raise ConfigError(f"{path}: `args` must be a mapping")
+            return args
+    raise ConfigError(f"{path}: no application has import_path deploy.app:build")
+
+
+def under_haproxy() -> bool:
+    """Whether Serve's HTTP runs through HAProxy in this process's environment."""
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "0") == "1"
+
+
+def set_process_environment(threads: int) -> None:
+    """Variables that must be set in a worker before torch and NCCL are imported.
+
+    NVLink multicast (NVLS, symmetric memory) stays off: it needs a fabric manager that containers often lack, and a
+    failed set-up hangs instead of raising.
+    """
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+def pin_network_interface(name: str) -> None:
+    """Make gloo and NCCL use interface `name`, unless the operator chose one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
+    model = dataclasses.replace(config.model, path=_folder("model.path", config.model.path, base))
+    changes: dict[str, Any] = {"model": model}
+    if config.speculative is not None:
+        path = _folder("speculative.path", config.speculative.path, base)
+        changes["speculative"] = dataclasses.replace(config.speculative, path=path)
+    return config.model_copy(update=changes)
+
+
+def _folder(key: str, value: str, base: Path) -> str:
+    if not value:
+        raise ConfigError(f"{key}: is missing; give the folder that holds config.json and the weights")
+    path = Path(value).expanduser()
+    path = path if path.is_absolute() else base / path
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{key}={value}: {path} has no config.json; relative paths start at {base}; give a "
+                          "downloaded checkpoint's folder, present under the same path on every node")
+    return str(path)
+
+
+def _fields(section: type) -> dict[str, Any]:
+    if dataclasses.is_dataclass(section):
+        return {f.name: f.type for f in dataclasses.fields(section)}
+    return {name: f.annotation for name, f in cast(type[BaseModel], section).model_fields.items()}
+
+
+def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iterator[str]:
+    known = _fields(section)
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
+            remedy = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(known)}"
+            yield f"{prefix}{key}: unknown key; {remedy}"
+            continue
+        annotation = known[key]
+        for candidate in get_args(annotation) or (annotation,):
+            if dataclasses.is_dataclass(candidate) and isinstance(value, Mapping):
+                yield from _unknown_keys(value, cast(type, candidate), f"{prefix}{key}.")
+
+
+def _sentence(fault: Any) -> str:
+    """One line for one pydantic fault: key=value: rule."""
+    key = ".".join(str(part) for part in fault["loc"] if not str(part).endswith("Config"))
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "missing":
+        return f"{key}: is missing"
+    if fault["type"] == "value_error":
+        return f"{key}.{message}" if key else message
+    return f"{key}={fault['input']!r}: {message[0].lower()}{message[1:]}"

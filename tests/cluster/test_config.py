@@ -1,0 +1,106 @@
+"""The configuration: what is accepted, and what every refusal says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.config import AerieConfig, ConfigError, parse, read_args
+from cluster.edge_config import EdgeConfig
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    return tmp_path
+
+
+def _args(**sections: Any) -> dict[str, Any]:
+    return {"model": {"path": "target"}, **sections}
+
+
+def test_sections_become_the_layers_dataclasses(base: Path) -> None:
+    config = parse(
+        _args(
+            speculative={"path": "draft", "num_steps": 2, "top_k": 2, "num_draft_tokens": 5},
+            cache={"page_size": 32, "memory_gb": 2},
+            parallel={"tensor_parallel": 2},
+            ingress={"num_replicas": 3, "api_keys": ["0123456789"]},
+        ),
+        base,
+    )
+    assert config.speculative is not None and config.speculative.path == str(base / "draft")
+    assert config.worker.cache.page_size == 32 and config.worker.tensor_parallel == 2
+    assert isinstance(config.ingress, EdgeConfig) and config.ingress.api_keys == ("0123456789",)
+    assert config.ingress.num_replicas == 3
+
+
+def test_replica_takes_more_calls_than_its_scheduler_queues(base: Path) -> None:
+    config = parse(_args(scheduler={"max_running": 7, "max_waiting": 11}), base)
+    assert config.max_ongoing_requests > 18
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"specutive": {}}, "specutive: unknown key; did you mean speculative?"),
+        ({"cache": {"page_sice": 16}}, "cache.page_sice: unknown key; did you mean cache.page_size?"),
+        ({"speculative": {"path": "draft", "depth": 3}}, "speculative.depth: unknown key; known are path, method"),
+        ({"cache": {"page_size": 24}}, "cache.page_size=24: must be a power of two up to 64; try 16 or 32"),
+        ({"cache": {"page_size": "16"}}, "cache.page_size='16': input should be a valid integer"),
+        ({"parallel": {"tensor_parallel": 0}}, "parallel.tensor_parallel=0: must be at least 1"),
+        ({"engine": {"on_worker_loss": "retry"}}, "engine.on_worker_loss='retry': input should be 'resume' or 'error'"),
+        ({"ingress": {"num_replicas": 0}}, "ingress.num_replicas=0: must be at least 1"),
+        ({"scheduler": 3}, "scheduler=3: "),
+        ({"speculative": {"path": "nowhere"}}, "speculative.path=nowhere: "),
+        (
+            {"speculative": {"path": "draft", "num_steps": 3, "num_draft_tokens": 9}},
+            "speculative.num_draft_tokens=9: a chain (top_k=1) has num_steps + 1 = 4 tokens",
+        ),
+    ],
+)
+def test_fault_names_key_value_rule_and_remedy(base: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(_args(**sections), base)
+    assert str(error.value).startswith(message)
+
+
+def test_all_faults_are_told_at_once(base: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(_args(cache={"page_size": 24}, parallel={"replicas": -1}), base)
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_model_is_required(base: Path) -> None:
+    with pytest.raises(ConfigError, match="model: is missing"):
+        parse({}, base)
+    with pytest.raises(ConfigError, match=r"model\.path: is missing; give the folder"):
+        parse({"model": {}}, base)
+
+
+def test_args_are_read_from_the_serve_file(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    application = {"import_path": "deploy.app:build", "args": {"model": {"path": "x"}}}
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    assert read_args(path) == {"model": {"path": "x"}}
+    path.write_text("applications: []")
+    with pytest.raises(ConfigError, match="no application has import_path"):
+        read_args(path)
+    path.write_text("a: [")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        read_args(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_args(tmp_path / "absent.yaml")
+
+
+def test_every_shipped_file_has_only_known_keys(base: Path) -> None:
+    root = Path(__file__).resolve().parents[2] / "deploy"
+    for path in sorted(root.glob("*.yaml")):
+        args = dict(read_args(path))
+        args["model"] = {**args["model"], "path": "target"}
+        if "speculative" in args:
+            args["speculative"] = {**args["speculative"], "path": "draft"}
+        assert isinstance(parse(args, base), AerieConfig), path
