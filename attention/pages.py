@@ -1,0 +1,124 @@
+"""Who holds which page of the KV pools. Called by the scheduler and the prefix cache; knows no tensor and no request.
+
+A page is free, held (by requests; counted), cached (by the prefix cache; a flag), or held and cached.
+"""
+
+from collections.abc import Iterable, Sequence
+
+DUMMY_PAGE = 0  # takes the writes of padding rows; never handed out
+
+
+class PageAllocator:
+    """Free list and reference counts over pages 1 .. num_pages.
+
+    A page may be freed and handed out again while a step in flight still writes it. That is safe because every rank
+    executes plans in order: the new owner's first write is in a later plan than the old owner's last one.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages={num_pages}: must be at least 1; give the KV cache more memory")
+        self.num_pages = num_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """Every page is free again, whoever held it."""
+        self._free = list(range(self.num_pages, 0, -1))
+        self._holders = [0] * (self.num_pages + 1)
+        self._cached = bytearray(self.num_pages + 1)
+        self._num_held = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds or caches."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that at least one request holds."""
+        return self._num_held
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that only the prefix cache keeps."""
+        return self.num_pages - len(self._free) - self._num_held
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could give out after evictions."""
+        return self.num_pages - self._num_held
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` free pages, each held once. The caller has checked `num_free`."""
+        assert 0 <= count <= len(self._free), f"allocate({count}) with {len(self._free)} free pages"
+        if count == 0:
+            return []
+        pages = self._free[-count:]
+        pages.reverse()
+        del self._free[-count:]
+        holders = self._holders
+        for page in pages:
+            holders[page] = 1
+        self._num_held += count
+        return pages
+
+    def acquire(self, pages: Iterable[int]) -> None:
+        """One more holder for each of `pages`, which are held or cached."""
+        holders = self._holders
+        for page in pages:
+            assert holders[page] or self._cached[page], f"acquire of free page {page}"
+            if holders[page] == 0:
+                self._num_held += 1
+            holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One holder less for each of `pages`; those that nobody holds or caches become free."""
+        holders, cached, free = self._holders, self._cached, self._free
+        for page in pages:
+            count = holders[page] - 1
+            assert count >= 0, f"release of page {page}, which nobody holds"
+            holders[page] = count
+            if count == 0:
+                self._num_held -= 1
+                if not cached[page]:
+                    free.append(page)
+
+    def cache(self, pages: Iterable[int]) -> None:
+        """The prefix cache keeps `pages`, which their holders still hold."""
+        for page in pages:
+            assert self._holders[page] and not self._cached[page], f"cache of page {page}: free or cached already"
+            self._cached[page] = 1
+
+    def uncache(self, pages: Iterable[int]) -> None:
+        """The prefix cache lets go of `pages`; those that nobody holds become free."""
+        for page in pages:
+            assert self._cached[page], f"uncache of page {page}, which is not cached"
+            self._cached[page] = 0
+            if self._holders[page] == 0:
+                self._free.append(page)
+
+    def count_unheld_tail(self, pages: Sequence[int], limit: int) -> int:
+        """How many of the last `limit` of `pages` no request holds, counted from the end up to the first held one."""
+        count = 0
+        for page in reversed(pages):
+            if count == limit or self._holders[page]:
+                break
+            count += 1
+        return count
+
+    def check_integrity(self, held: Iterable[Sequence[int]], cached: Iterable[int]) -> None:
+        """Asserts that the books match what every holder (`held`: one page list each) and the cache say they have."""
+        holders = [0] * (self.num_pages + 1)
+        for pages in held:
+            for page in pages:
+                assert 0 < page <= self.num_pages, f"page {page} is outside 1..{self.num_pages}"
+                holders[page] += 1
+        flags = bytearray(self.num_pages + 1)
+        for page in cached:
+            assert not flags[page], f"page {page} is cached twice"
+            flags[page] = 1
+        assert holders == self._holders, "reference counts differ from the holders' page lists"
+        assert flags == self._cached, "cached flags differ from the prefix cache's pages"
+        free = sorted(self._free)
+        assert free == [p for p in range(1, self.num_pages + 1) if not holders[p] and not flags[p]], "free list differs"
+        assert self._num_held == sum(count > 0 for count in holders), "number of held pages differs"

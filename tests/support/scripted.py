@@ -1,0 +1,249 @@
+"""A rank without a model: tokens, accepted counts and stops follow from the request's seed and the position alone.
+
+So the same request gets the same tokens however it was batched, preempted or resumed. With `KvModel` it also keeps what
+a KV pool would hold and checks that every position read holds what the request's own tokens would have put there.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.config import RoundShape
+from workers.plan import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    Chunk,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    pack_i32,
+    unpack_i32,
+)
+
+VOCABULARY = 1000
+_JUNK = -1
+
+
+def scripted_token(seed: int, position: int) -> int:
+    """The token that the request of `seed` has at `position`."""
+    return (seed * 7919 + position * 104729 + (position * position) % 977) % VOCABULARY
+
+
+def scripted_accepted(seed: int, position: int, max_new_tokens: int) -> int:
+    """Draft tokens that a round accepts whose bonus token stands at `position`."""
+    return (seed * 31 + position * 17) % 97 % max_new_tokens
+
+
+def scripted_output(prompt_len: int, sampling: SamplingParams) -> list[int]:
+    """Everything a request emits, by the script."""
+    output: list[int] = []
+    for position in range(prompt_len, prompt_len + sampling.max_tokens):
+        output.append(scripted_token(sampling.seed, position))
+        if output[-1] in sampling.stop_token_ids:
+            break
+    return output
+
+
+class KvModel:
+    """What the pool would hold: for each position a number that stands for all tokens up to it (`lookahead` 1: and for
+    the next one, as an EAGLE draft's KV does)."""
+
+    def __init__(self, num_pages: int, page_size: int, lookahead: int) -> None:
+        self.page_size = page_size
+        self.lookahead = lookahead
+        self.content = np.full(((num_pages + 1) * page_size, 2), _JUNK, np.int64)
+
+    def rows(self, table: Sequence[int], start: int, end: int) -> npt.NDArray[np.int64]:
+        """Where positions start .. end - 1 lie; fails if a page is missing."""
+        positions = np.arange(start, end)
+        pages = np.array([table[i] for i in range(end // self.page_size + 1) if i < len(table)], np.int64)
+        assert end == start or (end - 1) // self.page_size < len(pages), f"no page for position {end - 1}"
+        where = pages[positions // self.page_size]
+        assert (where > 0).all(), f"no page for a position in {start}..{end - 1}"
+        rows: npt.NDArray[np.int64] = where * self.page_size + positions % self.page_size
+        return rows
+
+    def write(self, table: Sequence[int], tokens: list[int], start: int, end: int) -> None:
+        """KV of positions start .. end - 1; the last one's draft KV only if its next token is in `tokens`."""
+        wanted = self._wanted(tokens)
+        rows = self.rows(table, start, end)
+        self.content[rows, 0] = wanted[start:end, 0]
+        self.content[rows, 1] = wanted[start:end, 1]
+
+    def spoil(self, table: Sequence[int], start: int, end: int) -> None:
+        """Positions that a round may write but does not commit."""
+        self.content[self.rows(table, start, end)] = _JUNK
+
+    def check(self, table: Sequence[int], tokens: list[int], end: int) -> None:
+        """Positions 0 .. end - 1 hold what `tokens` make; `tokens` must reach one further with lookahead."""
+        found = self.content[self.rows(table, 0, end)]
+        assert (found == self._wanted(tokens)[:end]).all(), "a KV position holds another request's content"
+
+    def _wanted(self, tokens: list[int]) -> npt.NDArray[np.int64]:
+        values = np.asarray(tokens, np.int64) + 1
+        weights = np.arange(1, len(tokens) + 1) * 2654435761 + 97
+        target = np.cumsum(values * weights)
+        draft = target + np.append(values[1:], 0) * 31 if self.lookahead else np.zeros_like(target)
+        return np.stack((target, draft), axis=1)
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.table: list[int] = []
+        self.tokens: list[int] = []  # known to the rank: only kept with a KvModel, positions before chunks unknown
+        self.seq_len = 0
+        self.seed = 0
+        self.max_len = 0
+        self.stops: frozenset[int] = frozenset()
+        self.speculative = False
+        self.logprobs = -1
+        self.finished = True
+
+
+class ScriptedExecutor:
+    """Implements `workers.executor.StepExecutor`; a step runs when it is submitted.
+
+    prompts: by seed, what prompts must hold, so that the KV of prefix-cached tokens can be checked too. delay_s: time a
+    step takes, during which `ready` is false.
+    """
+
+    def __init__(
+        self, shapes: Sequence[RoundShape], num_slots: int, table_width: int, kv: KvModel | None = None,
+        prompts: dict[int, list[int]] | None = None, delay_s: float = 0.0,
+    ) -> None:
+        self.shapes = shapes
+        self.slots = [_Slot() for _ in range(num_slots)]
+        self.kv = kv
+        self.prompts = prompts if prompts is not None else {}
+        self.delay_s = delay_s
+        self.num_steps = 0
+        self._table_width = table_width
+        self._pending: deque[tuple[float, StepResult]] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def ready(self) -> bool:
+        return bool(self._pending) and time.monotonic() >= self._pending[0][0]
+
+    def take(self) -> StepResult:
+        done_s, result = self._pending.popleft()
+        time.sleep(max(0.0, done_s - time.monotonic()) if self.delay_s else 0)
+        return result
+
+    def submit(self, plan: StepPlan) -> None:
+        assert len(self._pending) < 2, "a third step was submitted"
+        self._apply_tables(plan)
+        entries: list[tuple[list[int], int, int]] = []
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        shape = self.shapes[plan.shape]
+        round_slots = unpack_i32(plan.slots).tolist()
+        chunk_slots = [chunk.slot for chunk in plan.chunks]
+        used = round_slots + chunk_slots
+        assert len(set(used)) == len(used), "a slot runs twice in a step"
+        last = [chunk for chunk in plan.chunks if chunk.next_token == -1]
+        for slot in round_slots:
+            entries.append(self._round(self.slots[slot], shape, plan.max_kv_len))
+        for chunk in plan.chunks:
+            self._chunk(chunk, plan.max_kv_len)
+        for chunk in last:
+            entries.append(self._first_token(self.slots[chunk.slot], plan.max_kv_len))
+        for index, (slot, (tokens, _, _)) in enumerate(
+            zip(round_slots + [chunk.slot for chunk in last], entries, strict=True)
+        ):
+            if tokens and self.slots[slot].logprobs >= 0:
+                logprobs[index] = tuple(TokenLogprobs(-float(token)) for token in tokens)
+        self.num_steps += 1
+        result = StepResult(
+            epoch=plan.epoch,
+            step=plan.step,
+            counts=pack_i32([len(tokens) for tokens, _, _ in entries]),
+            tokens=pack_i32([token for tokens, _, _ in entries for token in tokens]),
+            finish=bytes(finish for _, finish, _ in entries),
+            accepted=pack_i32([accepted for _, _, accepted in entries]),
+            logprobs=logprobs,
+            elapsed_s=self.delay_s,
+        )
+        self._pending.append((time.monotonic() + self.delay_s, result))
+
+    def _apply_tables(self, plan: StepPlan) -> None:
+        updates = unpack_i32(plan.page_updates).reshape(-1, 3).tolist()
+        assert len({(slot, index) for slot, index, _ in updates}) == len(updates), "an entry changes twice in a plan"
+        for slot, index, page in updates:
+            table = self.slots[slot].table
+            assert 0 <= index < self._table_width, f"index {index} outside a table of {self._table_width} pages"
+            table += [0] * (index + 1 - len(table))
+            table[index] = page
+        for init in plan.inits:
+            slot = self.slots[init.slot]
+            sampling = init.sampling
+            slot.seq_len, slot.seed, slot.max_len = init.num_cached, sampling.seed, init.max_len
+            slot.stops, slot.speculative = frozenset(sampling.stop_token_ids), sampling.speculative
+            slot.logprobs, slot.finished = sampling.logprobs, True  # no rounds before the last chunk
+            known = self.prompts.get(sampling.seed, [])
+            replayed = [scripted_token(slot.seed, p) for p in range(len(known), init.num_cached + 1)]
+            slot.tokens = (known + replayed)[: init.num_cached]
+            self._check_cached(slot, known + replayed)
+
+    def _check_cached(self, slot: _Slot, tokens: list[int]) -> None:
+        if self.kv is not None and slot.seq_len:
+            self.kv.check(slot.table, tokens[: slot.seq_len + 1], slot.seq_len)
+
+    def _chunk(self, chunk: Chunk, max_kv_len: int) -> None:
+        slot = self.slots[chunk.slot]
+        tokens = unpack_i32(chunk.tokens).tolist()
+        assert chunk.start == slot.seq_len, f"chunk at {chunk.start}, slot has {slot.seq_len} tokens"
+        end = chunk.start + len(tokens)
+        assert end <= max_kv_len
+        if self.kv is not None:
+            slot.tokens += tokens
+            following = [chunk.next_token] if chunk.next_token >= 0 else [scripted_token(slot.seed, end)]
+            self.kv.write(slot.table, slot.tokens + following, chunk.start, end)
+        slot.seq_len = end
+
+    def _first_token(self, slot: _Slot, max_kv_len: int) -> tuple[list[int], int, int]:
+        slot.finished = False
+        tail = max(shape.tail_tokens for shape in self.shapes)
+        assert slot.seq_len + tail <= max_kv_len, "max_kv_len is too low for the draft of a last chunk"
+        if self.kv is not None:
+            self.kv.spoil(slot.table, slot.seq_len, slot.seq_len + tail)
+        tokens, finish = self._emit(slot, slot.seq_len, 1)
+        return tokens, finish, -1
+
+    def _round(self, slot: _Slot, shape: RoundShape, max_kv_len: int) -> tuple[list[int], int, int]:
+        start = slot.seq_len
+        assert start + shape.tail_tokens <= max_kv_len, "max_kv_len is too low for a round"
+        if self.kv is not None:
+            self.kv.check(slot.table, slot.tokens, start)
+            self.kv.spoil(slot.table, start, start + shape.tail_tokens)
+        if slot.finished:
+            return [], FINISH_NONE, -1
+        verifies = shape.width > 1 and slot.speculative
+        accepted = scripted_accepted(slot.seed, start, shape.max_new_tokens) if verifies else 0
+        tokens, finish = self._emit(slot, start + 1, accepted + 1)
+        slot.seq_len += len(tokens)
+        if self.kv is not None:
+            self.kv.write(slot.table, slot.tokens, start, slot.seq_len)
+        return tokens, finish, accepted if verifies else -1
+
+    def _emit(self, slot: _Slot, position: int, count: int) -> tuple[list[int], int]:
+        """Up to `count` tokens from `position` on, cut behind a stop token and at the budget."""
+        tokens, finish = [], FINISH_NONE
+        for p in range(position, min(position + count, slot.max_len)):
+            tokens.append(scripted_token(slot.seed, p))
+            if tokens[-1] in slot.stops:
+                finish = FINISH_STOP
+                break
+        else:
+            if position + len(tokens) == slot.max_len:
+                finish = FINISH_LENGTH
+        slot.finished = finish != FINISH_NONE
+        if self.kv is not None:
+            slot.tokens += tokens
+        return tokens, finish
