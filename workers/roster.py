@@ -95,7 +95,9 @@ class Roster:
         else:
             del self.waiting[sequence.number]
         del self._by_id[request.request_id]
+        sequence.is_finished = True
         request.state = RequestState.FINISHED
+        request.num_rounds = sum(request.acceptance_histogram)
         stats, num_output = self._stats, len(request.output)
         stats.count_finished(reason.value)
         stats.e2e_s.observe(now - sequence.submitted_s)

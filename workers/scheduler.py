@@ -30,12 +30,11 @@ from workers.request import (
     QueueFullError,
     Request,
     RequestOutput,
-    RequestState,
     RequestTooLargeError,
 )
 from workers.reservation import Int64s, Reservation, Slots
 from workers.roster import Roster
-from workers.sequence import Draft, Flight
+from workers.sequence import Draft, Flight, Sequence
 from workers.stats import SchedulerStats
 
 _FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
@@ -144,7 +143,7 @@ class Scheduler:
         max_new_tokens = self._shapes[shape_index].max_new_tokens
         by_slot = self.roster.by_slot
         sequences = [by_slot[slot] for slot in slots.tolist()] + draft.last_chunks
-        self._flights.append(Flight(self._next_step, sequences, slots, max_new_tokens))
+        self._flights.append(Flight(self._next_step, sequences, slots, books.user[slots], max_new_tokens))
         books.plan_round(slots, max_new_tokens)
         for sequence in draft.last_chunks:
             self.roster.start_decoding(sequence)
@@ -174,33 +173,35 @@ class Scheduler:
         now = self._clock()
         committed_before = self._advance(flight, counts, now)
         outputs: list[RequestOutput] = []
-        start, num_rounds, tokens = 0, flight.num_rounds, unpack_i32(result.tokens).tolist()
-        entries = zip(
-            flight.sequences, counts.tolist(), finish.tolist(), unpack_i32(result.accepted).tolist(), strict=True
-        )
+        start, num_rounds, logprobs = 0, flight.num_rounds, result.logprobs
+        tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
+        entries = zip(flight.sequences, counts.tolist(), finish.tolist(), accepted, strict=True)
         for index, (sequence, count, finish_code, num_accepted) in enumerate(entries):
-            request = sequence.request
-            if count == 0 or request.state is RequestState.FINISHED:
-                start += count
-                continue
             new = tokens[start : start + count]
             start += count
+            if count == 0 or sequence.is_finished:
+                continue
+            request = sequence.request
             request.output += new
             if num_accepted >= 0:
-                request.num_rounds += 1
                 request.acceptance_histogram[num_accepted] += 1
-            if sequence.first_token_s < 0:
-                sequence.first_token_s, sequence.first_output = now, len(request.output)
-                self.stats.time_to_first_token_s.observe(now - sequence.submitted_s)
             reason = None
+            if index >= num_rounds:
+                self._prompt_ended(sequence, now)
             if finish_code != FINISH_NONE:
                 reason = _FINISH[finish_code]
                 self.roster.finish(sequence, reason, committed_before[index], now)
-            elif index >= num_rounds and sequence.slot >= 0:
-                self.reservation.share(sequence.slot, sequence.known_tokens())
-            outputs.append(RequestOutput(request, new, result.logprobs.get(index) if result.logprobs else None, reason))
+            outputs.append(RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason))
         self._count(result)
         return outputs
+
+    def _prompt_ended(self, sequence: Sequence, now: float) -> None:
+        """The token after the prompt has come."""
+        if sequence.first_token_s < 0:
+            sequence.first_token_s, sequence.first_output = now, len(sequence.request.output)
+            self.stats.time_to_first_token_s.observe(now - sequence.submitted_s)
+        if sequence.slot >= 0:
+            self.reservation.share(sequence.slot, sequence.known_tokens())
 
     def _advance(self, flight: Flight, counts: npt.NDArray[np.int32], now: float) -> list[int]:
         """Brings the books up to a result. Returns the committed length of each entry as it was known before: what the

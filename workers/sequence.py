@@ -6,13 +6,15 @@ import numpy.typing as npt
 from workers.plan import Chunk, SlotInit
 from workers.request import Request
 
+Int64s = npt.NDArray[np.int64]
+
 
 class Sequence:
     """A request and where it stands. number: its arrival, which is its priority. computed: tokens whose chunks are
     planned. not_before: the last step made while it ran before a preemption; re-admitted once that is applied."""
 
     __slots__ = ("request", "number", "prompt", "tokens", "slot", "computed", "not_before", "pages_missing", "max_len",
-                 "submitted_s", "first_token_s", "first_output", "was_admitted")
+                 "submitted_s", "first_token_s", "first_output", "was_admitted", "is_finished")
 
     def __init__(self, request: Request, number: int, now: float) -> None:
         self.request = request
@@ -28,6 +30,7 @@ class Sequence:
         self.first_token_s = -1.0
         self.first_output = 0  # length of the output when its first token here had come
         self.was_admitted = False
+        self.is_finished = False
 
     def known_tokens(self) -> npt.NDArray[np.int32]:
         """int32 prompt and output."""
@@ -40,14 +43,19 @@ class Flight:
 
     __slots__ = ("step", "sequences", "slots", "users", "num_rounds", "max_new_tokens")
 
-    def __init__(self, step: int, sequences: list[Sequence], slots: npt.NDArray[np.int64], max_new_tokens: int) -> None:
+    def __init__(
+        self, step: int, sequences: list[Sequence], round_slots: Int64s, round_users: Int64s, max_new_tokens: int
+    ) -> None:
         self.step = step
         self.sequences = sequences
-        self.num_rounds = len(slots)
+        self.slots = round_slots
+        self.users = round_users
+        self.num_rounds = len(round_slots)
         self.max_new_tokens = max_new_tokens
-        last_chunks = [sequence.slot for sequence in sequences[len(slots) :]]
-        self.slots = np.concatenate((slots, np.asarray(last_chunks, np.int64))) if last_chunks else slots
-        self.users = np.array([sequence.number for sequence in sequences], np.int64)
+        rest = sequences[len(round_slots) :]
+        if rest:
+            self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
+            self.users = np.concatenate((round_users, np.array([sequence.number for sequence in rest], np.int64)))
 
 
 class Draft:

@@ -140,7 +140,7 @@ class ScriptedExecutor:
     def submit(self, plan: StepPlan) -> None:
         assert len(self._pending) < 2, "a third step was submitted"
         self._apply_tables(plan)
-        entries: list[tuple[list[int], int, int]] = []
+        entries: list[tuple[list[int], int, int]] = []  # tokens, FINISH_*, accepted
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         shape = self.shapes[plan.shape]
         round_slots = unpack_i32(plan.slots).tolist()
@@ -148,16 +148,15 @@ class ScriptedExecutor:
         used = round_slots + chunk_slots
         assert len(set(used)) == len(used), "a slot runs twice in a step"
         last = [chunk for chunk in plan.chunks if chunk.next_token == -1]
-        for slot in round_slots:
-            entries.append(self._round(self.slots[slot], shape, plan.max_kv_len))
+        entries += [self._round(self.slots[slot], shape, plan.max_kv_len) for slot in round_slots]
         for chunk in plan.chunks:
             self._chunk(chunk, plan.max_kv_len)
         for chunk in last:
             entries.append(self._first_token(self.slots[chunk.slot], plan.max_kv_len))
-        for index, (slot, (tokens, _, _)) in enumerate(
+        for index, (slot_id, (tokens, _, _)) in enumerate(
             zip(round_slots + [chunk.slot for chunk in last], entries, strict=True)
         ):
-            if tokens and self.slots[slot].logprobs >= 0:
+            if tokens and self.slots[slot_id].logprobs >= 0:
                 logprobs[index] = tuple(TokenLogprobs(-float(token)) for token in tokens)
         self.num_steps += 1
         result = StepResult(
@@ -175,8 +174,8 @@ class ScriptedExecutor:
     def _apply_tables(self, plan: StepPlan) -> None:
         updates = unpack_i32(plan.page_updates).reshape(-1, 3).tolist()
         assert len({(slot, index) for slot, index, _ in updates}) == len(updates), "an entry changes twice in a plan"
-        for slot, index, page in updates:
-            table = self.slots[slot].table
+        for slot_id, index, page in updates:
+            table = self.slots[slot_id].table
             assert 0 <= index < self._table_width, f"index {index} outside a table of {self._table_width} pages"
             table += [0] * (index + 1 - len(table))
             table[index] = page
