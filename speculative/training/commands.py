@@ -1,0 +1,275 @@
+"""What `aerie train-target` and `aerie train-draft` do, from parsed arguments to a saved model folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from speculative.training.checkpoint import Checkpoint
+from speculative.training.draft import (
+    DraftOptions,
+    build_head,
+    draft_shape,
+    measure_acceptance,
+    report,
+    train_draft,
+)
+from speculative.training.draft_files import load_draft, save_draft
+from speculative.training.loop import LoopOptions
+from speculative.training.regenerate import (
+    answer_prompts,
+    generate_answers,
+    read_samples,
+    stop_tokens,
+    write_samples,
+)
+from speculative.training.rows import (
+    Conversation,
+    Turn,
+    read_conversations,
+    split_validation,
+    without_calc_marks,
+)
+from speculative.training.samples import Sample, encode_answers
+from speculative.training.target import (
+    TargetOptions,
+    TargetShape,
+    build_target,
+    build_tokenizer,
+    save_target,
+    train_target,
+)
+from speculative.training.vocabulary import choose_vocabulary, coverage
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Where a run leaves off does not change what it computes, so a resume may differ in these.
+_FREE_OPTIONS = (
+    *("run", "resume", "output", "device", "graphs", "generate_batch"),
+    *("checkpoint_every", "eval_every", "preview", "measure", "measure_rows", "measure_depths"),
+)
+
+
+def run_train_target(arguments: argparse.Namespace) -> int:
+    """Trains tokenizer and model and saves them; prints losses and the answers to `--preview`. Returns 0."""
+    device = choose_device(arguments.device)
+    checkpoint = open_checkpoint(arguments)
+    conversations = read_conversations(arguments.data)
+    if arguments.strip_calc_marks:
+        conversations = [without_calc_marks(conversation) for conversation in conversations]
+    train, held = split_validation(conversations, arguments.val_fraction, arguments.seed)
+    shape = TargetShape(
+        vocab_size=arguments.vocab_size,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.intermediate_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=arguments.kv_heads,
+        max_position_embeddings=arguments.max_positions,
+    )
+    tokenizer = build_tokenizer(train, shape)
+    model = build_target(shape, tokenizer, arguments.seed)
+    options = TargetOptions(
+        epochs=arguments.epochs,
+        steps=arguments.steps,
+        batch_tokens=arguments.batch_tokens,
+        max_length=min(arguments.max_length, shape.max_position_embeddings),
+        dropout=arguments.dropout,
+        prompt_weight=arguments.prompt_weight,
+        seed=arguments.seed,
+        dtype=choose_dtype(arguments.dtype, device),
+        loop=loop_options(arguments, device),
+    )
+    print(f"target: {sum(p.numel() for p in model.parameters()):,} parameters, {len(train)} rows, {len(held)} held out")
+    losses = train_target(
+        train, held, tokenizer, model, options, device, checkpoint=checkpoint, resume=arguments.resume
+    )
+    save_target(model, tokenizer, arguments.output)
+    checkpoint.discard()
+    print(f"target: loss {mean_tail(losses):.4f} over the last steps; saved to {arguments.output}")
+    preview(arguments.output, arguments.preview, device)
+    return 0
+
+
+def run_train_draft(arguments: argparse.Namespace) -> int:
+    """Trains and saves a head for `--target`; prints its loss and its acceptance by depth. Returns 0."""
+    device = choose_device(arguments.device)
+    dtype = choose_dtype(arguments.dtype, device)
+    checkpoint = open_checkpoint(arguments)
+    tokenizer, target = load_target(arguments.target, device, dtype)
+    train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
+    samples = training_samples(arguments, target, tokenizer, train)
+    held_samples = greedy_answers(arguments, target, tokenizer, held)
+    shape = draft_shape(target, min(arguments.draft_vocab, target.config.vocab_size), arguments.intermediate_size)
+    vocabulary = choose_vocabulary(
+        samples, shape.draft_vocab_size, shape.vocab_size, sorted(stop_tokens(target, tokenizer))
+    ).to(device)
+    print(f"draft: {len(samples)} answers; its vocabulary covers {coverage(samples, vocabulary):.2%} of their tokens")
+    head = build_head(target, shape, vocabulary, arguments.seed)
+    options = DraftOptions(
+        epochs=arguments.epochs,
+        steps=arguments.steps,
+        batch_tokens=arguments.batch_tokens,
+        num_steps=arguments.ttt_length,
+        step_decay=arguments.ttt_decay,
+        seed=arguments.seed,
+        dtype=dtype,
+        loop=loop_options(arguments, device),
+    )
+    losses = train_draft(
+        head, target, vocabulary, samples, held_samples, options, checkpoint=checkpoint, resume=arguments.resume
+    )
+    config = target.generation_config
+    save_draft(
+        head,
+        vocabulary,
+        {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id},
+        arguments.output,
+    )
+    checkpoint.discard()
+    print(f"draft: loss {mean_tail(losses):.4f} over the last steps; saved to {arguments.output}")
+    measure_saved(arguments, target, tokenizer, {"validation": held_samples})
+    return 0
+
+
+def training_samples(
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Sequence[Conversation],
+) -> list[Sample]:
+    """What the head is trained on: the rows' answers, or the target's own, kept in the output folder for a resume."""
+    max_length = min(arguments.max_length, target.config.max_position_embeddings)
+    if not arguments.regenerate:
+        return encode_answers(train, tokenizer, max_length)
+    path = arguments.output / "regenerated.jsonl"
+    if arguments.resume and path.is_file():
+        return read_samples(path)
+    prompts = answer_prompts(train, tokenizer)
+    samples: list[Sample] = []
+    for index, temperature in enumerate(arguments.temperatures):
+        samples += generate_answers(
+            target,
+            tokenizer,
+            [prompt for prompt in prompts if len(prompt) + arguments.max_new_tokens <= max_length],
+            temperature=temperature,
+            max_new_tokens=arguments.max_new_tokens,
+            batch_size=arguments.generate_batch,
+            seed=arguments.seed + index,
+        )
+    write_samples(samples, path)
+    return samples
+
+
+def greedy_answers(
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+) -> list[Sample]:
+    """The target's greedy answers to the first `--measure-rows` prompts, the text that acceptance is judged on."""
+    return generate_answers(
+        target,
+        tokenizer,
+        answer_prompts(conversations, tokenizer)[: arguments.measure_rows],
+        temperature=0.0,
+        max_new_tokens=arguments.max_new_tokens,
+        batch_size=arguments.generate_batch,
+        seed=arguments.seed,
+    )
+
+
+def measure_saved(
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sets: dict[str, list[Sample]],
+) -> None:
+    """Prints the saved head's acceptance on the sets and on each of `--measure`."""
+    head, vocabulary = load_draft(arguments.output, target.device)
+    for source in arguments.measure:
+        sets[source] = greedy_answers(arguments, target, tokenizer, read_conversations([source]))
+    for name, samples in sets.items():
+        for depth in arguments.measure_depths if samples else ():
+            tally = measure_acceptance(head, target, vocabulary, samples, depth, arguments.batch_tokens)
+            figures = " ".join(f"{key} {value:.3f}" for key, value in report(tally).items())
+            print(f"draft: {name}, {len(samples)} prompts, greedy chain of {depth}: {figures}")
+
+
+def load_target(
+    folder: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Tokenizer and frozen model of a Hugging Face folder. Raises `ValueError` when there is no such folder."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"target={folder}: holds no config.json; give the folder of a Hugging Face model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    return AutoTokenizer.from_pretrained(folder), model
+
+
+def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
+    """Prints the saved model's greedy answer to each prompt."""
+    if not prompts:
+        return
+    tokenizer, model = load_target(folder, device, torch.bfloat16)
+    asked = answer_prompts([Conversation((Turn("user", prompt),)) for prompt in prompts], tokenizer)
+    answers = generate_answers(
+        model, tokenizer, asked, temperature=0.0, max_new_tokens=300, batch_size=16, seed=0, progress=False
+    )
+    for answer in answers:
+        print("---", tokenizer.decode(answer.tokens), sep="\n")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the GPU when there is one. Raises `ValueError` for an absent GPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name}: no CUDA device here; use --device cpu")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; `auto` is bfloat16 on a GPU and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[name]
+
+
+def loop_options(arguments: argparse.Namespace, device: torch.device) -> LoopOptions:
+    """The arguments that the shared loop takes."""
+    return LoopOptions(
+        lr=arguments.lr,
+        warmup_steps=arguments.warmup_steps,
+        weight_decay=arguments.weight_decay,
+        max_grad_norm=1.0,
+        checkpoint_every=arguments.checkpoint_every,
+        eval_every=arguments.eval_every,
+        graphs=arguments.graphs and device.type == "cuda",
+    )
+
+
+def open_checkpoint(arguments: argparse.Namespace) -> Checkpoint:
+    """The output folder's checkpoint. Raises `ValueError` when one is there and `--resume` was not given."""
+    given: dict[str, Any] = {k: v for k, v in vars(arguments).items() if k not in _FREE_OPTIONS}
+    options = json.loads(json.dumps(given, default=str))
+    checkpoint = Checkpoint(arguments.output / "checkpoint.pt", options)
+    if checkpoint.path.exists() and not arguments.resume:
+        raise ValueError(
+            f"output={arguments.output}: holds the checkpoint of an unfinished training; "
+            "add --resume, delete checkpoint.pt, or choose another folder"
+        )
+    if arguments.resume and not checkpoint.path.exists():
+        raise ValueError(f"resume: {checkpoint.path} does not exist; start without --resume")
+    return checkpoint
+
+
+def mean_tail(losses: Sequence[float]) -> float:
+    """The mean of the last fifty losses."""
+    tail = losses[-50:]
+    return sum(tail) / max(len(tail), 1)

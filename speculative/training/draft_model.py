@@ -1,0 +1,185 @@
+"""The EAGLE-3 head over whole sequences, unrolled on its own outputs (training-time test).
+
+Used by draft training and by its measurements; the serving engine has its own head that reads the same files.
+Paper: EAGLE-3, arXiv 2503.01840, section 3; parameter names are those of the published heads.
+
+Row n of step 0 joins the embedding of token n+1 with the target's feature of position n, stands at position n and
+predicts token n+2. Step s continues the chain anchored at n: the embedding of token n+s+1, the head's own hidden
+state of step s-1 instead of a feature, position n+s, predicting token n+s+2. It attends to the true prefix (step 0,
+rows 0..n) and to its own branch (steps 1..s, row n), as drafting does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The head's dimensions; `target_layers` are the layers whose inputs it reads, `rope` as in a Llama config."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    draft_vocab_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: dict[str, float | str]
+    target_layers: tuple[int, int, int]
+
+    def llama_config(self) -> LlamaConfig:
+        """The same as a one-layer Llama's configuration, for its rotary embedding."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            num_hidden_layers=1,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope),
+        )
+
+
+@dataclass
+class BranchCache:
+    """Keys and values [B, kv_heads, T, head_dim] of step 0 (the prefix) and of each later step (the branches)."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, with the weight in the input's dtype: under autocast a float32 weight would miss the fused kernel."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[.., H] -> [.., H]."""
+        return nn.functional.rms_norm(hidden, self.normalized_shape, self.weight.to(hidden.dtype), self.eps)
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention whose queries, keys and values read [.., 2 * hidden]."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.shape = shape
+        wide = 2 * shape.hidden_size
+        self.q_proj = nn.Linear(wide, shape.num_attention_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(wide, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(wide, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
+
+    def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
+        """`joined` [B, T, 2H], `cos` and `sin` [B, T, head_dim] -> [B, T, H]; appends this step to the cache."""
+        batch, length, _ = joined.shape
+        size = self.shape.head_dim
+
+        def heads(flat: Tensor) -> Tensor:
+            return flat.view(batch, length, -1, size).transpose(1, 2)
+
+        query, key = apply_rotary_pos_emb(heads(self.q_proj(joined)), heads(self.k_proj(joined)), cos, sin)
+        cache.keys.append(key)
+        cache.values.append(heads(self.v_proj(joined)))
+        grouped = query.view(batch, self.shape.num_key_value_heads, -1, length, size)
+        attended = branch_attention(grouped * size**-0.5, cache)
+        mixed: Tensor = self.o_proj(attended.reshape(batch, -1, length, size).transpose(1, 2).flatten(2))
+        return mixed
+
+
+def branch_attention(query: Tensor, cache: BranchCache) -> Tensor:
+    """Each row n attends to rows 0..n of the cache's first step and to row n of every later step.
+
+    `query` [B, kv_heads, group, T, head_dim], already scaled; returns the same shape. Scores take
+    B * heads * T * T elements, in float32 once.
+    """
+    length = query.shape[3]
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    prefix = query @ cache.keys[0][:, :, None].transpose(-1, -2)
+    prefix = prefix.masked_fill(future, float("-inf"))
+    own = [(query * key[:, :, None]).sum(-1, keepdim=True) for key in cache.keys[1:]]
+    scores = torch.cat([prefix, *own], dim=-1)
+    weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
+    attended = weights[..., :length] @ cache.values[0][:, :, None]
+    for step, value in enumerate(cache.values[1:]):
+        attended = attended + weights[..., length + step, None] * value[:, :, None]
+    return attended
+
+
+class DraftMLP(nn.Module):
+    """Llama's gated MLP."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[.., H] -> [.., H]."""
+        output: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
+
+
+class DraftLayer(nn.Module):
+    """The one decoder layer: it reads embedding and feature side by side, its residual stream is the feature."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(shape)
+        self.mlp = DraftMLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+
+    def forward(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
+        """`embedding`, `feature` [B, T, H] -> the residual stream's sum after the layer, [B, T, H]."""
+        joined = torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], dim=-1)
+        hidden: Tensor = feature + self.self_attn(joined, cos, sin, cache)
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden
+
+
+class Eagle3Head(nn.Module):
+    """The trainable head; the token embedding is the target's and is handed in."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = DraftLayer(shape)
+        self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(shape.llama_config())
+
+    def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
+        """The recurrent hidden state of every step, before the final norm: `num_steps` tensors [B, T, H].
+
+        `embeddings` [B, T, H] holds the embedding of token n in row n, `captured` [B, T, 3H] the target's three
+        captured streams of position n. Rows n > T - s - 2 of step s read past the sequence and are meaningless.
+        """
+        hidden = self.fc(captured)
+        cache = BranchCache([], [])
+        positions = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
+        steps = []
+        for step in range(num_steps):
+            cos, sin = self.rotary(hidden, positions + step)
+            hidden = self.midlayer(shift_left(embeddings, step + 1), hidden, cos, sin, cache)
+            steps.append(hidden)
+        return steps
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., H] recurrent hidden states -> [.., draft_vocab] logits."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+def shift_left(rows: Tensor, count: int) -> Tensor:
+    """[B, T, H] with row n taken from row n + count, zeros where there is none."""
+    return nn.functional.pad(rows[:, count:], (0, 0, 0, min(count, rows.shape[1])))

@@ -1,0 +1,172 @@
+"""Reads training rows from JSON and JSONL files in the forms that are common in the field, as conversations.
+
+Called by the command line; knows no tokenizer. A row that fits no form stops the reading with its file and place.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROLES = ("system", "user", "assistant")
+_CALC_MARK = re.compile(r"<<[^<>]*>>")
+
+
+class RowError(ValueError):
+    """A row that cannot be used; the text names the file, the place and the remedy."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in order; an assistant's turn is what a model is trained to say. The last turn may be the user's."""
+
+    turns: tuple[Turn, ...]
+
+    def messages(self) -> list[dict[str, str]]:
+        """The turns as a chat template takes them."""
+        return [{"role": turn.role, "content": turn.content} for turn in self.turns]
+
+
+def read_conversations(sources: Sequence[str]) -> list[Conversation]:
+    """All conversations of the sources, in order.
+
+    A source is a `.json` or `.jsonl` file, or a folder whose such files are read in the order of their names;
+    `source@3` repeats it three times. Raises `RowError` for a row of no known form, `ValueError` for a source
+    without files.
+    """
+    conversations: list[Conversation] = []
+    for source in sources:
+        name, _, repeat = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "1")
+        found = [row for path in _files(Path(name)) for row in _read_file(path)]
+        conversations += found * int(repeat)
+    if not conversations:
+        raise ValueError(f"data={list(sources)}: holds no rows; name a .json or .jsonl file with at least one")
+    return conversations
+
+
+def split_validation(
+    conversations: Sequence[Conversation], fraction: float, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    """Training and validation conversations: a seeded share is held out of those that occur only once.
+
+    Rows given more than once (`source@3`) are wanted in training, and stay there.
+    """
+    counts = Counter(conversations)
+    single = [conversation for conversation in conversations if counts[conversation] == 1]
+    held = random.Random(seed).sample(single, round(len(single) * fraction))
+    chosen = set(held)
+    return [conversation for conversation in conversations if conversation not in chosen], held
+
+
+def without_calc_marks(conversation: Conversation) -> Conversation:
+    """The conversation with GSM8K's calculator marks `<<48/2=24>>` taken out."""
+    return Conversation(tuple(Turn(turn.role, _CALC_MARK.sub("", turn.content)) for turn in conversation.turns))
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl"))
+        if not found:
+            raise ValueError(f"data={path}: the folder holds no .json or .jsonl file")
+        return found
+    if not path.is_file():
+        raise ValueError(f"data={path}: no such file or folder; give a .json or .jsonl file, or a folder of them")
+    if path.suffix not in (".json", ".jsonl"):
+        raise ValueError(f"data={path}: unknown ending {path.suffix!r}; use .json (a list) or .jsonl (a row a line)")
+    return [path]
+
+
+def _read_file(path: Path) -> Iterator[Conversation]:
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    place = f"{path}:{number}"
+                    yield _conversation(_parse(line, place), place)
+        return
+    rows = _parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(rows, list):
+        raise RowError(f"{path}: holds one {type(rows).__name__}; a .json file must hold a list of rows")
+    for number, row in enumerate(rows, start=1):
+        place = f"{path}: row {number}"
+        yield _conversation(row, place)
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RowError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); one JSON object a row") from error
+
+
+def _conversation(row: Any, place: str) -> Conversation:
+    if not isinstance(row, dict):
+        raise RowError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
+    for keys, build in _FORMS:
+        if all(key in row for key in keys):
+            return build(row, place)
+    known = "; ".join("+".join(keys) for keys, _ in _FORMS)
+    raise RowError(f"{place}: keys {sorted(row)} fit no known form; use one of: {known}")
+
+
+def _text(row: dict[str, Any], key: str, place: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        raise RowError(f"{place}: {key!r} must be a string, not {type(value).__name__}")
+    return value
+
+
+def _pair(question: str, answer: str) -> Callable[[dict[str, Any], str], Conversation]:
+    def build(row: dict[str, Any], place: str) -> Conversation:
+        asked, said = _text(row, question, place), _text(row, answer, place)
+        if not asked.strip() or not said.strip():
+            raise RowError(f"{place}: {question!r} and {answer!r} must not be empty")
+        return Conversation((Turn("user", asked), Turn("assistant", said)))
+
+    return build
+
+
+def _instruction(answer: str) -> Callable[[dict[str, Any], str], Conversation]:
+    def build(row: dict[str, Any], place: str) -> Conversation:
+        extra = _text(row, "input", place).strip() if "input" in row else ""
+        asked = _text(row, "instruction", place)
+        joined = {**row, "instruction": f"{asked}\n{extra}" if extra else asked}
+        return _pair("instruction", answer)(joined, place)
+
+    return build
+
+
+def _messages(row: dict[str, Any], place: str) -> Conversation:
+    turns = []
+    if not isinstance(row["messages"], list) or not row["messages"]:
+        raise RowError(f"{place}: 'messages' must be a list of at least one turn")
+    for message in row["messages"]:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise RowError(f"{place}: each of 'messages' needs 'role' and 'content'")
+        role = _text(message, "role", place)
+        if role not in ROLES:
+            raise RowError(f"{place}: role={role!r} is unknown; use one of {', '.join(ROLES)}")
+        turns.append(Turn(role, _text(message, "content", place)))
+    return Conversation(tuple(turns))
+
+
+_FORMS: tuple[tuple[tuple[str, ...], Callable[[dict[str, Any], str], Conversation]], ...] = (
+    (("messages",), _messages),
+    (("question", "answer"), _pair("question", "answer")),
+    (("instruction", "response"), _instruction("response")),
+    (("instruction", "output"), _instruction("output")),
+    (("prompt", "response"), _pair("prompt", "response")),
+    (("prompt", "completion"), _pair("prompt", "completion")),
+)
