@@ -1,7 +1,7 @@
 """One request as the scheduler sees it, and what it hears back. No torch, no transport."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 import msgspec
 
@@ -15,7 +15,7 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     STOP = "stop"  # a stop token
     LENGTH = "length"  # max_tokens or the model's length
     ABORT = "abort"  # the client left

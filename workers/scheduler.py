@@ -79,6 +79,11 @@ class Scheduler:
         self._next_step = 0
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted per speculative round, 0 without a draft."""
+        return self._shapes[-1].width - 1
+
+    @property
     def num_running(self) -> int:
         """Requests that have a slot."""
         return len(self.roster.active)

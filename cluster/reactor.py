@@ -1,0 +1,73 @@
+"""One thread's waiting: on sockets, and on work that other threads hand in. Used by the coordinator."""
+
+import os
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import zmq
+
+T = TypeVar("T")
+Handler = Callable[[], None]
+Socket = zmq.Socket[bytes]
+
+
+class Reactor:
+    """`turn` runs in the one thread, `call` in any. Handlers are called while their socket has something to read."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._handlers: dict[object, Handler] = {}
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._handlers[self._wake] = self._run_calls
+
+    def watch(self, socket: Socket, handler: Handler) -> None:
+        """Call `handler` when `socket` is readable."""
+        self._poller.register(socket, zmq.POLLIN)
+        self._handlers[socket] = handler
+
+    def forget(self, socket: Socket) -> None:
+        """The socket is about to be closed."""
+        self._poller.unregister(socket)
+        del self._handlers[socket]
+
+    def call(self, work: Callable[[], T]) -> "Future[T]":
+        """Have the thread run `work` between two steps; its result or exception is the future's."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._calls.put(run)
+        os.eventfd_write(self._wake, 1)
+        return future
+
+    def turn(self, timeout_ms: int) -> None:
+        """Wait for at most `timeout_ms`, then run the handlers of what is readable."""
+        for ready, _ in self._poller.poll(timeout_ms):
+            handler = self._handlers.get(ready)
+            if handler is not None:  # an earlier handler of this turn may have closed it
+                handler()
+
+    def run_calls(self) -> None:
+        """Run what was handed in; also after the last turn, so that nobody waits for ever."""
+        while True:
+            try:
+                run = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            run()
+
+    def _run_calls(self) -> None:
+        os.eventfd_read(self._wake)
+        self.run_calls()
+
+    def close(self) -> None:
+        """After the last turn."""
+        os.close(self._wake)

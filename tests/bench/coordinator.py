@@ -1,0 +1,183 @@
+"""What a step costs outside the model: `python -m tests.bench.coordinator`.
+
+A coordinator, two rank processes whose executor answers at once, an ingress process that reads the tokens. A step is
+schedule, plan to both ranks, result of rank 0, apply, and one token message; the time between two results is measured
+with two steps in flight, as in service. Prints one JSON line last.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+import zmq
+
+from attention.config import CacheConfig
+from cluster.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.coordinator import Coordinator
+from cluster.coordinator_loop import CoordinatorSettings
+from cluster.messages import GenerateRequest
+from cluster.transport import Transport
+from cluster.worker_loop import run_worker_loop
+from workers.config import PLAIN, RoundShape, SchedulerConfig
+from workers.plan import FINISH_LENGTH, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
+from workers.request import RequestOutput
+from workers.scheduler import Scheduler
+
+TREE = RoundShape(name="tree", width=16, max_new_tokens=6, tail_tokens=16)
+TOKENS_PER_ROUND = 3
+WARM_UP_STEPS = 200
+
+
+class InstantExecutor:
+    """Every round emits TOKENS_PER_ROUND tokens; requests end at their length."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._left = np.zeros(num_slots, np.int64)
+        self._results: list[StepResult] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._results)
+
+    def ready(self) -> bool:
+        return bool(self._results)
+
+    def take(self) -> StepResult:
+        return self._results.pop(0)
+
+    def submit(self, plan: StepPlan) -> None:
+        for init in plan.inits:
+            self._left[init.slot] = init.max_len - init.prompt_len
+        rounds = unpack_i32(plan.slots)
+        last = [chunk.slot for chunk in plan.chunks if chunk.next_token == -1]
+        slots = np.concatenate((rounds, np.asarray(last, np.int32)))
+        counts = np.minimum(np.where(np.arange(len(slots)) < len(rounds), TOKENS_PER_ROUND, 1), self._left[slots])
+        finish = np.where(counts == self._left[slots], FINISH_LENGTH, 0) * (counts > 0)
+        self._left[slots] -= counts
+        accepted = np.where(np.arange(len(slots)) < len(rounds), TOKENS_PER_ROUND - 1, -1)
+        self._results.append(StepResult(
+            plan.epoch, plan.step, pack_i32(counts.astype(np.int32)), bytes(4 * int(counts.sum())),
+            finish.astype(np.uint8).tobytes(), pack_i32(accepted.astype(np.int32)),
+        ))
+
+
+class TimedScheduler(Scheduler):
+    """Stamps each result: wall clock, and CPU of the coordinator's thread."""
+
+    stamps: list[tuple[float, float]] = []
+
+    def apply(self, result: StepResult) -> list[RequestOutput]:
+        self.stamps.append((time.perf_counter(), time.thread_time()))
+        return super().apply(result)
+
+
+def run_rank(folder: str, rank: int, num_slots: int, pipe: Connection) -> None:
+    context = zmq.Context()
+    channel = RankChannel(context, Transport(folder=folder), rank, 1, f"r{rank}")
+    pipe.send(channel.endpoint)
+    run_worker_loop(InstantExecutor(num_slots), channel)
+    channel.close()
+    context.term()
+
+
+def run_ingress(folder: str, pipe: Connection) -> None:
+    """Reads until told to stop, then reports messages, tokens and gaps in the sequence."""
+    context = zmq.Context()
+    socket, endpoint = bind_ingress(context, Transport(folder=folder), "ingress")
+    pipe.send(endpoint)
+    num_messages = num_tokens = num_gaps = 0
+    while not pipe.poll():
+        while socket.poll(100):
+            batch = decode_tokens(socket.recv())
+            num_gaps += batch.sequence != num_messages
+            num_messages += 1
+            num_tokens += sum(len(delta.tokens) for delta in batch.deltas)
+    pipe.send((num_messages, num_tokens, num_gaps))
+    socket.close()
+    context.term()
+
+
+def spread(milliseconds: np.ndarray) -> dict[str, float]:
+    figures = {
+        "mean": milliseconds.mean(), "median": np.median(milliseconds), "p99": np.percentile(milliseconds, 99),
+        "max": milliseconds.max(),
+    }
+    return {name: round(float(value), 4) for name, value in figures.items()}
+
+
+def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) -> dict[str, object]:
+    max_tokens = (num_steps + WARM_UP_STEPS) * TOKENS_PER_ROUND
+    length = 64 + max_tokens + 64
+    scheduler = TimedScheduler(
+        SchedulerConfig(max_running=num_running, max_step_tokens=64 * num_running, max_waiting=num_running),
+        CacheConfig(page_size=page_size), num_running * (length // page_size + 2), length, time.monotonic,
+        (PLAIN, TREE), 1,
+    )
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="aerie") as folder:
+        pipes, children = [], []
+        for target, args in [(run_rank, (folder, rank, num_running)) for rank in range(num_ranks)] + [
+            (run_ingress, (folder,))
+        ]:
+            ours, theirs = spawn.Pipe()
+            children.append(spawn.Process(target=target, args=(*args, theirs), daemon=True))
+            children[-1].start()
+            pipes.append(ours)
+        endpoints = [pipe.recv() for pipe in pipes]
+        coordinator = Coordinator(scheduler, CoordinatorSettings("bench", Transport(folder=folder)))
+        coordinator.start()
+        context = zmq.Context()
+        engine = connect_engine(context, Transport(), coordinator.endpoint)
+        for i in range(num_running):
+            engine.send(encode(GenerateRequest(
+                f"request-{i:04}", pack_i32([(i * 31 + j) % 1000 for j in range(64)]),
+                SamplingParams(max_tokens=max_tokens, seed=i), endpoints[-1],
+            )))
+        while coordinator.stats().num_waiting < num_running:
+            time.sleep(0.01)
+        coordinator.attach(endpoints[:-1], 1)
+        for _ in range(num_running):
+            assert engine.poll(120_000), "the requests did not end"
+            decode(engine.recv())
+        stats = coordinator.stats()
+        time.sleep(0.3)
+        pipes[-1].send("stop")
+        num_messages, num_tokens, num_gaps = pipes[-1].recv()
+        coordinator.stop()
+        engine.close()
+        context.term()
+        for child in children:
+            child.join(5)
+    assert num_gaps == 0 and num_tokens == num_running * max_tokens, "tokens were lost on the way"
+    stamps = np.array(scheduler.stamps)[WARM_UP_STEPS:]
+    return {
+        "step_ms": spread(np.diff(stamps[:, 0]) * 1e3),
+        "coordinator_cpu_ms": spread(np.diff(stamps[:, 1]) * 1e3),
+        "num_running": num_running, "num_ranks": num_ranks, "page_size": page_size, "num_steps": stats.num_steps,
+        "token_messages": num_messages,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    report = measure(args.running, args.steps, args.page_size, args.ranks)
+    report |= {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 2), "threads": threading.active_count()}
+    for name in ("step_ms", "coordinator_cpu_ms"):
+        print(f"{name:20} {report[name]}")
+    print(json.dumps(msgspec.to_builtins(report)))
+
+
+if __name__ == "__main__":
+    main()
