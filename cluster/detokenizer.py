@@ -1,0 +1,110 @@
+"""Text from tokens as they come, one token at a time, for one answer. Characters split over tokens are held back until
+they are whole; what is emitted in all, with `flush`, is what decoding all tokens at once gives.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes, so at most four tokens: more is not a character
+
+
+class Detokenizer(Protocol):
+    def step(self, token: int) -> str:
+        """The text that `token` completes; "" while a character is unfinished, and for tokens that are not shown."""
+        ...
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the answer: unfinished characters as U+FFFD."""
+        ...
+
+
+class ByteVocabulary:
+    """The bytes of each token of a byte-level tokenizer, looked up when first seen."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def of(self, token: int) -> bytes:
+        """b"" for ids that the vocabulary does not have (a model's embedding is often padded)."""
+        raw = self._bytes.get(token)
+        if raw is None:
+            raw = self._bytes[token] = _token_bytes(self._tokenizer.id_to_token(token) or "")
+        return raw
+
+
+class ByteLevelDetokenizer:
+    """For byte-level tokenizers: a token is some bytes, and an answer is their concatenation read as UTF-8."""
+
+    def __init__(self, vocabulary: ByteVocabulary, hidden: frozenset[int]) -> None:
+        self._bytes_of = vocabulary.of
+        self._hidden = hidden
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+
+    def step(self, token: int) -> str:
+        return "" if token in self._hidden else self._decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class PrefixDetokenizer:
+    """For any tokenizer: decodes the last few tokens with and without the new one; the difference is the new text.
+
+    before: tokens in front of the answer, which decide for some tokenizers whether it begins with a space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._tokens = list(before)
+        self._num_read = len(self._tokens)  # tokens whose text has been emitted
+
+    def step(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
+        self._tokens.append(token)
+        return self._advance(at_end=False)
+
+    def flush(self) -> str:
+        return self._advance(at_end=True)
+
+    def _advance(self, at_end: bool) -> str:
+        known = self._decode(self._tokens[: self._num_read])
+        text = self._decode(self._tokens)
+        held = len(self._tokens) - self._num_read
+        if text.endswith("\ufffd") and held < MAX_HELD_TOKENS and not at_end:
+            return ""
+        if held:
+            del self._tokens[: self._num_read]
+            self._num_read = len(self._tokens)
+        return text[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False)) if tokens else ""
+
+
+def _token_bytes(text: str) -> bytes:
+    """The bytes behind a token's printable form, as the byte-level decoder of `tokenizers` finds them: a token with
+    any character outside the alphabet (an added token with a space, say) stands for itself."""
+    raw = bytearray()
+    for character in text:
+        byte = _BYTE_OF.get(character)
+        if byte is None:
+            return text.encode()
+        raw.append(byte)
+    return bytes(raw)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable ones stand for themselves, the others for the characters
+    from U+0100 on (Radford et al. 2019, `bytes_to_unicode` of the released encoder)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

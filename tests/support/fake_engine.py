@@ -1,0 +1,128 @@
+"""An `EngineClient` that plays a script, for tests of the HTTP edge, and a small byte-level tokenizer to go with it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cluster.chat_template import ChatTemplate
+from cluster.engine_client import EngineRefused
+from cluster.messages import EngineStats, Refusal, TokenDelta
+from cluster.tokenizer import ChatTokenizer
+from workers.plan import SamplingParams, TokenLogprobs
+
+EOS = "<|im_end|>"
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# A script's steps: a delta to emit, seconds to wait, or an exception to raise.
+Step = TokenDelta | float | Exception
+Script = Callable[[list[int], SamplingParams], Iterable[Step]]
+
+
+@dataclass(frozen=True)
+class Call:
+    prompt: list[int]
+    sampling: SamplingParams
+    request_id: str
+
+
+@dataclass
+class FakeEngine:
+    """script: what each call plays. calls: what was asked. closed: ids of requests that ended before their last delta,
+    which a real engine aborts. num_active: requests whose generators are open."""
+
+    script: Script
+    engines: list[EngineStats] = field(default_factory=lambda: [EngineStats(engine_id="engine-0", status="ready")])
+    calls: list[Call] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    num_active: int = 0
+    max_active: int = 0
+
+    async def generate(
+        self, prompt: list[int], sampling: SamplingParams, request_id: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        assert request_id not in {call.request_id for call in self.calls}, "request ids must be unique"
+        self.calls.append(Call(prompt, sampling, request_id))
+        self.num_active += 1
+        self.max_active = max(self.max_active, self.num_active)
+        finished = False
+        try:
+            for step in self.script(prompt, sampling):
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
+                elif isinstance(step, Exception):
+                    finished = True
+                    raise step
+                else:
+                    finished = step.finish is not None
+                    yield step
+        finally:
+            self.num_active -= 1
+            if not finished:
+                self.closed.append(request_id)
+
+    async def stats(self) -> list[EngineStats]:
+        return self.engines
+
+
+def small_tokenizer() -> Tokenizer:
+    """Byte-level: a token for each of the 256 bytes, a few merges, three special tokens and one added plain one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("l", "l"), ("ll", "o"), ("h", "e"), ("he", "llo"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"), ("l", "d"),
+              ("Ġwor", "ld"), ("Ã", "¤")]
+    vocab = {token: i for i, token in enumerate(alphabet)}
+    for left, right in merges:
+        vocab.setdefault(left + right, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", EOS])
+    tokenizer.add_tokens(["<think me>"])
+    return tokenizer
+
+
+def chat_tokenizer() -> ChatTokenizer:
+    tokenizer = small_tokenizer()
+    return ChatTokenizer(tokenizer, ChatTemplate(CHATML, {"eos_token": EOS}), (tokenizer.token_to_id(EOS),))
+
+
+def says(*texts: str, finish: str = "stop", delay_s: float = 0.0, **last: object) -> Script:
+    """A script with one delta per text; "stop" adds the end-of-sequence token to the last one. last: further fields of
+    the last delta. Log-probabilities are there if the request wants them."""
+    tokenizer = small_tokenizer()
+    eos = tokenizer.token_to_id(EOS)
+
+    def script(prompt: list[int], sampling: SamplingParams) -> Iterable[Step]:
+        for i, text in enumerate(texts):
+            at_end = i == len(texts) - 1
+            tokens = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+            if at_end and finish == "stop":
+                tokens += (eos,)
+            extra = last if at_end else {}
+            if delay_s:
+                yield delay_s
+            yield TokenDelta(
+                request_id="", tokens=tokens, finish=finish if at_end else None,
+                logprobs=logprobs_of(tokens, sampling), **extra,  # type: ignore[arg-type]
+            )
+
+    return script
+
+
+def logprobs_of(tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[TokenLogprobs, ...] | None:
+    """Token t has log-probability -t / 100; the most likely others are t + 1, t + 2, ..."""
+    if sampling.logprobs < 0:
+        return None
+    others = range(sampling.logprobs)
+    return tuple(
+        TokenLogprobs(-token / 100, tuple((token + k) % 256 for k in others), tuple(-(token + k) / 100 for k in others))
+        for token in tokens
+    )
+
+
+def refuses(kind: str, message: str = "no", retry_after_s: float = 1.0) -> Script:
+    return lambda prompt, sampling: [EngineRefused(Refusal(kind, message, retry_after_s))]
