@@ -48,13 +48,15 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine is watched. on_worker_loss: "resume" replays running requests on the new workers, "error" ends
-    them. start_timeout_s: from placed to ready. step_timeout_s: a step that takes longer counts as hung; above the
-    longest real step. drain_timeout_s: running requests may finish for so long at shutdown. max_restarts: failed gang
-    starts in a row before the replica gives up and Serve replaces it; each waits restart_backoff_s, doubled each time.
-    threads_per_worker: torch threads of a CPU worker. debug: assert after every step that all ranks agree."""
+    """How an engine is watched. on_worker_loss: "resume" replays running requests on the new workers, at most
+    max_resumes times each (one of them may be what kills the workers), "error" ends them. start_timeout_s: from placed
+    to ready. step_timeout_s: a step that takes longer counts as hung; above the longest real step. drain_timeout_s:
+    running requests may finish for so long at shutdown. max_restarts: failed gang starts in a row before the replica
+    gives up and Serve replaces it; each waits restart_backoff_s, doubled each time. threads_per_worker: torch threads
+    of a CPU worker. debug: assert after every step that all ranks agree."""
 
     on_worker_loss: OnWorkerLoss = "resume"
+    max_resumes: int = 2
     start_timeout_s: float = 600.0
     step_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
@@ -67,7 +69,7 @@ class EngineConfig:
         for name in ("start_timeout_s", "step_timeout_s", "drain_timeout_s", "restart_backoff_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0 seconds")
-        for name in ("max_restarts", "threads_per_worker"):
+        for name in ("max_resumes", "max_restarts", "threads_per_worker"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 

@@ -1,0 +1,50 @@
+"""The two deployments of an application, bound: how many, where, and with which of Serve's limits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from ray import serve
+from ray.serve import Application
+
+from cluster.assembly import DEVICE_RANK
+from cluster.config import AerieConfig
+from cluster.engine import Engine
+from cluster.ingress import Ingress
+from cluster.placement import ENGINE_CPUS, NodeResources, place
+
+INGRESS_CPUS = 0.1
+# Serve's own limits are outer guards: the ingress admits, refuses and times out in OpenAI's form before they act.
+INGRESS_MAX_ONGOING = 100_000
+
+
+def application(config: AerieConfig, nodes: Sequence[NodeResources], factory: str = DEVICE_RANK) -> Application:
+    """The application for a cluster of `nodes`. factory: what ranks are made of. Raises ConfigError."""
+    placement = place(config, nodes)
+    model = dataclasses.replace(config.model, device=placement.device)
+    config = config.model_copy(update={"model": model})
+    one_node = len(nodes) == 1 and not config.parallel.autoscaling
+    drain_s = config.engine.drain_timeout_s
+    engine = serve.deployment(
+        Engine,
+        name="Engine",
+        num_replicas=config.parallel.replicas,
+        max_ongoing_requests=config.max_ongoing_requests,
+        placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
+        placement_group_strategy=placement.strategy,
+        ray_actor_options={"num_cpus": ENGINE_CPUS},
+        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=5,
+        health_check_timeout_s=10,
+    ).bind(config, factory, one_node)
+    return serve.deployment(
+        Ingress,
+        name="Ingress",
+        num_replicas=config.ingress.num_replicas,
+        max_ongoing_requests=INGRESS_MAX_ONGOING,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        graceful_shutdown_timeout_s=drain_s + 5,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=5,
+        health_check_timeout_s=10,
+    ).bind(config, engine, one_node)

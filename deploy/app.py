@@ -1,0 +1,29 @@
+"""`build(args) -> Application`: what `serve run deploy/eagle.yaml` names. Engines behind ingresses; see `cluster`."""
+
+from typing import Any
+
+import ray
+from ray.serve import Application
+
+from cluster.deployments import application
+from cluster.placement import NodeResources
+from deploy.checks import checked
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Called by Serve in a Ray process. Raises ConfigError, which Serve prints as the cause."""
+    return application(checked(args), cluster_nodes())
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """What the nodes that are alive have in all."""
+    return [
+        NodeResources(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]

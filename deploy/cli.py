@@ -1,0 +1,85 @@
+"""The command `aerie`: serve, plan, doctor, and the training of targets and drafts.
+
+Arguments are parsed first and modules imported after, so that `--help` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_CONFIG = ROOT / "deploy" / "eagle.yaml"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    from speculative.training.cli import add_commands
+
+    parser = argparse.ArgumentParser(prog="aerie", description="Serves large language models from a Ray cluster.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="check a Serve config file, then `serve run` it")
+    _add_config(serve)
+    serve.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
+    serve.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
+    serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
+    serve.set_defaults(run=_serve)
+    plan = commands.add_parser("plan", help="check a Serve config file and print what it would start")
+    _add_config(plan)
+    plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for (default: 1)")
+    plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
+    plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
+    plan.set_defaults(run=_plan)
+    doctor = commands.add_parser("doctor", help="check this machine and a config file; prints one line per check")
+    _add_config(doctor)
+    doctor.set_defaults(run=_doctor)
+    add_commands(commands)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG, help="default: deploy/eagle.yaml")
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from deploy.launch import serve
+
+    return _or_config_error(lambda: serve(
+        arguments.config, arguments.address, arguments.object_store_mb, haproxy=not arguments.no_haproxy
+    ))
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from deploy.checks import local_nodes, print_plan
+
+    return _or_config_error(lambda: print_plan(
+        arguments.config, local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
+    ))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from deploy.checks import run_doctor
+
+    return run_doctor(arguments.config)
+
+
+def _or_config_error(command: Callable[[], int]) -> int:
+    from cluster.config import ConfigError
+
+    try:
+        return command()
+    except ConfigError as error:
+        print(f"{error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

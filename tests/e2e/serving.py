@@ -1,0 +1,98 @@
+"""A whole Aerie on this machine for tests: Ray, Serve, HTTP on a free port of the loopback."""
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cluster.assembly import DEVICE_RANK, with_checkpoints
+from cluster.config import parse
+
+START_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where it listens, and its model's name."""
+
+    port: int
+    model: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        answer = httpx.get(f"{self.url}/health", timeout=10)
+        return answer.status_code, answer.json()
+
+    def wait_healthy(self, limit_s: float = START_LIMIT_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if self.health()[0] == 200:
+                    return
+            assert time.monotonic() < deadline, f"not healthy after {limit_s} s: {self.health()}"
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def ray_cluster(num_cpus: int = 6) -> Iterator[int]:
+    """A Ray of this test's own with Serve on a free port; nothing is left of it."""
+    import ray
+    from ray import serve
+
+    folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")  # short: Unix socket paths end at 107 bytes
+    os.environ |= {
+        "RAY_TMPDIR": folder,
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+    }
+    port = free_port()
+    ray.init(
+        address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 * 10**6, namespace="serve",
+        log_to_driver=True, configure_logging=False,
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield port
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def serving(port: int, args: dict[str, Any], base: Path, factory: str = DEVICE_RANK) -> Iterator[Server]:
+    """One application on a running Serve."""
+    from ray import serve
+
+    from cluster.deployments import application
+    from cluster.plan_report import model_name
+    from deploy.app import cluster_nodes
+
+    config = with_checkpoints(parse(args, base))
+    serve.run(application(config, cluster_nodes(), factory), name="aerie", route_prefix="/")
+    server = Server(port, model_name(config))
+    try:
+        server.wait_healthy()
+        yield server
+    finally:
+        serve.delete("aerie")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
