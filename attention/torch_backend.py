@@ -35,10 +35,10 @@ class _PreparedTail(Prepared):
         batch = self.batch
         page_size, num_kv_heads, head_dim = kv.k.shape[1:]
         num_pages = -(-batch.max_kv_len // page_size)
-        pages = self.pages[:, :num_pages]
+        pages = self.pages[:, :num_pages].flatten()
         length = num_pages * page_size
-        k = kv.k[pages].view(batch.num_requests, length, num_kv_heads, head_dim)
-        v = kv.v[pages].view(batch.num_requests, length, num_kv_heads, head_dim)
+        k = kv.k.index_select(0, pages).view(batch.num_requests, length, num_kv_heads, head_dim)
+        v = kv.v.index_select(0, pages).view(batch.num_requests, length, num_kv_heads, head_dim)
         group = q.shape[1] // num_kv_heads
         # [B, kv_heads, group * R, head_dim]: all rows of a request that share a KV head read it once
         rows = q.view(batch.num_requests, batch.rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
@@ -87,8 +87,8 @@ def _attend_chunk(q: Tensor, kv: LayerKV, pages: Tensor, start: int, scale: floa
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     length = start + q.shape[0]
     ids = pages[: -(-length // page_size)].long()
-    k = kv.k[ids].view(-1, num_kv_heads, head_dim)[:length].transpose(0, 1)
-    v = kv.v[ids].view(-1, num_kv_heads, head_dim)[:length].transpose(0, 1)
+    k = kv.k.index_select(0, ids).view(-1, num_kv_heads, head_dim)[:length].transpose(0, 1)
+    v = kv.v.index_select(0, ids).view(-1, num_kv_heads, head_dim)[:length].transpose(0, 1)
     group = q.shape[1] // num_kv_heads
     rows = q.view(q.shape[0], num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
     scores = ((rows * scale) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)

@@ -7,7 +7,6 @@ A head returns its recurrent hidden state, which takes the feature's place in th
 from abc import abstractmethod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculative.draft_config import DraftConfig
@@ -15,22 +14,18 @@ from workers.forward import ForwardContext
 from workers.layers.decoder_layer import MLP, Attention
 from workers.layers.linear import check_shape
 from workers.layers.norm import RMSNorm
+from workers.layers.product import Product
 from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.decoder import DecoderOutput
 from workers.tp import TPGroup
 
 
-class Projection(nn.Module):
+class Projection(Product):
     """y = x W^T (+ b), whole on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.multiply(x, self.bias)
 
     def load(self, part: str, kind: str, full: Tensor) -> None:
         target = self.weight if kind == "weight" else self.bias

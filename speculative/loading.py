@@ -9,6 +9,7 @@ from speculative.config import SpeculativeConfig
 from speculative.draft_config import DraftConfig
 from speculative.heads import HEADS, DraftHead
 from workers.config import ModelSource
+from workers.layers.product import pack_all
 from workers.models.decoder import Decoder
 from workers.tp import TPGroup
 from workers.weights import checkpoint_tensors, fill_dummy, load_parameters
@@ -31,11 +32,13 @@ def load_draft(
     if source.load_format == "dummy":
         fill_dummy(head, source.seed + 1)
         head.target_ids = _dummy_target_ids(config, device)
+        pack_all(head)
         return head.eval()
     tensors = dict(_named(checkpoint_tensors(speculative.path), config))
     head.target_ids = _target_ids(tensors, config, f"draft {speculative.path}", device)
     shared = _share_with_target(head, tensors, config, source, target)
     load_parameters(head, iter(tensors.items()), f"draft {speculative.path}", optional=shared)
+    pack_all(head)
     return head.eval()
 
 

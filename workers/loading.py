@@ -8,6 +8,7 @@ from attention.config import CacheConfig
 from attention.kv_pool import KVPool
 from workers.config import ModelSource
 from workers.layers.linear import kv_head_span
+from workers.layers.product import pack_all
 from workers.model_config import ModelConfig, model_config_from_hf, read_config_json
 from workers.model_runner import resolve_dtype
 from workers.models.decoder import Decoder
@@ -43,6 +44,7 @@ def load_target(
         optional = {"rotary_emb.inv_freq", "lm_head"} if config.tie_embeddings else {"rotary_emb.inv_freq"}
         tensors = checkpoint_tensors(source.path)
         load_parameters(model, tensors, f"model {source.path}", strip="model.", optional=frozenset(optional))
+    pack_all(model)
     return model.eval()
 
 

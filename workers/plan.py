@@ -62,7 +62,8 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
 
     num_cached: KV tokens that the prefix cache already holds, where the first chunk starts. prompt_len: the request's
     own prompt (a resumed request's chunks also replay tokens generated before). max_len: the position after its last
-    permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far, filled only if the sampling parameters need counts.
+    permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far, filled only if the sampling
+    parameters need counts.
     """
 
     slot: int
@@ -115,8 +116,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     counts: int32 [n], tokens emitted per entry (0 for a slot that had already finished). tokens: int32, ragged by
     counts. finish: uint8 [n], FINISH_*. accepted: int32 [n], draft tokens accepted before truncation by a stop; -1
-    where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one per emitted token,
-    for requests that asked. elapsed_s: seconds the step took on rank 0.
+    where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
+    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0.
     """
 
     epoch: int

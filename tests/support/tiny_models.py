@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS, MLP = 96, 40, 64, 8, 96
 
 
-def make_target(folder: Path, seed: int = 0, **overrides: Any) -> Path:
-    """A random Llama-like target; overrides go to its configuration (architecture "qwen2" and "qwen3" too)."""
+def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any) -> Path:
+    """A random Llama-like target; overrides go to its configuration (architecture "qwen2" and "qwen3" too). calm: the
+    weight of what layers add to the embedding; small values make the next token a function of the last one mostly,
+    which `make_eagle` with `copying` guesses well."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -28,6 +30,8 @@ def make_target(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        if "embed_tokens" in name:
+            parameter.data /= calm
     model.save_pretrained(folder)
     return folder
 
@@ -69,8 +73,9 @@ def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> 
     return _write(folder, settings, tensors)
 
 
-def make_eagle(folder: Path, target: Path, seed: int = 1) -> Path:
-    """A random EAGLE head for `target`: embedding and vocabulary head are the target's."""
+def make_eagle(folder: Path, target: Path, seed: int = 1, copying: bool = False) -> Path:
+    """A random EAGLE head for `target`: embedding and vocabulary head are the target's. copying: it passes the newest
+    token's embedding on almost unchanged."""
     config = json.loads((target / "config.json").read_text())
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
@@ -91,6 +96,14 @@ def make_eagle(folder: Path, target: Path, seed: int = 1) -> Path:
         "layers.0.mlp.down_proj.weight": normal(hidden, mlp),
         "layers.0.post_attention_layernorm.weight": torch.ones(hidden),
     }
+    if copying:
+        # stands in for the target's final norm, which EAGLE's head lacks
+        weights = load_file(str(target / "model.safetensors"))
+        factor = weights["model.norm.weight"] / weights["model.embed_tokens.weight"].std()
+        tensors["fc.weight"] = torch.cat((factor.diag(), torch.zeros(hidden, hidden)), dim=1)
+        tensors["fc.bias"].zero_()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"layers.0.{name}.weight"] *= 0.02
     settings = {**config, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     return _write(folder, settings, tensors)
 

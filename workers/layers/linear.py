@@ -2,28 +2,26 @@
 
 from collections.abc import Sequence
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from workers.layers.product import Product
 from workers.tp import TPGroup, shard_size
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(Product):
     """Several products of one input as one: y = x W^T + b, where every part of W is cut along its outputs.
 
     parts: name -> this rank's rows [first, end) of the part's full outputs. Output: the parts side by side.
     """
 
     def __init__(self, in_features: int, parts: dict[str, tuple[int, int]], bias: bool) -> None:
-        super().__init__()
+        sizes = [end - first for first, end in parts.values()]
+        super().__init__(in_features, sum(sizes), bias)
         self.parts = parts
-        self.sizes = [end - first for first, end in parts.values()]
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False) if bias else None
+        self.sizes = sizes
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.multiply(x, self.bias)
 
     def load(self, part: str, kind: str, full: Tensor) -> None:
         """Copy this rank's rows of a full checkpoint tensor; kind is "weight" or "bias"."""
@@ -38,18 +36,17 @@ class ColumnLinear(nn.Module):
         target.data[offset : offset + end - first].copy_(full[first:end])
 
 
-class RowLinear(nn.Module):
+class RowLinear(Product):
     """y = x W^T, W cut along its inputs; the ranks' partial results are summed."""
 
     def __init__(self, in_features: int, out_features: int, group: TPGroup, what: str, bias: bool = False) -> None:
-        super().__init__()
+        size = shard_size(in_features, group.size, what)
+        super().__init__(size, out_features, bias)
         self.group = group
-        self.size = shard_size(in_features, group.size, what)
-        self.weight = nn.Parameter(torch.empty(out_features, self.size), requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
+        self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.group.all_reduce(F.linear(x, self.weight))
+        y = self.group.all_reduce(self.multiply(x, None))
         return y if self.bias is None else y + self.bias
 
     def load(self, part: str, kind: str, full: Tensor) -> None:

@@ -1,0 +1,61 @@
+"""Checkpoints that the engine's tests share, made once per run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention.config import CacheConfig
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+
+EOS = 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its two heads. prompts: of 3 to 60 tokens."""
+
+    target: Path
+    eagle: Path
+    eagle3: Path
+    prompts: list[list[int]]
+
+    def spec(
+        self,
+        speculative: SpeculativeConfig | None = None,
+        cache: CacheConfig = CacheConfig(page_size=4, num_pages=400),  # noqa: B008 - frozen
+        scheduler: SchedulerConfig = SchedulerConfig(max_running=6, max_step_tokens=32),  # noqa: B008 - frozen
+        tensor_parallel: int = 1,
+    ) -> EngineSpec:
+        """An engine of this pair that checks that its ranks agree."""
+        model = ModelSource(path=str(self.target), device="cpu")
+        worker = WorkerConfig(model, cache, scheduler, tensor_parallel=tensor_parallel, debug=True)
+        return EngineSpec(worker, speculative)
+
+    def chain(self, num_steps: int = 3, **settings: object) -> SpeculativeConfig:
+        width = num_steps + 1
+        return SpeculativeConfig(str(self.eagle), "eagle", num_steps, 1, width, **settings)  # type: ignore[arg-type]
+
+    def tree(self) -> SpeculativeConfig:
+        return SpeculativeConfig(str(self.eagle), "eagle", 4, 3, 10)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A Llama target whose EAGLE head is right about half the time; the EAGLE-3 head is random."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_target(folder / "target", calm=0.01)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 60, (14,), generator=generator).tolist()
+    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    eagle = make_eagle(folder / "eagle", target, copying=True)
+    return Pair(target, eagle, make_eagle3(folder / "eagle3", target), prompts)
