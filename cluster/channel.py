@@ -9,7 +9,7 @@ import contextlib
 import msgspec
 import zmq
 
-from cluster.messages import Abort, GenerateRequest, GenerateSummary, Refusal, TokenBatch
+from cluster.messages import Abort, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
 from cluster.transport import PeerMonitor, Transport, open_socket
 from workers.plan import StepPlan, StepResult
 
@@ -226,11 +226,12 @@ class RankChannel:
 
 
 class IngressLink:
-    """The coordinator's end towards one ingress. sequence: of the next batch."""
+    """The coordinator's end towards one ingress. sequence: of the next batch; deltas: what it will hold."""
 
     def __init__(self, context: Context, transport: Transport, endpoint: str, sequence: int) -> None:
         self.endpoint = endpoint
         self.sequence = sequence
+        self.deltas: list[TokenDelta] = []
         self.socket = open_socket(context, zmq.PUSH, _INGRESS_HIGH_WATER)
         self.monitor = PeerMonitor(self.socket)
         try:

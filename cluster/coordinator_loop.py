@@ -264,7 +264,6 @@ class CoordinatorLoop:
     def _ingress_gone(self, link: IngressLink, reason: str) -> None:
         for stream in [stream for stream in self._streams.values() if stream.ingress is link]:
             self._end(stream.request_id, FinishReason.ABORT, reason)
-        self._publisher.discard(link)
 
     def _gang_lost(self, reason: str) -> None:
         logger.error("gang of epoch %d lost: %s", self._scheduler.epoch, reason)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from cluster.channel import Context, IngressLink
 from cluster.messages import SpeculationStats, TokenBatch, TokenDelta
 from cluster.reactor import Reactor
@@ -44,7 +46,6 @@ class TokenPublisher:
         self._links: dict[str, IngressLink] = {}
         self._sequences: dict[str, int] = {}  # of links that were closed: a returning ingress must see the gap
         self._unconnected: dict[str, float] = {}  # endpoint -> when its link was opened
-        self._deltas: dict[IngressLink, list[TokenDelta]] = {}
 
     def open(self, endpoint: str) -> IngressLink:
         """The link to an ingress; raises ValueError for an endpoint that cannot be."""
@@ -59,41 +60,32 @@ class TokenPublisher:
     def put(self, stream: Stream, output: RequestOutput) -> None:
         """A request's new tokens, for the next `flush`."""
         request, reason = output.request, output.finish_reason
-        if reason is None:
-            delta = TokenDelta(stream.request_id, tuple(output.tokens), None, output.logprobs)
-        else:
+        delta = TokenDelta(stream.request_id, tuple(output.tokens), None, output.logprobs)
+        if reason is not None:
             histogram = tuple(request.acceptance_histogram)
-            delta = TokenDelta(
-                request_id=stream.request_id,
-                tokens=tuple(output.tokens),
+            delta = msgspec.structs.replace(
+                delta,
                 finish=reason.value,
-                logprobs=output.logprobs,
                 cached_tokens=request.cached_tokens,
                 speculation=(
                     SpeculationStats(request.num_rounds, histogram, self._num_draft_tokens) if histogram else None
                 ),
             )
-        self._deltas.setdefault(stream.ingress, []).append(delta)
+        stream.ingress.deltas.append(delta)
 
     def put_end(self, stream: Stream, reason: FinishReason, error: str | None) -> None:
         """A request that ends without a token, for the next `flush`."""
         delta = TokenDelta(request_id=stream.request_id, tokens=(), finish=reason.value, error=error)
-        self._deltas.setdefault(stream.ingress, []).append(delta)
+        stream.ingress.deltas.append(delta)
 
     def flush(self) -> None:
         """Send what was put since the last time, one message per ingress."""
-        if not self._deltas:
-            return
-        batches, self._deltas = self._deltas, {}
-        for link, deltas in batches.items():
-            if self._links.get(link.endpoint) is not link:
-                continue  # gone meanwhile
+        for link in list(self._links.values()):
+            if not link.deltas:
+                continue
+            deltas, link.deltas = link.deltas, []
             if not link.send(TokenBatch(self._source, link.sequence, tuple(deltas))):
                 self._drop(link, "it does not read its tokens")
-
-    def discard(self, link: IngressLink) -> None:
-        """Forget what was put for an ingress that is gone."""
-        self._deltas.pop(link, None)
 
     def check_connections(self) -> None:
         """Give up ingresses that could not be reached; to be called now and then."""

@@ -132,6 +132,7 @@ class PeerMonitor:
     def close(self) -> None:
         """Stops watching; before the watched socket is closed."""
         self._watched.disable_monitor()
+        self.socket.close(0)  # disable_monitor forgets it without closing, and an open one holds up the context's end
 
 
 def _watch_tcp(socket: "zmq.Socket[bytes]") -> None:
