@@ -1,0 +1,139 @@
+"""PrefixCache against what a plain dictionary of prefixes would say."""
+
+import random
+
+import numpy as np
+import pytest
+
+from attention.pages import PageAllocator
+from attention.prefix_cache import PrefixCache
+
+
+def tokens_of(*values):
+    return np.array(values, np.int32)
+
+
+def insert(cache, allocator, tokens):
+    """Computes and inserts all pages of `tokens` as a request that matched nothing would; nobody holds them after."""
+    pages = allocator.allocate(len(tokens) // cache._page_size)
+    kept = cache.insert(tokens, pages)
+    allocator.release(pages)
+    return pages, kept
+
+
+def test_finds_full_pages_and_leaves_one_token_to_compute():
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, 4)
+    pages, _ = insert(cache, allocator, tokens_of(*range(12)))
+    assert cache.match(tokens_of(*range(12))) == pages[:2]
+    assert cache.match(tokens_of(*range(13))) == pages
+    assert cache.match(tokens_of(*range(8), 99, 99, 99)) == pages[:2]
+    assert cache.match(tokens_of(99, *range(11))) == []
+    assert cache.match(tokens_of(0)) == []
+
+
+def test_with_lookahead_a_page_counts_only_with_the_token_behind_it():
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, 4, lookahead=1)
+    pages = allocator.allocate(2)
+    assert cache.insert(tokens_of(*range(8)), pages) == pages[:1]  # the token behind the second page is unknown
+    assert cache.insert(tokens_of(*range(9)), pages) == pages
+    assert cache.match(tokens_of(0, 1, 2, 3, 4)) == pages[:1]
+    assert cache.match(tokens_of(0, 1, 2, 3, 9, 5)) == []
+    assert cache.match(tokens_of(*range(9))) == pages
+    assert cache.match(tokens_of(*range(8), 77)) == pages[:1]
+
+
+def test_pages_that_differ_only_in_the_token_behind_are_kept_side_by_side():
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, 2, lookahead=1)
+    first, _ = insert(cache, allocator, tokens_of(1, 2, 3))
+    second, _ = insert(cache, allocator, tokens_of(1, 2, 4))
+    assert cache.match(tokens_of(1, 2, 3)) == first
+    assert cache.match(tokens_of(1, 2, 4)) == second
+
+
+def test_duplicates_are_named_and_stay_the_callers():
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, 2)
+    first, _ = insert(cache, allocator, tokens_of(1, 2, 3, 4))
+    second = allocator.allocate(3)
+    kept = cache.insert(tokens_of(1, 2, 3, 4, 5, 6), second)
+    assert kept == [*first, second[2]]
+    allocator.release(second)
+    assert allocator.num_free == 10 - 3
+    allocator.check_integrity([], cache.pages())
+
+
+def test_oldest_leaf_goes_first_and_held_pages_never():
+    allocator = PageAllocator(6)
+    cache = PrefixCache(allocator, 1)
+    insert(cache, allocator, tokens_of(1, 2))
+    insert(cache, allocator, tokens_of(1, 3))
+    insert(cache, allocator, tokens_of(7))
+    held = cache.match(tokens_of(1, 2, 0))
+    allocator.release(cache.match(tokens_of(7, 0)))
+    assert cache.evict(1) == 1
+    assert cache.match(tokens_of(1, 3, 0)) == held[:1], "the least recently used leaf was 1, 3"
+    allocator.release(held[:1])
+    assert cache.evict(5) == 1, "only 7 is a leaf that nobody holds"
+    assert cache.match(tokens_of(7, 0)) == []
+    allocator.release(held)
+    assert cache.evict(5) == 2
+    assert allocator.num_free == 6
+
+
+def test_eviction_takes_only_as_many_pages_as_asked_from_the_end():
+    allocator = PageAllocator(8)
+    cache = PrefixCache(allocator, 2)
+    pages, _ = insert(cache, allocator, tokens_of(*range(16)))
+    assert cache.evict(3) == 3
+    assert cache.match(tokens_of(*range(17))) == pages[:5]
+    again, kept = insert(cache, allocator, tokens_of(*range(6)))
+    assert kept == pages[:3]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_matches_what_a_dictionary_of_prefixes_says(page_size, lookahead):
+    rng = random.Random(page_size * 2 + lookahead)
+    num_pages = 40
+    allocator = PageAllocator(num_pages)
+    cache = PrefixCache(allocator, page_size, lookahead)
+    inserted: dict[bytes, int] = {}  # key tokens from the start -> page
+    for _ in range(300):
+        length = rng.randint(1, 8 * page_size)
+        cuts = rng.randint(0, length)
+        tokens = np.array([5] * cuts + [rng.randrange(2) for _ in range(length - cuts)], np.int32)
+        found = cache.match(tokens)
+        limit = (length - 1) // page_size
+        expected = []
+        for i in range(1, limit + 1):
+            page = inserted.get(tokens[: i * page_size + lookahead].tobytes())
+            if page is None:
+                break
+            expected.append(page)
+        assert found == expected
+        want = length // page_size - len(found)
+        cache.evict(want - allocator.num_free)
+        alive = set(cache.pages())
+        inserted = {key: page for key, page in inserted.items() if page in alive}
+        own = found + allocator.allocate(min(want, allocator.num_free))
+        kept = cache.insert(tokens, own)
+        for i, page in enumerate(kept, 1):
+            inserted[tokens[: i * page_size + lookahead].tobytes()] = page
+        allocator.check_integrity([own], cache.pages())
+        allocator.release(own)
+    assert cache.evict(num_pages) == num_pages - allocator.num_free or allocator.num_free == num_pages
+    assert allocator.num_free == num_pages
+
+
+def test_reset_forgets_everything():
+    allocator = PageAllocator(8)
+    cache = PrefixCache(allocator, 2)
+    insert(cache, allocator, tokens_of(*range(16)))
+    allocator.reset()
+    cache.reset()
+    assert cache.match(tokens_of(*range(16))) == []
+    assert cache.evict(1) == 0
+    allocator.check_integrity([], cache.pages())
