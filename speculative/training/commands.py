@@ -36,7 +36,7 @@ from speculative.training.rows import (
     split_validation,
     without_calc_marks,
 )
-from speculative.training.samples import Sample, encode_answers
+from speculative.training.samples import LENGTH_STEP, Sample, encode_answers
 from speculative.training.target import (
     TargetOptions,
     TargetShape,
@@ -57,6 +57,7 @@ _FREE_OPTIONS = (
 
 def run_train_target(arguments: argparse.Namespace) -> int:
     """Trains tokenizer and model and saves them; prints losses and the answers to `--preview`. Returns 0."""
+    check_arguments(arguments, {"heads": 1, "kv_heads": 1, "layers": 1})
     device = choose_device(arguments.device)
     checkpoint = open_checkpoint(arguments)
     conversations = read_conversations(arguments.data)
@@ -98,6 +99,7 @@ def run_train_target(arguments: argparse.Namespace) -> int:
 
 def run_train_draft(arguments: argparse.Namespace) -> int:
     """Trains and saves a head for `--target`; prints its loss and its acceptance by depth. Returns 0."""
+    check_arguments(arguments, {"ttt_length": 1, "max_new_tokens": 1, "generate_batch": 1, "draft_vocab": 1})
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
     checkpoint = open_checkpoint(arguments)
@@ -222,6 +224,16 @@ def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
     )
     for answer in answers:
         print("---", tokenizer.decode(answer.tokens), sep="\n")
+
+
+def check_arguments(arguments: argparse.Namespace, least: dict[str, int]) -> None:
+    """Raises `ValueError` for a number under its least value, or a share that is none."""
+    given = vars(arguments)
+    for name, value in {"batch_tokens": LENGTH_STEP, "max_length": 2, **least}.items():
+        if given[name] < value:
+            raise ValueError(f"{name}={given[name]}: must be at least {value}")
+    if not 0 <= arguments.val_fraction < 1:
+        raise ValueError(f"val_fraction={arguments.val_fraction}: must be at least 0 and under 1; try 0.03")
 
 
 def choose_device(name: str) -> torch.device:

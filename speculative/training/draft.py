@@ -95,9 +95,7 @@ def build_head(target: PreTrainedModel, shape: DraftShape, vocabulary: DraftVoca
 def view_target(target: PreTrainedModel, batch: Batch, shape: DraftShape, vocabulary: DraftVocabulary) -> TargetView:
     """Runs the frozen target over the batch and keeps what the head reads and is judged by."""
     mask = causal_mask(batch.tokens.shape[1], batch.tokens.device)
-    output = target.base_model(
-        input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False
-    )
+    output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
     captured = torch.cat([output.hidden_states[layer] for layer in shape.target_layers], dim=-1)
     judged = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
     logits = target.get_output_embeddings()(judged).float()
@@ -186,9 +184,7 @@ def train_draft(
         return draft_loss(head, view_target(target, batch, head.shape, vocabulary), batch, options)
 
     def evaluate() -> dict[str, float]:
-        return report(
-            measure_acceptance(head, target, vocabulary, held, options.num_steps, options.batch_tokens)
-        )
+        return report(measure_acceptance(head, target, vocabulary, held, options.num_steps, options.batch_tokens))
 
     return fit(
         head,

@@ -50,9 +50,7 @@ def draft_config(shape: DraftShape, token_ids: dict[str, Any]) -> dict[str, Any]
 def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, token_ids: dict[str, Any], folder: Path) -> None:
     """Writes `config.json` and bf16 `model.safetensors`; the embedding is the target's and is not repeated."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in head.named_parameters()
-    }
+    weights = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in head.named_parameters()}
     save_file(
         {**weights, "d2t": vocabulary.d2t().cpu(), "t2d": vocabulary.t2d.cpu()},
         folder / "model.safetensors",

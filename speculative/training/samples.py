@@ -126,9 +126,7 @@ def plan_steps(
     return plan if steps is None else plan[:steps]
 
 
-def collate(
-    samples: Sequence[Sample], pad_id: int, device: torch.device, *, full_tokens: int | None = None
-) -> Batch:
+def collate(samples: Sequence[Sample], pad_id: int, device: torch.device, *, full_tokens: int | None = None) -> Batch:
     """The samples as one batch on the device, padded with `pad_id` to a multiple of `LENGTH_STEP` tokens.
 
     With `full_tokens` the batch is filled up with empty rows to that many tokens, and with judged-nowhere anchors to

@@ -67,7 +67,16 @@ def build_tokenizer(conversations: Sequence[Conversation], shape: TargetShape) -
 
 
 def build_target(shape: TargetShape, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """A freshly initialised float32 model on the CPU, with tied embeddings and the tokenizer's special tokens."""
+    """A freshly initialised float32 model on the CPU, with tied embeddings and the tokenizer's special tokens.
+
+    Raises `ValueError` when the heads do not divide the hidden size.
+    """
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if shape.hidden_size % (2 * heads) or heads % kv_heads:
+        raise ValueError(
+            f"heads={heads}: must divide hidden_size={shape.hidden_size} into even parts, and kv_heads={kv_heads} must "
+            "divide it; try heads of 64"
+        )
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocab_size,

@@ -1,0 +1,52 @@
+"""A tiny random target and its tokenizer, shared by the training tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from speculative.training.draft import draft_shape
+from speculative.training.draft_model import DraftShape
+from speculative.training.rows import Conversation, Turn
+from speculative.training.target import TargetShape, build_target, build_tokenizer
+
+SHAPE = TargetShape(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+
+
+@pytest.fixture(scope="session")
+def conversations() -> list[Conversation]:
+    return [
+        Conversation((Turn("user", f"What is {a} plus {b}?"), Turn("assistant", f"{a} plus {b} is {a + b}.")))
+        for a in range(7)
+        for b in range(5)
+    ]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerBase:
+    return build_tokenizer(conversations, SHAPE)
+
+
+@pytest.fixture
+def target(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    return build_target(SHAPE, tokenizer, seed=1).eval()
+
+
+@pytest.fixture
+def shape(target: PreTrainedModel) -> DraftShape:
+    return draft_shape(target, draft_vocab_size=64)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tiny matrices: more threads only make the tests slower and their sums less repeatable."""
+    torch.set_num_threads(1)

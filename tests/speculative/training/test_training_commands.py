@@ -1,0 +1,82 @@
+"""Both commands from their arguments to saved folders, and their refusals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculative.training.cli import add_commands
+from speculative.training.commands import choose_device
+from speculative.training.rows import Conversation
+
+SMALL = "--layers 6 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"
+
+
+@pytest.fixture
+def rows(tmp_path: Path, conversations: list[Conversation]) -> Path:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"messages": conversation.messages()}) for conversation in conversations]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(line: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(required=True))
+    arguments = parser.parse_args([*line.split(), "--device", "cpu"])
+    return int(arguments.run(arguments))
+
+
+def test_a_target_then_its_draft_are_trained_and_measured(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    common = f"--data {rows} --batch-tokens 512 --val-fraction 0.2"
+    assert run(f"train-target {common} --output {target} --steps 3 {SMALL} --preview Hello") == 0
+    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert "validation_loss" in capsys.readouterr().out
+    made = f"--regenerate --max-new-tokens 9 --draft-vocab 64 --ttt-length 3 --max-length 128 --measure {rows}"
+    assert run(f"train-draft {common} --target {target} --output {draft} --steps 3 {made}") == 0
+    said = capsys.readouterr().out
+    assert "greedy chain of 3: acceptance_length" in said and "depth_3" in said
+    assert sorted(path.name for path in draft.iterdir()) == ["config.json", "model.safetensors", "regenerated.jsonl"]
+
+
+def test_an_unfinished_training_is_not_overwritten(tmp_path: Path, rows: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoint.pt").touch()
+    with pytest.raises(ValueError, match=r"holds the checkpoint of an unfinished training; add --resume"):
+        run(f"train-target --data {rows} --output {tmp_path}/out")
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path: Path, rows: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint.pt does not exist; start without --resume"):
+        run(f"train-target --data {rows} --output {tmp_path}/out --resume")
+
+
+def test_a_target_folder_without_a_model_is_refused(tmp_path: Path, rows: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no config.json; give the folder of a Hugging Face model"):
+        run(f"train-draft --target {tmp_path} --data {rows} --output {tmp_path}/out")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--batch-tokens 5", "batch_tokens=5: must be at least 64"),
+        ("--val-fraction 1", "val_fraction=1.0: must be at least 0 and under 1"),
+        ("--heads 5", "heads=5: must divide hidden_size=512"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(tmp_path: Path, rows: Path, flags: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        run(f"train-target --data {rows} --output {tmp_path}/out {flags}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_an_absent_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="device=cuda: no CUDA device here; use --device cpu"):
+        choose_device("cuda")
