@@ -117,9 +117,10 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _check_variables(variables: Mapping[str, Any]) -> None:
     if len(variables) > MAX_TEMPLATE_VARIABLES:
-        raise invalid("chat_template_kwargs", f"at most {MAX_TEMPLATE_VARIABLES} entries are allowed")
+        raise invalid("chat_template_kwargs", f"chat_template_kwargs may have at most {MAX_TEMPLATE_VARIABLES} entries")
     for name, value in variables.items():
+        where = f"chat_template_kwargs.{name[:64]}"
         if name in RESERVED_VARIABLES or name.endswith("_token"):
-            raise invalid(f"chat_template_kwargs.{name[:64]}", f"{name[:64]} is set by the server")
+            raise invalid(where, f"{where} is set by the server")
         if not isinstance(value, str | int | float | bool | None):
-            raise invalid(f"chat_template_kwargs.{name[:64]}", "values must be strings, numbers, booleans or null")
+            raise invalid(where, f"{where} must be a string, a number, a boolean or null")
