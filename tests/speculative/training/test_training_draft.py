@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
 
 from speculative.training.acceptance import AcceptanceTally, add_rounds
 from speculative.training.checkpoint import Checkpoint
-from speculative.training.draft import DraftOptions, build_head, measure_acceptance, train_draft
+from speculative.training.draft import DraftOptions, build_head, draft_shape, measure_acceptance, train_draft
 from speculative.training.draft_model import DraftShape, Eagle3Head
 from speculative.training.loop import LoopOptions, learning_rate
 from speculative.training.regenerate import (
@@ -91,6 +91,27 @@ def test_training_reduces_the_loss(
     losses = train(head, target, vocabulary, samples)
     assert len(losses) == 24
     # A random target's distribution is nearly flat: the loss has a floor near log(64) = 4.16, so the bar is low.
+    assert sum(losses[-4:]) < sum(losses[:4]) - 0.01
+
+
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config])
+def test_qwen_targets_get_heads_too(config_class: type[Qwen2Config | Qwen3Config], samples: list[Sample]) -> None:
+    config = config_class(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    shape = draft_shape(target, draft_vocab_size=64)
+    assert shape.target_layers == (2, 3, 4)
+    vocabulary = choose_vocabulary(samples, 64, 300, always=[2])
+    losses = train(build_head(target, shape, vocabulary, seed=0), target, vocabulary, samples)
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.01
 
 
