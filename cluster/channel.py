@@ -96,14 +96,22 @@ def bind_ingress(context: Context, transport: Transport, name: str) -> tuple["zm
 
     With a `zmq.asyncio.Context` the socket is an asynchronous one."""
     socket = open_socket(context, zmq.PULL, _INGRESS_HIGH_WATER)
-    return socket, transport.bind(socket, name)
+    try:
+        return socket, transport.bind(socket, name)
+    except ValueError:
+        socket.close()
+        raise
 
 
 def connect_engine(context: Context, transport: Transport, inbox: str) -> "zmq.Socket[bytes]":
     """The DEALER socket of an engine replica to its coordinator's inbox: send `encode`d GenerateRequest and Abort,
     receive GenerateSummary and Refused for `decode`. With a `zmq.asyncio.Context` an asynchronous one."""
     socket = open_socket(context, zmq.DEALER, _INBOX_HIGH_WATER)
-    transport.connect(socket, inbox)
+    try:
+        transport.connect(socket, inbox)
+    except ValueError:
+        socket.close()
+        raise
     return socket
 
 
@@ -112,7 +120,11 @@ class Inbox:
 
     def __init__(self, context: Context, transport: Transport, name: str) -> None:
         self.socket = open_socket(context, zmq.ROUTER, _INBOX_HIGH_WATER)
-        self.endpoint = transport.bind(self.socket, name)
+        try:
+            self.endpoint = transport.bind(self.socket, name)
+        except ValueError:
+            self.socket.close()
+            raise
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """The next sender and its message, or None."""
@@ -137,7 +149,11 @@ class RankLink:
         self.rank = rank
         self.socket = open_socket(context, zmq.DEALER, _RANK_HIGH_WATER)
         self.monitor = PeerMonitor(self.socket)
-        transport.connect(self.socket, endpoint)
+        try:
+            transport.connect(self.socket, endpoint)
+        except ValueError:
+            self.close()
+            raise
 
     def send(self, raw: bytes) -> bool:
         """False if the rank has not read what was sent before, which a living one does."""
@@ -178,7 +194,11 @@ class RankChannel:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor.socket, zmq.POLLIN)
-        self.endpoint = transport.bind(self._socket, name)
+        try:
+            self.endpoint = transport.bind(self._socket, name)
+        except ValueError:
+            self.close()
+            raise
 
     def wait(self, timeout_ms: int) -> None:
         """Until there is a message or news of the coordinator, at most `timeout_ms`."""

@@ -43,19 +43,36 @@ class Transport:
     keys: CurveKeys | None = None
 
     def bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
-        """Binds; returns the endpoint that others connect to. `name` must be unique in the folder."""
+        """Binds; returns the endpoint that others connect to. `name` must be unique in the folder.
+
+        Raises ValueError if it cannot be; the caller closes the socket."""
+        try:
+            return self._bind(socket, name)
+        except (ValueError, zmq.ZMQError) as error:
+            raise ValueError(f"cannot bind {name}: {error}") from error
+
+    def connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """Connects to what another's `bind` returned.
+
+        Raises ValueError for an endpoint of another form; the caller closes the socket."""
+        try:
+            self._connect(socket, endpoint)
+        except (ValueError, zmq.ZMQError) as error:
+            raise ValueError(f"endpoint={endpoint!r}: {error}") from error
+
+    def _bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
         if self.folder:
             path = str(Path(self.folder) / name)
             if len(path.encode()) > MAX_IPC_PATH:
                 raise ValueError(
-                    f"{path}: {len(path.encode())} bytes, a Unix socket's path has {MAX_IPC_PATH} at most; "
+                    f"{path} has {len(path.encode())} bytes, a Unix socket's path has {MAX_IPC_PATH} at most; "
                     "choose a shorter folder"
                 )
             socket.bind(f"ipc://{path}")
             return f"ipc://{path}"
         if not self.node_ip:
-            raise ValueError("Transport has neither folder nor node_ip: give one of them")
-        keys = self._keys(f"binding tcp on {self.node_ip}")
+            raise ValueError("Transport has neither folder nor node_ip; give one of them")
+        keys = self._keys()
         socket.curve_server = True
         socket.curve_secretkey = keys.secret
         _watch_tcp(socket)
@@ -63,24 +80,20 @@ class Transport:
         endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return endpoint.decode().rstrip("\0")
 
-    def connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-        """Connects to what another's `bind` returned; raises ValueError for an endpoint of another form."""
+    def _connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         if endpoint.startswith("tcp://"):
-            keys = self._keys(f"connecting to {endpoint}")
+            keys = self._keys()
             socket.curve_serverkey = keys.public
             socket.curve_publickey = keys.public
             socket.curve_secretkey = keys.secret
             _watch_tcp(socket)
         elif not endpoint.startswith("ipc://"):
-            raise ValueError(f"endpoint={endpoint!r}: must begin with ipc:// or tcp://")
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            raise ValueError(f"endpoint={endpoint!r}: {error}") from error
+            raise ValueError("must begin with ipc:// or tcp://")
+        socket.connect(endpoint)
 
-    def _keys(self, purpose: str) -> CurveKeys:
+    def _keys(self) -> CurveKeys:
         if self.keys is None:
-            raise ValueError(f"{purpose}: needs keys (Transport.keys), because tcp is never left open")
+            raise ValueError("tcp is never left open; give Transport.keys")
         return self.keys
 
 

@@ -31,6 +31,14 @@ def run_worker_loop(
         raise
 
 
+def _end(channel: RankChannel) -> Literal["stopped", "coordinator lost"]:
+    """Why the connection closed: a coordinator that stops says so before."""
+    while (message := channel.receive()) is not None:
+        if isinstance(message, Stop):
+            return "stopped"
+    return "coordinator lost"
+
+
 class _Loop:
     def __init__(self, executor: StepExecutor, channel: RankChannel, clock: Callable[[], float]) -> None:
         self._executor = executor
@@ -55,11 +63,11 @@ class _Loop:
             result = executor.take()
             self._num_steps += 1
             if channel.rank == 0 and not channel.send(result):
-                return "coordinator lost"
+                return _end(channel)
         now = self._clock()
         if now >= self._heartbeat_due_s:
             if channel.lost() is not None:
-                return "coordinator lost"
+                return _end(channel)
             channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps))
             self._heartbeat_due_s = now + HEARTBEAT_S
         if not launched and not took:
@@ -68,5 +76,5 @@ class _Loop:
             else:
                 channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
                 if channel.lost() is not None:
-                    return "coordinator lost"
+                    return _end(channel)
         return None

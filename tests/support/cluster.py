@@ -1,0 +1,150 @@
+"""A coordinator with real sockets and ranks in threads, for tests without Ray."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from attention.config import CacheConfig
+from cluster.channel import RankChannel, Refused, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.coordinator import Coordinator
+from cluster.coordinator_loop import CoordinatorSettings
+from cluster.messages import GenerateRequest, GenerateSummary, TokenDelta
+from cluster.transport import Transport
+from cluster.worker_loop import run_worker_loop
+from tests.support.scripted import ScriptedExecutor
+from workers.config import PLAIN, RoundShape, SchedulerConfig
+from workers.plan import SamplingParams, pack_i32
+from workers.scheduler import Scheduler
+
+TREE = RoundShape(name="tree", width=6, max_new_tokens=4, tail_tokens=7)
+TIMEOUT_S = 10.0
+
+
+def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    """Waits for another thread to make `condition` true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)
+
+
+class Ingress:
+    """Reads tokens of all its requests; checks the sequence numbers."""
+
+    def __init__(self, context: zmq.Context, transport: Transport, name: str) -> None:
+        self.socket, self.endpoint = bind_ingress(context, transport, name)
+        self.deltas: dict[str, list[TokenDelta]] = {}
+        self.num_batches = 0
+
+    def read(self, timeout_s: float = TIMEOUT_S) -> bool:
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return False
+        batch = decode_tokens(self.socket.recv())
+        assert batch.sequence == self.num_batches, "a token message is missing"
+        self.num_batches += 1
+        for delta in batch.deltas:
+            self.deltas.setdefault(delta.request_id, []).append(delta)
+        return True
+
+    def read_end(self, request_id: str) -> TokenDelta:
+        """The request's last delta."""
+        while not (seen := self.deltas.get(request_id)) or seen[-1].finish is None:
+            assert self.read(), f"{request_id} did not end"
+        return seen[-1]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for delta in self.deltas.get(request_id, []) for token in delta.tokens]
+
+
+class Ranks:
+    """One gang: a thread per rank. executors may be replaced before `start`."""
+
+    def __init__(self, bed: "TestBed", epoch: int, num_ranks: int = 2) -> None:
+        self.executors = [ScriptedExecutor(bed.shapes, 8, 200, delay_s=bed.delay_s) for _ in range(num_ranks)]
+        self.channels = [
+            RankChannel(bed.context, bed.transport, rank, epoch, f"r{rank}-{epoch}") for rank in range(num_ranks)
+        ]
+        self.endpoints = [channel.endpoint for channel in self.channels]
+        self.ends: list[object] = [None] * num_ranks
+        self.threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+
+    def start(self) -> "Ranks":
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def _run(self, rank: int) -> None:
+        try:
+            self.ends[rank] = run_worker_loop(self.executors[rank], self.channels[rank])
+        except (Exception, SystemExit) as error:
+            self.ends[rank] = error
+        self.channels[rank].close()
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "a rank's loop did not end"
+
+
+class TestBed:
+    """Coordinator, engine replica's socket and one ingress."""
+
+    __test__ = False
+
+    def __init__(
+        self, folder: Path, transport: Transport | None = None, delay_s: float = 0.0, max_running: int = 4,
+        max_waiting: int = 20, **settings: object,
+    ) -> None:
+        self.shapes = (PLAIN, TREE)
+        self.delay_s = delay_s
+        self.transport = transport or Transport(folder=str(folder))
+        self.context = zmq.Context()
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_running=max_running, max_step_tokens=32, max_waiting=max_waiting),
+            CacheConfig(page_size=4), 200, 400, time.monotonic, self.shapes, 1,
+        )
+        self.lost: list[str] = []
+        self.deaths: list[str] = []
+        self.coordinator = Coordinator(
+            self.scheduler, CoordinatorSettings("e1", self.transport, **settings),  # type: ignore[arg-type]
+            self.lost.append, self.deaths.append,
+        )
+        self.coordinator.start()
+        self.engine = connect_engine(self.context, self.transport, self.coordinator.endpoint)
+        self.ingress = Ingress(self.context, self.transport, "ingress")
+        self.ranks: list[Ranks] = []
+
+    def new_ranks(self, epoch: int = 1, num_ranks: int = 2) -> Ranks:
+        ranks = Ranks(self, epoch, num_ranks)
+        self.ranks.append(ranks)
+        return ranks
+
+    def attach(self, epoch: int = 1, num_ranks: int = 2) -> Ranks:
+        ranks = self.new_ranks(epoch, num_ranks).start()
+        self.coordinator.attach(ranks.endpoints, epoch)
+        return ranks
+
+    def generate(self, request_id: str, prompt_len: int = 5, max_tokens: int = 20, reply_to: str = "", **sampling):  # type: ignore[no-untyped-def]
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
+        self.engine.send(encode(GenerateRequest(
+            request_id, pack_i32(list(range(prompt_len))), params, reply_to or self.ingress.endpoint,
+        )))
+        return params
+
+    def notice(self, timeout_s: float = TIMEOUT_S) -> GenerateSummary | Refused:
+        assert self.engine.poll(int(timeout_s * 1000)), "no notice came"
+        message = decode(self.engine.recv())
+        assert isinstance(message, GenerateSummary | Refused)
+        return message
+
+    def close(self) -> None:
+        self.coordinator.stop()
+        for ranks in self.ranks:
+            if ranks.threads[0].ident is not None:
+                ranks.join()
+        self.engine.close()
+        self.ingress.socket.close()
+        self.context.destroy(linger=0)
