@@ -1,0 +1,30 @@
+"""Local engines of the embedded pair."""
+
+import json
+
+from attention.config import CacheConfig
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from tests.support.prompts import MODELS
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+
+CHAIN = SpeculativeConfig(str(MODELS / "draft"), num_steps=3, top_k=1, num_draft_tokens=4)
+TREE = SpeculativeConfig(str(MODELS / "draft"), num_steps=5, top_k=4, num_draft_tokens=16)
+
+
+def embedded_spec(
+    speculative: SpeculativeConfig | None, tensor_parallel: int = 1, page_size: int = 16, max_running: int = 16,
+    debug: bool = True,
+) -> EngineSpec:
+    """An engine of the embedded pair on this machine's CPU."""
+    model = ModelSource(path=str(MODELS / "target"), device="cpu")
+    cache = CacheConfig(page_size=page_size, num_pages=16384 // page_size)
+    scheduler = SchedulerConfig(max_running=max_running, max_step_tokens=512)
+    worker = WorkerConfig(model, cache, scheduler, tensor_parallel=tensor_parallel, debug=debug)
+    return EngineSpec(worker, speculative)
+
+
+def eos_token_ids() -> tuple[int, ...]:
+    """The token ids that end the embedded target's answers."""
+    value = json.loads((MODELS / "target" / "generation_config.json").read_text())["eos_token_id"]
+    return tuple(value) if isinstance(value, list) else (value,)

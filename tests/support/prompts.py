@@ -1,0 +1,62 @@
+"""Prompts that the embedded pair was never trained on: written here from a seed, of mixed lengths and kinds."""
+
+import random
+from functools import cache
+from pathlib import Path
+
+MODELS = Path(__file__).resolve().parents[2] / "deploy" / "models"
+
+_NAMES = ("Ines", "Tomas", "Wanjiru", "Kofi", "Leila", "Bjorn", "Mei", "Ravi", "Oksana", "Diego")
+_THINGS = ("lanterns", "kites", "jars of honey", "bicycle bells", "maps", "clay pots", "tulips", "postcards")
+_PLACES = ("the harbour", "a night market", "her uncle's workshop", "the mountain hut", "a school fair")
+_TASKS = (
+    "Write a Python function that returns the {n} largest values of a list.",
+    "Imagine you are a lighthouse keeper. Describe the evening when {n} ships came home at once.",
+    "Write a C++ program that prints every multiple of {n} below {m}.",
+    "Pretend to be a tour guide and describe {place} to a group of {n} visitors.",
+    "Hello! How are you?",
+    "Name {n} things that one may find at {place}.",
+)
+
+
+def held_out_prompts(count: int, seed: int = 0) -> list[str]:
+    """`count` user messages: word problems of one to six sentences, and every fourth one another kind of task."""
+    rng = random.Random(seed)
+    return [_task(rng) if i % 4 == 3 else _problem(rng) for i in range(count)]
+
+
+def _task(rng: random.Random) -> str:
+    n = rng.randint(2, 9)
+    return rng.choice(_TASKS).format(n=n, m=n * rng.randint(4, 12), place=rng.choice(_PLACES))
+
+
+def _problem(rng: random.Random) -> str:
+    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
+    sentences = [f"{name} has {rng.randint(3, 60)} {thing}."]
+    for _ in range(rng.randint(0, 4)):
+        sentences.append(rng.choice((
+            f"At {rng.choice(_PLACES)} {name} buys {rng.randint(2, 20)} more for ${rng.randint(1, 9)} each.",
+            f"Then {name} gives {rng.randint(1, 9)} of them to {rng.choice(_NAMES)}.",
+            f"Every week {rng.randint(2, 12)} of the {thing} are lost.",
+            f"{rng.choice(_NAMES)} has {rng.randint(2, 5)} times as many.",
+        )))
+    sentences.append(f"How many {thing} does {name} have in the end?")
+    return " ".join(sentences)
+
+
+@cache
+def _tokenizer() -> "object":
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(MODELS / "target")
+
+
+def tokenized(messages: list[str]) -> list[list[int]]:
+    """Chat prompts of the embedded target, as token ids."""
+    tokenizer = _tokenizer()
+    return [
+        tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+            [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
+        )
+        for message in messages
+    ]
