@@ -54,7 +54,7 @@ class EdgeRequest:
 async def chat_request(body: ChatBody, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
     """Raises ApiError."""
     check_model(body.model, config)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")

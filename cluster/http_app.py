@@ -34,8 +34,12 @@ STATS_TIMEOUT_S = 5.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def build_app(config: EdgeConfig, tokenizer: ChatTokenizer, engine: EngineClient) -> FastAPI:
-    """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down.
+def build_app(
+    config: EdgeConfig, tokenizer: ChatTokenizer, engine: EngineClient, echo_request_id: bool = True
+) -> FastAPI:
+    """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down. echo_request_id: send
+    X-Request-Id with each reply; False under Ray Serve, whose server (2.60) adds the header itself: clients would read
+    "id, id".
 
     Raises ValueError for a configuration without model name or length, which only its builder can know.
     """
@@ -45,7 +49,7 @@ def build_app(config: EdgeConfig, tokenizer: ChatTokenizer, engine: EngineClient
     edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s))
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
-    app.add_middleware(EdgeMiddleware, api_keys=config.api_keys)
+    app.add_middleware(EdgeMiddleware, api_keys=config.api_keys, echo_request_id=echo_request_id)
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     _add_generation(app, edge)

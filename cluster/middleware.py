@@ -20,10 +20,12 @@ OPEN_ROUTES = frozenset({"/health"})  # probes carry no keys
 
 class EdgeMiddleware:
     """Gives each request an id (the client's X-Request-Id or a new one; `scope["state"]["request_id"]`, which a route
-    may replace), echoes it, wants an API key where there are keys, and answers unexpected exceptions with 500."""
+    may replace), wants an API key where there are keys, and answers unexpected exceptions with 500. echo_request_id:
+    send the id back, unless the server around the application does."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], echo_request_id: bool) -> None:
         self._app = app
+        self._echo_request_id = echo_request_id
         self._api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,8 +38,9 @@ class EdgeMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                headers = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
-                message = {**message, "headers": headers}
+                if self._echo_request_id:
+                    headers = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
+                    message = {**message, "headers": headers}
             await send(message)
 
         try:

@@ -56,6 +56,8 @@ def listed_prompts(prompt: Any, max_prompts: int, tokenizer: ChatTokenizer) -> l
 def check_token_ids(param: str, ids: Sequence[Any], tokenizer: ChatTokenizer) -> list[int]:
     """`ids`, if all are in the vocabulary."""
     last = tokenizer.vocab_size - 1
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= last:
+        return list(ids)  # several times faster than the search for the culprit, for prompts of 100 000 tokens
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token <= last:
             raise invalid(f"{param}[{i}]", f"{param}[{i}] must be a token id from 0 to {last}")

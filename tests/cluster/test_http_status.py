@@ -2,11 +2,13 @@
 
 import logging
 
+import httpx
 import pytest
 
+from cluster.http_app import build_app
 from cluster.messages import EngineStats
-from tests.support.edge_client import CHAT, HELLO, MODEL, in_process
-from tests.support.fake_engine import FakeEngine, says, small_tokenizer
+from tests.support.edge_client import CHAT, HELLO, MODEL, edge_config, in_process
+from tests.support.fake_engine import FakeEngine, chat_tokenizer, says, small_tokenizer
 
 
 def _engines(*states: tuple[str, str]) -> FakeEngine:
@@ -116,6 +118,12 @@ async def test_unknown_routes_and_methods_have_openais_form(method: str, route: 
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert ("allow" in reply.headers) == (status == 405)
+
+
+async def test_request_id_is_left_to_the_server_around_if_told_so() -> None:
+    app = build_app(edge_config(), chat_tokenizer(), FakeEngine(says("a")), echo_request_id=False)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+        assert "x-request-id" not in (await client.get("/health", headers={"x-request-id": "a"})).headers
 
 
 async def test_bug_in_a_route_is_500_without_internals_and_logged_with_the_request_id(

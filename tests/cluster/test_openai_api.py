@@ -130,7 +130,8 @@ async def test_refused_parameters_are_named_unless_they_ask_for_nothing(name: st
 
 @pytest.mark.parametrize("extra", [
     {"user": "u"}, {"metadata": {"a": "b"}}, {"store": False}, {"safety_identifier": "s"}, {"prompt_cache_key": "k"},
-    {"stream": False}, {"n": 1}, {"request_id": "mine"}, {"stop": ["a"] * 16}, {"logit_bias": {}}, {"seed": 2**64 - 1},
+    {"stream": False}, {"n": 1}, {"logprobs": False, "top_logprobs": 0},
+    {"request_id": "mine"}, {"stop": ["a"] * 16}, {"logit_bias": {}}, {"seed": 2**64 - 1},
 ])
 async def test_harmless_parameters_are_accepted(extra: dict[str, Any]) -> None:
     await _sampling(CHAT, HELLO | extra)
@@ -175,7 +176,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
      "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
-    ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 5}, "logprobs"), ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"prompt": "x"}, "prompt"), ({"echo": True}, "echo"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),

@@ -1,5 +1,6 @@
 """The edge's tokenizer against transformers' own, and text from tokens one at a time against decoding all at once."""
 
+import asyncio
 import json
 import random
 import subprocess
@@ -186,3 +187,15 @@ def test_bytes_that_never_make_a_character_are_not_held_for_ever() -> None:
 async def test_long_text_is_encoded_as_a_short_one() -> None:
     edge = chat_tokenizer()
     assert await edge.encode("hello world" * 1000, False) == (await edge.encode("hello world", False)) * 1000
+
+
+async def test_event_loop_goes_on_while_a_long_text_is_encoded() -> None:
+    """1 MB takes 0.3 s or more, in which a loop that goes on turns some hundred times and one that hangs once or
+    twice."""
+    encoding = asyncio.ensure_future(chat_tokenizer().encode("a" * 1_000_000, False))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await encoding) == 1_000_000
+    assert turns > 10
