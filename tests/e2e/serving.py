@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import psutil
 
 from cluster.assembly import DEVICE_RANK, with_checkpoints
 from cluster.config import parse
+from cluster.messages import EngineStats
 
 START_LIMIT_S = 120.0
 
@@ -89,6 +92,37 @@ def serving(port: int, args: dict[str, Any], base: Path, factory: str = DEVICE_R
         yield server
     finally:
         serve.delete("aerie")
+
+
+def engine_stats() -> list[EngineStats]:
+    """What every coordinator of the application says, asked directly."""
+    import ray
+
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in named if actor["namespace"] == "aerie"]
+    raw = ray.get([ray.get_actor(name, namespace="aerie").stats.remote() for name in names], timeout=10)
+    return [msgspec.msgpack.decode(each, type=EngineStats) for each in raw]
+
+
+def wait_idle(limit_s: float = 10.0) -> EngineStats:
+    """The one engine's statistics once nothing runs, waits or holds a page."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        (stats,) = engine_stats()
+        if not (stats.num_running or stats.num_waiting or stats.kv_usage):
+            return stats
+        assert time.monotonic() < deadline, f"still busy after {limit_s} s: {stats}"
+        time.sleep(0.05)
+
+
+def actor_pids(name: str) -> list[int]:
+    """Processes of this test's Ray actors of class `name`."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.name().startswith(f"ray::{name}"[:15]) and f"ray::{name}" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return sorted(found)
 
 
 def free_port() -> int:

@@ -1,0 +1,176 @@
+"""Death and hanging of every part under load. The ranks are scripted: each token follows from seed and position, so a
+resumed stream is right exactly if it equals the undisturbed one."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.checkpoint import make_tokenizer
+from tests.e2e.serving import Server, actor_pids, ray_cluster, serving, wait_idle
+from tests.support.scripted import VOCABULARY, scripted_token
+from tests.support.tiny_models import make_target
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning"),
+              pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
+              pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")]
+
+RANK = "tests.e2e.scripted_rank:ScriptedRank"
+PROMPT = [5, 6, 7]
+RECOVERY_LIMIT_S = 60.0  # process starts on a loaded two-core machine
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with ray_cluster() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("checkpoint")
+    make_tokenizer(make_target(folder / "target", vocab_size=VOCABULARY), VOCABULARY)
+    return folder
+
+
+def _args(**engine: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": "target", "device": "cpu"},
+        "parallel": {"tensor_parallel": 2},
+        "scheduler": {"max_running": 8},
+        "engine": {"step_timeout_s": 3, **engine},
+    }
+
+
+@pytest.fixture(scope="module")
+def server(port: int, folder: Path) -> Iterator[Server]:
+    with serving(port, _args(), folder, RANK) as running:
+        yield running
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one stream brought, and when it ended (monotonic)."""
+
+    tokens: list[int]
+    error: str | None = None
+    ended_s: float = 0.0
+
+
+async def _stream(client: httpx.AsyncClient, server: Server, seed: int, max_tokens: int) -> Outcome:
+    outcome = Outcome([])
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": max_tokens, "seed": seed, "stream": True,
+            "return_token_ids": True, "ignore_eos": True}
+    async with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            outcome.error = f"{answer.status_code} {await answer.aread()!r}"
+        async for line in answer.aiter_lines():
+            event = line.removeprefix("data: ")
+            if not event or event == "[DONE]":
+                continue
+            document = json.loads(event)
+            if "error" in document:
+                outcome.error = document["error"]["message"]
+            for choice in document.get("choices", []):
+                outcome.tokens += choice.get("token_ids") or []
+    outcome.ended_s = time.monotonic()
+    return outcome
+
+
+def _run_with_fault(
+    server: Server, victims: list[int], fault: signal.Signals, count: int = 6
+) -> tuple[list[Outcome], float]:
+    """`count` streams of more than a second, a signal to each of `victims` in their midst; when it was sent."""
+
+    async def run() -> tuple[list[Outcome], float]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            streams = [asyncio.create_task(_stream(client, server, seed, 300)) for seed in range(count)]
+            await asyncio.sleep(0.5)
+            sent_s = time.monotonic()
+            for pid in victims:
+                os.kill(pid, fault)
+            return await asyncio.gather(*streams), sent_s
+
+    outcomes, sent_s = asyncio.run(run())
+    assert all(outcome.ended_s > sent_s for outcome in outcomes), "a stream had ended before the fault"
+    return outcomes, sent_s
+
+
+def _assert_all_complete(outcomes: list[Outcome]) -> None:
+    for seed, outcome in enumerate(outcomes):
+        expected = [scripted_token(seed, position) for position in range(len(PROMPT), len(PROMPT) + 300)]
+        assert outcome.error is None
+        assert outcome.tokens == expected, f"seed {seed}: lost, repeated or wrong tokens"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_worker_loses_no_token(server: Server, rank: int) -> None:
+    workers = actor_pids("Worker")
+    assert len(workers) == 2
+    outcomes, _ = _run_with_fault(server, [workers[rank]], signal.SIGKILL)
+    _assert_all_complete(outcomes)
+    server.wait_healthy(RECOVERY_LIMIT_S)
+    assert wait_idle().num_worker_restarts >= 1
+
+
+def test_stopped_worker_is_noticed_and_replaced(server: Server) -> None:
+    outcomes, _ = _run_with_fault(server, actor_pids("Worker")[:1], signal.SIGSTOP, count=3)
+    _assert_all_complete(outcomes)
+    server.wait_healthy(RECOVERY_LIMIT_S)
+    wait_idle()
+
+
+def test_killed_coordinator_loses_no_token(server: Server) -> None:
+    outcomes, _ = _run_with_fault(server, actor_pids("EagleCoordinator"), signal.SIGKILL, count=3)
+    _assert_all_complete(outcomes)
+    server.wait_healthy(RECOVERY_LIMIT_S)
+    wait_idle()
+
+
+def test_killed_engine_replica_loses_no_token(server: Server) -> None:
+    engines = actor_pids("ServeReplica:aerie:Engine")
+    assert len(engines) == 1
+    outcomes, _ = _run_with_fault(server, engines, signal.SIGKILL, count=3)
+    _assert_all_complete(outcomes)
+    server.wait_healthy(RECOVERY_LIMIT_S)
+    wait_idle()
+
+
+def test_health_is_bad_while_workers_restart(server: Server) -> None:
+    os.kill(actor_pids("Worker")[0], signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while (answer := server.health())[0] == 200:
+        assert time.monotonic() < deadline, "/health stayed good for 5 s after a worker died"
+        time.sleep(0.05)
+    assert answer[1]["engines"][0]["status"] == "recovering"
+    server.wait_healthy(RECOVERY_LIMIT_S)
+
+
+def test_drained_application_ends_its_streams(port: int, folder: Path, server: Server) -> None:
+    from ray import serve
+
+    async def run() -> Outcome:
+        async with httpx.AsyncClient(timeout=60) as client:
+            stream = asyncio.create_task(_stream(client, server, 1, 300))
+            await asyncio.sleep(0.7)
+            await asyncio.to_thread(serve.delete, "aerie")
+            return await stream
+
+    _assert_all_complete([Outcome([scripted_token(0, p) for p in range(3, 303)]), asyncio.run(run())])
+
+
+def test_error_policy_ends_streams_within_five_seconds(port: int, folder: Path, server: Server) -> None:
+    # After the module's server, which the test before has deleted.
+    with serving(port, _args(on_worker_loss="error"), folder, RANK) as strict:
+        outcomes, sent_s = _run_with_fault(strict, actor_pids("Worker")[:1], signal.SIGKILL)
+        assert all(outcome.error for outcome in outcomes)
+        assert max(outcome.ended_s for outcome in outcomes) - sent_s < 5
+        strict.wait_healthy(RECOVERY_LIMIT_S)

@@ -1,0 +1,184 @@
+"""The whole path with a tiny random model and its draft on two tensor-parallel ranks, from HTTP to ranks and back."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.checkpoint import make_checkpoints
+from tests.e2e.serving import Server, engine_stats, ray_cluster, serving, wait_idle
+
+# Ray leaves sockets and subprocesses to the garbage collector when it is shut down in the process that started it.
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning"),
+              pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
+              pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    target, draft = make_checkpoints(folder)
+    args: dict[str, Any] = {
+        "model": {"path": str(target), "device": "cpu"},
+        "speculative": {"path": str(draft), "num_steps": 3, "num_draft_tokens": 4},
+        "cache": {"num_pages": 400},
+        "scheduler": {"max_running": 8},
+        "parallel": {"tensor_parallel": 2},
+        "engine": {"debug": True},
+    }
+    with ray_cluster() as port, serving(port, args, folder) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def _complete(client: openai.OpenAI, prompt: str, **parameters: Any) -> Any:
+    defaults = {"max_tokens": 24, "temperature": 0}
+    return client.completions.create(model="target", prompt=prompt, **(defaults | parameters))
+
+
+def test_models_and_health(server: Server, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["target"]
+    status, body = server.health()
+    assert status == 200 and body["engines"][0]["status"] == "ready"
+
+
+def test_stream_carries_the_same_text_as_the_whole_answer(client: openai.OpenAI) -> None:
+    whole = _complete(client, "once upon").choices[0].text
+    parts = [chunk.choices[0].text for chunk in _complete(client, "once upon", stream=True) if chunk.choices]
+    assert "".join(parts) == whole and whole
+
+
+def test_chat_streams_role_text_usage(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(
+        model="target", messages=[{"role": "user", "content": "hi"}], max_tokens=12, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    ))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens <= 12
+    assert chunks[-2].choices[0].finish_reason in ("stop", "length")
+
+
+def test_speculation_does_not_change_greedy_text(client: openai.OpenAI) -> None:
+    with_draft = _complete(client, "abc", max_tokens=40)
+    without = _complete(client, "abc", max_tokens=40, extra_body={"speculative": False})
+    assert with_draft.choices[0].text == without.choices[0].text
+    assert with_draft.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
+    whole = _complete(client, "stop here", max_tokens=40).choices[0].text
+    stop = whole[5:7]
+    answer = _complete(client, "stop here", max_tokens=40, stop=[stop])
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    wait_idle()
+
+
+def test_n_choices_differ_when_sampled(client: openai.OpenAI) -> None:
+    answer = _complete(client, "many", n=4, temperature=1, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in answer.choices}) > 1
+
+
+def test_seed_repeats_a_sampled_answer(client: openai.OpenAI) -> None:
+    texts = {_complete(client, "again", temperature=1, seed=11).choices[0].text for _ in range(3)}
+    assert len(texts) == 1
+
+
+def test_logprobs_stand_beside_each_token(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="target", messages=[{"role": "user", "content": "p"}], max_tokens=9, temperature=0, logprobs=True,
+        top_logprobs=3,
+    )
+    content = answer.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None and len(content) == answer.usage.completion_tokens  # type: ignore[union-attr]
+    for token in content:
+        assert token.logprob <= 0 and len(token.top_logprobs) == 3
+        assert token.logprob == pytest.approx(token.top_logprobs[0].logprob, abs=1e-4)  # greedy: the likeliest
+
+
+def test_thirty_two_at_once_each_get_what_they_get_alone(server: Server, client: openai.OpenAI) -> None:
+    prompts = [f"{i} bottles of beer on the wall"[: 4 + i] for i in range(32)]
+    alone = [_complete(client, prompt, max_tokens=6 + i % 9).choices[0].text for i, prompt in enumerate(prompts[:6])]
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as many:
+            answers = await asyncio.gather(*(
+                many.completions.create(model="target", prompt=prompt, max_tokens=6 + i % 9, temperature=0)
+                for i, prompt in enumerate(prompts)
+            ))
+        return [answer.choices[0].text for answer in answers]
+
+    together = asyncio.run(ask_all())
+    # Rows of other requests in a product may flip a tie of a random model: most must be equal, and all must be there.
+    assert sum(a == b for a, b in zip(alone, together, strict=False)) >= 5
+    assert all(together)
+    wait_idle()
+
+
+def test_client_that_leaves_frees_pages_and_slot(server: Server) -> None:
+    body = {"model": "target", "prompt": "go on", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    for _ in range(3):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            next(lines), next(lines)
+            assert engine_stats()[0].num_running == 1
+    stats = wait_idle(limit_s=5)
+    assert stats.finished.get("abort", 0) >= 3
+
+
+def test_client_that_leaves_without_streaming_frees_too(server: Server) -> None:
+    body = {"model": "target", "prompt": "go on", "max_tokens": 480, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    wait_idle(limit_s=5)
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"model": "other"}, 404),
+        ({"max_tokens": -1}, 400),
+        ({"max_tokens": 10_000}, 400),
+        ({"temperature": 9}, 400),
+        ({"n": 1000}, 400),
+        ({"stop": ["x"] * 100}, 400),
+        ({"prompt": "x" * 5000}, 400),
+        ({"prompt": 5}, 400),
+        ({"prompt": [999_999]}, 400),
+        ({"logprobs": 1000}, 400),
+        ({"tempratur": 1}, 400),
+        ({"top_p": 2}, 400),
+        ({"logit_bias": {"x": 1}}, 400),
+    ],
+)
+def test_bad_input_is_answered_with_a_client_error(server: Server, change: dict[str, Any], status: int) -> None:
+    body = {"model": "target", "prompt": "x", "max_tokens": 4} | change
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"prompt": "\xff"}', b"NaN", b"[" * 100_000])
+def test_unreadable_body_is_a_client_error(server: Server, raw: bytes) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=raw, timeout=30)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_metrics_count_what_was_served(server: Server, client: openai.OpenAI) -> None:
+    before = engine_stats()[0].generation_tokens
+    tokens = _complete(client, "count", max_tokens=10, extra_body={"ignore_eos": True}).usage.completion_tokens
+    assert engine_stats()[0].generation_tokens - before == tokens == 10
+    time.sleep(0.6)  # statistics are cached for half a second
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    assert "vllm:spec_decode_num_drafts_total" in text and "vllm:num_requests_running" in text
