@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from deploy.evaluate import add_command as add_eval_draft
     from speculative.training.cli import add_commands
 
     parser = argparse.ArgumentParser(prog="aerie", description="Serves large language models from a Ray cluster.")
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(doctor)
     doctor.set_defaults(run=_doctor)
     add_commands(commands)
+    add_eval_draft(commands, DEFAULT_CONFIG)
     return parser
 
 

@@ -148,6 +148,14 @@ def _instruction(answer: str) -> Callable[[dict[str, Any], str], Conversation]:
     return build
 
 
+def _turns(row: dict[str, Any], place: str) -> Conversation:
+    """The first question of a benchmark row, as Spec-Bench and MT-bench have them; its answer is not in the file."""
+    turns = row["turns"]
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        raise RowError(f"{place}: 'turns' must be a list of questions")
+    return Conversation((Turn("user", turns[0]),))
+
+
 def _messages(row: dict[str, Any], place: str) -> Conversation:
     turns = []
     if not isinstance(row["messages"], list) or not row["messages"]:
@@ -164,6 +172,7 @@ def _messages(row: dict[str, Any], place: str) -> Conversation:
 
 _FORMS: tuple[tuple[tuple[str, ...], Callable[[dict[str, Any], str], Conversation]], ...] = (
     (("messages",), _messages),
+    (("turns",), _turns),
     (("question", "answer"), _pair("question", "answer")),
     (("instruction", "response"), _instruction("response")),
     (("instruction", "output"), _instruction("output")),

@@ -1,0 +1,163 @@
+"""`aerie eval-draft`: how long the runs are that a draft gets accepted, on the prompts of a file, with the engine that
+a config file describes but without Ray and HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+
+if TYPE_CHECKING:
+    from speculative.build import EngineSpec
+    from workers.plan import SamplingParams
+    from workers.request import Request, RequestOutput
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """acceptance_length: 1 + accepted / rounds. per_position[k]: share of rounds that accepted at least k + 1 tokens.
+    output_tokens_per_s: of the whole run, prompts included."""
+
+    num_prompts: int
+    num_rounds: int
+    output_tokens: int
+    output_tokens_per_s: float
+    acceptance_length: float
+    per_position: tuple[float, ...]
+    histogram: tuple[int, ...]
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], default_config: Path) -> None:
+    """Registers `eval-draft`; sets `run`, a function of the parsed arguments that returns the exit code."""
+    parser = subparsers.add_parser(
+        "eval-draft",
+        help="measure a draft's acceptance length on a prompts file",
+        description="Answers the prompts of a JSON or JSONL file (question/answer, instruction/input/response, "
+        "messages, prompt/response or turns rows) and prints the acceptance length, 1 + accepted / rounds.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", type=Path, default=default_config, help="Serve config file")
+    parser.add_argument("--prompts", required=True, help="file or folder of prompts")
+    parser.add_argument("--limit", type=int, default=100, help="prompts to take")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    shape = parser.add_argument_group("tree, instead of the config file's")
+    shape.add_argument("--num-steps", type=int, default=argparse.SUPPRESS)
+    shape.add_argument("--top-k", type=int, default=argparse.SUPPRESS)
+    shape.add_argument("--num-draft-tokens", type=int, default=argparse.SUPPRESS)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from cluster.config import ConfigError, parse, read_args
+    from speculative.training.rows import RowError
+
+    try:
+        config = parse(read_args(arguments.config), ROOT)
+        report = _evaluate_file(arguments, config)
+    except (ConfigError, RowError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print_report(report)
+    return 0
+
+
+def _evaluate_file(arguments: argparse.Namespace, config: object) -> DraftReport:
+    from cluster.assembly import engine_spec
+    from cluster.config import AerieConfig
+    from cluster.tokenizer import ChatTokenizer
+    from workers.plan import SamplingParams
+
+    assert isinstance(config, AerieConfig)
+    spec = with_shape(engine_spec(config), arguments)
+    tokenizer = ChatTokenizer.from_folder(config.model.path)
+    texts = [tokenizer.render(messages) for messages in read_prompts(arguments.prompts, arguments.limit)]
+    prompts = [asyncio.run(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    sampling = SamplingParams(
+        arguments.max_tokens, arguments.temperature, seed=1, stop_token_ids=tokenizer.eos_token_ids
+    )
+    return evaluate(spec, prompts, sampling, arguments.concurrency)
+
+
+def with_shape(spec: EngineSpec, arguments: argparse.Namespace) -> EngineSpec:
+    """The engine with the tree that the command line names; raises ValueError if there is no draft to shape."""
+    if spec.speculative is None:
+        raise ValueError("speculative: the config file has no such section; eval-draft needs a draft")
+    names = ("num_steps", "top_k", "num_draft_tokens")
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return dataclasses.replace(spec, speculative=dataclasses.replace(spec.speculative, **given))
+
+
+def read_prompts(source: str, limit: int) -> list[list[dict[str, str]]]:
+    """Chat messages of the first `limit` rows, up to each conversation's first answer."""
+    from speculative.training.rows import read_conversations
+
+    prompts = []
+    for conversation in read_conversations([source])[:limit]:
+        messages = conversation.messages()
+        first_answer = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+        prompts.append(messages[:first_answer])
+    return prompts
+
+
+def evaluate(
+    spec: EngineSpec, prompts: Sequence[Sequence[int]], sampling: SamplingParams, concurrency: int
+) -> DraftReport:
+    """Answer `prompts` (token ids) and count what was accepted; shows a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    from speculative.local import local_engine
+    from workers.request import Request
+
+    requests = [Request(f"eval-{i}", list(prompt), sampling) for i, prompt in enumerate(prompts)]
+    with local_engine(spec) as engine, tqdm(total=len(requests), unit=" prompts", disable=None) as bar:
+
+        def listen(output: RequestOutput) -> None:
+            bar.update(output.finish_reason is not None)
+
+        started_s = time.perf_counter()
+        engine.run(requests, concurrency, listen)
+        elapsed_s = time.perf_counter() - started_s
+    return report_of(requests, elapsed_s)
+
+
+def report_of(requests: Sequence[Request], elapsed_s: float) -> DraftReport:
+    """The figures of finished requests."""
+    width = max((len(r.acceptance_histogram) for r in requests), default=0)
+    histogram = [0] * width
+    for request in requests:
+        for k, count in enumerate(request.acceptance_histogram):
+            histogram[k] += count
+    num_rounds = sum(histogram)
+    accepted = sum(k * count for k, count in enumerate(histogram))
+    tokens = sum(len(r.output) for r in requests)
+    return DraftReport(
+        num_prompts=len(requests),
+        num_rounds=num_rounds,
+        output_tokens=tokens,
+        output_tokens_per_s=tokens / elapsed_s,
+        acceptance_length=1 + accepted / max(1, num_rounds),
+        per_position=tuple(sum(histogram[k:]) / max(1, num_rounds) for k in range(1, width)),
+        histogram=tuple(histogram),
+    )
+
+
+def print_report(report: DraftReport) -> None:
+    """A short table, then one JSON line."""
+    print(f"prompts             {report.num_prompts}")
+    print(f"output tokens       {report.output_tokens} ({report.output_tokens_per_s:.0f}/s, prompts included)")
+    print(f"rounds              {report.num_rounds}")
+    print(f"acceptance length   {report.acceptance_length:.3f}   (1 + accepted / rounds)")
+    for position, share in enumerate(report.per_position, 1):
+        print(f"  position {position}        {share:.3f} of rounds")
+    print(json.dumps(dataclasses.asdict(report)))
