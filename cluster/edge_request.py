@@ -149,7 +149,7 @@ def _sampling(
     temperature = _given(body.temperature, config.default_temperature)
     top_p = _given(body.top_p, config.default_top_p)
     top_k = max(0, int(_given(body.top_k, config.default_top_k)))
-    stop_tokens = check_token_ids("stop_token_ids", body.stop_token_ids or (), tokenizer)
+    stop_tokens = check_token_ids("stop_token_ids", body.stop_token_ids or [], tokenizer)
     return SamplingParams(
         max_tokens=0,
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,

@@ -18,8 +18,13 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 256
+# Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
+# for the worst bodies of 8 MB, in which no stream of this process would go on.
+MAX_PARAMETERS = 128
+MAX_MESSAGES = 4096
+MAX_MESSAGE_FIELDS = 32
+MAX_OBJECT_FIELDS = 1024  # of an object that is a parameter; logit_bias is the largest
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -87,8 +92,7 @@ class _Sampling(BaseModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]],
-                          Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     seed: Seed | None = None
     stop: Any = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -123,7 +127,7 @@ class Message(BaseModel):
     content: Any = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
 
@@ -164,7 +168,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Any
 
 
 def parse_body(raw: bytes, kind: type[Body]) -> Body:
@@ -180,12 +184,31 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
         raise invalid(None, f"The request body is not valid JSON: {reason}", "invalid_json") from None
     if not isinstance(values, dict):
         raise invalid(None, "The request body must be a JSON object", "invalid_json")
+    _check_sizes(values)
     if issubclass(kind, _Sampling):
         values = _without_refused(values)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise _fault(error) from None
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises ApiError for what has more elements than any honest request."""
+    if len(values) > MAX_PARAMETERS:
+        raise invalid(None, f"The request body has {len(values)} parameters; at most {MAX_PARAMETERS} are allowed")
+    for name, value in values.items():
+        if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
+            raise invalid(name[:100], f"{name[:100]} has {len(value)} entries; at most {MAX_OBJECT_FIELDS} are allowed")
+    messages = values.get("messages")
+    if not isinstance(messages, list):
+        return
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed")
+    for i, message in enumerate(messages):
+        if isinstance(message, dict) and len(message) > MAX_MESSAGE_FIELDS:
+            raise invalid(f"messages[{i}]", f"messages[{i}] has {len(message)} fields; at most {MAX_MESSAGE_FIELDS} "
+                                            "are allowed")
 
 
 def _without_refused(values: Mapping[str, Any]) -> dict[str, Any]:

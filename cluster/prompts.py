@@ -9,6 +9,7 @@ from cluster.errors import invalid, unsupported
 from cluster.openai_api import Message
 from cluster.tokenizer import ChatTokenizer
 
+MAX_PARTS = 4096
 MAX_TEMPLATE_VARIABLES = 32
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -53,8 +54,10 @@ def listed_prompts(prompt: Any, max_prompts: int, tokenizer: ChatTokenizer) -> l
     return listed
 
 
-def check_token_ids(param: str, ids: Sequence[Any], tokenizer: ChatTokenizer) -> list[int]:
-    """`ids`, if all are in the vocabulary."""
+def check_token_ids(param: str, ids: Any, tokenizer: ChatTokenizer) -> list[int]:
+    """`ids`, if it is a list of tokens of the vocabulary."""
+    if not isinstance(ids, list):
+        raise invalid(param, f"{param} must be a list of token ids")
     last = tokenizer.vocab_size - 1
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= last:
         return list(ids)  # several times faster than the search for the culprit, for prompts of 100 000 tokens
@@ -91,6 +94,8 @@ def _content(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list) or not content:
         raise invalid(where, f"{where} must be a string or a list of text parts")
+    if len(content) > MAX_PARTS:
+        raise invalid(where, f"{where} has {len(content)} parts; at most {MAX_PARTS} are allowed")
     texts = []
     for i, part in enumerate(content):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):

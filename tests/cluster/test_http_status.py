@@ -78,6 +78,7 @@ async def test_tokenize_and_detokenize() -> None:
         back = (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json()
         both = await client.post("/tokenize", json={"prompt": "a", "messages": HELLO["messages"]})
         unknown = await client.post("/detokenize", json={"tokens": [10**6]})
+        no_list = await client.post("/detokenize", json={"tokens": "abc"})
         model = await client.post("/tokenize", json={"prompt": "a", "model": "other"})
     tokens = small_tokenizer().encode("hello ä").ids
     assert (text["tokens"], text["count"], text["max_model_len"]) == (tokens, len(tokens), 256)
@@ -85,6 +86,7 @@ async def test_tokenize_and_detokenize() -> None:
     assert back["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "tokens[0]")
+    assert (no_list.status_code, no_list.json()["error"]["param"]) == (400, "tokens")
     assert model.status_code == 404
 
 

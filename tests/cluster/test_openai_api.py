@@ -215,6 +215,22 @@ async def test_bad_input_is_400_in_openais_form_with_the_parameter(route: str, b
     assert not engine.calls
 
 
+@pytest.mark.parametrize(("extra", "param"), [
+    ({f"u{i}": 0 for i in range(200)}, None),
+    ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
+    ({"messages": [HELLO["messages"][0] | {f"u{i}": 0 for i in range(40)}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, "messages[0].tool_calls"),
+    ({"logit_bias": {str(i): "a" for i in range(1025)}}, "logit_bias"),
+    ({"stream_options": {str(i): 1 for i in range(1025)}}, "stream_options"),
+])
+async def test_more_elements_than_an_honest_request_has_are_refused(extra: dict[str, Any], param: str | None) -> None:
+    async with in_process(FakeEngine(says("x"))) as client:
+        reply = await client.post(CHAT, json=HELLO | extra)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert " at most " in reply.text
+
+
 async def test_all_unknown_parameters_are_named_at_once() -> None:
     async with in_process(FakeEngine(says("x"))) as client:
         error = (await client.post(CHAT, json=HELLO | {"foo": 1, "bar": 2})).json()["error"]
