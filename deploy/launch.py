@@ -54,7 +54,7 @@ def _run(path: Path, address: str | None, object_store_mb: int) -> None:
 
     # After Ray's own handlers, which end the process with a stack trace: a supervisor's SIGTERM is a Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         run.main([*(["--address", address] if address else []), str(path)],
                  prog_name="serve run", standalone_mode=False)
@@ -64,6 +64,11 @@ def _run(path: Path, address: str | None, object_store_mb: int) -> None:
         import ray
 
         ray.shutdown()
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `make` and process groups pass it on a second time
+    raise KeyboardInterrupt
 
 
 def _start_ray(object_store_mb: int) -> None:
