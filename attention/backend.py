@@ -44,7 +44,13 @@ def _torch() -> AttentionBackend:
     return TorchBackend()
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": _torch}
+def _triton() -> AttentionBackend:
+    from attention.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": _torch, "triton": _triton}
 
 
 def build_backend(name: str, mode: Mode) -> AttentionBackend:

@@ -1,0 +1,29 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The online softmax over tiles of KV (arXiv 2205.14135, section 3.1) that the attention kernels share."""
+
+import os
+
+import triton
+import triton.language as tl
+
+# Triton decides at the kernels' import whether it interprets them. Its interpreter (3.6) computes on the raw bits of
+# bfloat16, so kernels that get UPCAST=INTERPRETED work in float32 there.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def accumulate(scores, v, scale_log2, top, total, acc):
+    """One tile: scores [M, N] float32 (minus infinity where a row must not look), v [N, D], scale_log2 > 0.
+
+    Returns the new running maximum `top` [M] of scores * scale_log2, the sum `total` [M] of powers of two relative to
+    it, and the weighted sum `acc` [M, D]. A row that has seen nothing yet has top = -inf, total = 0.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * scale_log2 - origin[:, None])
+    shrink = tl.exp2(top - origin)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_top, total, acc

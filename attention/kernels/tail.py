@@ -1,0 +1,225 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention of a few rows per request over its paged KV, all lengths read on the device (see `TailBatch`).
+
+All query heads of a KV head and all rows of a request share one tile, so KV is read once. The grid is KV heads (times
+blocks of rows) x items of `attention.kernels.splits`. A request of several items is merged by the program that finishes
+last, in two levels: of every FAN items the last merges those, of these the last merges all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate
+from attention.kernels.splits import ITEM_FIELDS
+from attention.kv_pool import LayerKV
+from attention.metadata import TailBatch
+
+FAN = 8
+MAX_SPLITS = FAN * FAN
+MAX_BLOCK_M = 64
+
+
+@triton.jit
+def _merge(part_ptr, lse_ptr, first, step, count, m, d, live, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+           D: tl.constexpr, FAN: tl.constexpr):
+    """The weighted mean [BLOCK_M, D] and log-sum [BLOCK_M] of `count` <= FAN partial results, `step` slots apart."""
+    stride = step * COLUMNS * BLOCK_M
+    base = (first * COLUMNS + tl.program_id(0)) * BLOCK_M
+    # L1 is not coherent: what other programs wrote is read from L2.
+    i = tl.arange(0, FAN)
+    there = (i < count)[:, None] & live[None, :]
+    lses = tl.load(lse_ptr + base + i[:, None] * stride + m[None, :], mask=there, other=float("-inf"),
+                   cache_modifier=".cg")
+    top = tl.max(lses, 0)
+    origin = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lses - origin[None, :]), 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    for j in tl.static_range(FAN):
+        row = base + j * stride + m
+        used = live & (j < count)
+        lse = tl.load(lse_ptr + row, mask=used, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(part_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=used[:, None], other=0.0,
+                       cache_modifier=".cg")
+        acc += part * (tl.exp2(lse - origin) / total)[:, None]
+    return acc, tl.where(top == float("-inf"), top, top + tl.log2(total))
+
+
+@triton.jit
+def _store_partial(part_ptr, lse_ptr, slot, acc, lse, m, d, live, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+                   D: tl.constexpr):
+    row = (slot * COLUMNS + tl.program_id(0)) * BLOCK_M + m
+    tl.store(part_ptr + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=live[:, None])
+    tl.store(lse_ptr + row, lse, mask=live)
+
+
+@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "tail", "num_tickets"])
+def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, items_ptr, part_ptr, lse_ptr,
+                 ticket_ptr, scale_log2, q_row_stride, q_head_stride, mask_request_stride, mask_row_stride,
+                 table_stride, tail, num_tickets, ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+                 D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 COLUMNS: tl.constexpr, FAN: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
+    head = tl.program_id(0) % KV_HEADS
+    item = items_ptr + tl.program_id(1) * ITEM_FIELDS
+    request = tl.load(item)
+    if request < 0:
+        return
+    low, high = tl.load(item + 1), tl.load(item + 2)
+    slot, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    packed = (tl.program_id(0) // KV_HEADS) * BLOCK_M + m
+    live = packed < ROWS * GROUP
+    row, query_head = packed // GROUP, head * GROUP + packed % GROUP
+    bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
+    prefix = tl.load(prefix_ptr + request)
+    last = prefix + tail - 1
+    # Triton keeps several tiles of K and V in flight only if their page numbers were loaded a tile earlier. Positions
+    # behind the last read some row of its page, and are masked.
+    table = table_ptr + request * table_stride
+    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    if PDL:
+        # Only what kernels before the previous one wrote has been read so far. Who triggers early must have waited.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row += request * ROWS
+    q = tl.load(q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride + d[None, :],
+                mask=live[:, None], other=0.0).to(k_ptr.dtype.element_ty)
+    if UPCAST:
+        q = q.to(tl.float32)
+    for start in range(low, high, BLOCK_N):
+        column = start + n
+        token = page.to(tl.int64) * PAGE + column % PAGE
+        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+        offset = (token * KV_HEADS + head) * D
+        k = tl.load(k_ptr + offset[None, :] + d[:, None])
+        v = tl.load(v_ptr + offset[:, None] + d[None, :])
+        if UPCAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(q, k, input_precision="ieee")
+        if start + BLOCK_N > prefix:
+            over = column - prefix
+            seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
+            seen = (over < 0)[None, :] | ((over < tail)[None, :] & (seen != 0))
+            scores = tl.where(seen, scores, float("-inf"))
+        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = out_ptr + ((row * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
+    if count == 1:
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    else:
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        _store_partial(part_ptr, lse_ptr, slot, acc, lse, m, d, live, COLUMNS, BLOCK_M, D)
+        # The barrier puts every thread's stores before the one thread's release.
+        tl.debug_barrier()
+        leader = first + (slot - first) // FAN * FAN
+        members = tl.minimum(FAN, first + count - leader)
+        ticket = ticket_ptr + leader * COLUMNS + tl.program_id(0)
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == members - 1:
+            tl.store(ticket, 0)
+            acc, lse = _merge(part_ptr, lse_ptr, leader, 1, members, m, d, live, COLUMNS, BLOCK_M, D, FAN)
+            if count <= FAN:
+                tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+            else:
+                # Threads may still read the slot that others are about to overwrite.
+                tl.debug_barrier()
+                _store_partial(part_ptr, lse_ptr, leader, acc, lse, m, d, live, COLUMNS, BLOCK_M, D)
+                tl.debug_barrier()
+                ticket = ticket_ptr + num_tickets + first * COLUMNS + tl.program_id(0)
+                if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.cdiv(count, FAN) - 1:
+                    tl.store(ticket, 0)
+                    acc, lse = _merge(part_ptr, lse_ptr, first, FAN, tl.cdiv(count, FAN), m, d, live, COLUMNS, BLOCK_M,
+                                      D, FAN)
+                    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@dataclass(frozen=True)
+class TailTiles:
+    """How a tail batch of some shape is computed.
+
+    block_m: rows x group in a program. block_n: KV positions in a tile. warps, stages: Triton's. programs_per_sm: how
+    many items the splitting aims at. min_span: no item of a split request is shorter, but for rounding.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+    min_span: int
+
+
+def tail_tiles(packed_rows: int, head_dim: int, itemsize: int) -> TailTiles:
+    """The table for packed_rows = rows x group; measured on an H200, see tests/bench/RESULTS.md."""
+    block_m = min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows)))
+    if itemsize == 4:
+        return TailTiles(block_m, 32, 4, 2, 2, 128)
+    if block_m == 64:
+        return TailTiles(block_m, 64, 4, 3, 2, 128)
+    return TailTiles(block_m, 64, 4, 3, 2, 64)
+
+
+@dataclass(frozen=True)
+class TailWorkspace:
+    """Partial results: part [slots * columns, block_m, head_dim] and lse [slots * columns, block_m] float32, and
+    tickets [2, slots * columns] int32 that are zero between launches."""
+
+    part: Tensor
+    lse: Tensor
+    tickets: Tensor
+
+    @staticmethod
+    def create(tiles: TailTiles, head_dim: int, num_programs: int, device: torch.device) -> "TailWorkspace":
+        """For a budget of items x columns up to num_programs: twice as many partial results (see `plan_items`)."""
+        partials = 2 * num_programs
+        return TailWorkspace(
+            torch.empty(partials * tiles.block_m * head_dim, dtype=torch.float32, device=device),
+            torch.empty(partials * tiles.block_m, dtype=torch.float32, device=device),
+            torch.zeros(2 * partials, dtype=torch.int32, device=device),
+        )
+
+
+def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, items: Tensor, tiles: TailTiles, workspace: TailWorkspace,
+                scale: float, pdl: bool) -> Tensor:
+    """[B * R, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides.
+
+    items: of `plan_items` for this batch, with a budget of at most num_programs / columns. scale: positive. pdl: launch
+    before the previous kernel ends (compute capability 9 or later).
+    """
+    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+    group = q.shape[1] // num_kv_heads
+    columns = num_kv_heads * -(-batch.rows * group // tiles.block_m)
+    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
+    assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.tail <= 63
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _attend_tail[(columns, items.shape[0])](
+        q, kv.k, kv.v, out, batch.mask, batch.prefix_len, batch.page_table, items, workspace.part, workspace.lse,
+        workspace.tickets, scale * LOG2_E, q.stride(0), q.stride(1), batch.mask.stride(0), batch.mask.stride(1),
+        batch.page_table.stride(0), batch.tail, workspace.tickets.shape[0] // 2, ROWS=batch.rows, GROUP=group,
+        KV_HEADS=num_kv_heads, D=head_dim, PAGE=page_size, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        COLUMNS=columns, FAN=FAN, PDL=pdl, UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out
+
+
+def reference(q: Tensor, kv: LayerKV, batch: TailBatch, scale: float) -> Tensor:
+    """The same, request by request in float64."""
+    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+    group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for b, prefix in enumerate(batch.prefix_len.tolist()):
+        pages = batch.page_table[b, : -(-(prefix + batch.tail) // page_size)].long()
+        keys, values = (x[pages].double().view(-1, num_kv_heads, head_dim)[: prefix + batch.tail]
+                        .repeat_interleave(group, 1) for x in (kv.k, kv.v))
+        seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.tail, device=q.device)) & 1 == 1
+        seen = torch.cat((seen.new_ones(batch.rows, prefix), seen), 1)
+        rows = slice(b * batch.rows, (b + 1) * batch.rows)
+        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * scale
+        out[rows] = torch.einsum("hrn,nhd->rhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+    return out

@@ -1,0 +1,120 @@
+"""Attention by our Triton kernels: every mode, every length read on the device, safe to capture in a CUDA graph.
+
+Captured graphs of a `TailBatch` stay valid when lengths, page tables and masks change: only batch size, rows and tail
+are fixed. A shape must run once before it is captured, which compiles its kernels and makes its workspace. One backend
+serves one stream at a time: its workspace is shared by all its layers and passes.
+
+A request is cut into stretches whose number depends on the other lengths in the batch, so the last bits of a row's
+result may too. Equal batches give equal bits.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend, Prepared
+from attention.kernels.chunks import ChunkTiles, attend_chunks, chunk_tiles, list_tiles
+from attention.kernels.splits import plan_items
+from attention.kernels.tail import MAX_SPLITS, TailTiles, TailWorkspace, attend_tail, tail_tiles
+from attention.kv_pool import LayerKV
+from attention.metadata import ChunkBatch, Mode, TailBatch
+
+CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
+
+
+class TritonBackend(AttentionBackend):
+    name = "triton"
+    modes = frozenset(Mode)
+    needs_cpu_seq_lens = False
+
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple[torch.device, TailTiles, int], TailWorkspace] = {}
+
+    def prepare(self, batch: TailBatch | ChunkBatch) -> Prepared:
+        return _PreparedTail(batch, self) if isinstance(batch, TailBatch) else _PreparedChunks(batch)
+
+    def workspace(self, tiles: TailTiles, head_dim: int, device: torch.device) -> TailWorkspace:
+        """The buffers for programs of this shape. They are never freed: captured graphs hold their addresses."""
+        key = (device, tiles, head_dim)
+        if key not in self._workspaces:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("attention backend 'triton': a new shape in a CUDA graph's capture; run it once before")
+            self._workspaces[key] = TailWorkspace.create(tiles, head_dim, _num_programs(tiles, device), device)
+        return self._workspaces[key]
+
+
+@dataclass(frozen=True)
+class _TailPlan:
+    tiles: TailTiles
+    items: Tensor
+    workspace: TailWorkspace
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class _PreparedTail(Prepared):
+    """plans: by (q_heads, kv_heads, head_dim, itemsize), made at a pass's first layer; there is one."""
+
+    batch: TailBatch
+    backend: TritonBackend
+    plans: dict[tuple[int, int, int, int], _TailPlan] = field(default_factory=dict)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        plan = self._plan(q.shape[1], kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
+        return attend_tail(q, kv, self.batch, plan.items, plan.tiles, plan.workspace, scale, plan.pdl)
+
+    def _plan(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> _TailPlan:
+        key = (num_heads, num_kv_heads, head_dim, itemsize)
+        if key not in self.plans:
+            batch, device = self.batch, self.batch.prefix_len.device
+            packed_rows = batch.rows * (num_heads // num_kv_heads)
+            tiles = tail_tiles(packed_rows, head_dim, itemsize)
+            columns = num_kv_heads * -(-packed_rows // tiles.block_m)
+            budget = split_budget(batch.num_requests, _num_programs(tiles, device) // columns)
+            items = plan_items(batch.prefix_len, batch.tail, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
+            workspace = self.backend.workspace(tiles, head_dim, device)
+            self.plans[key] = _TailPlan(tiles, items, workspace, _launches_early(device))
+        return self.plans[key]
+
+
+def split_budget(num_requests: int, items: int) -> int:
+    """How many items beyond one per request a batch may be cut into, of the `items` that fill the device.
+
+    Where each request can have several, a multiple of the requests: equal lengths are then cut into equal numbers that
+    fill the device at most once. Else what is there, for batches of unequal lengths.
+    """
+    return items // num_requests * num_requests or items
+
+
+def _num_programs(tiles: TailTiles, device: torch.device) -> int:
+    if device.type == "cpu":
+        return CPU_MULTIPROCESSORS * tiles.programs_per_sm
+    return torch.cuda.get_device_properties(device).multi_processor_count * tiles.programs_per_sm
+
+
+def _launches_early(device: torch.device) -> bool:
+    """Whether programmatic dependent launch exists (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@dataclass(frozen=True)
+class _PreparedChunks(Prepared):
+    """plans: by (group, head_dim, itemsize), made at a pass's first layer; there is one."""
+
+    batch: ChunkBatch
+    plans: dict[tuple[int, int, int], tuple[ChunkTiles, Tensor]] = field(default_factory=dict)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        tiles, tile_list = self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
+        return attend_chunks(q, kv, self.batch.page_table, tile_list, tiles, scale)
+
+    def _plan(self, group: int, head_dim: int, itemsize: int) -> tuple[ChunkTiles, Tensor]:
+        key = (group, head_dim, itemsize)
+        if key not in self.plans:
+            tiles, device = chunk_tiles(group, head_dim, itemsize), self.batch.page_table.device
+            host = torch.tensor(list_tiles(self.batch, tiles.block_m // group), dtype=torch.int32)
+            # Pinned memory comes from torch's cache, which reuses it only once the copy is done.
+            tile_list = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            self.plans[key] = (tiles, tile_list)
+        return self.plans[key]
