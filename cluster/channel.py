@@ -15,7 +15,9 @@ from workers.plan import StepPlan, StepResult
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-_RANK_HIGH_WATER = 64  # two plans are in flight; heartbeats come every half second
+# Collectives keep the ranks within two plans of each other; this leaves room for a rank that only starves for CPU
+# (seen with 64, where scripted ranks share two cores with other jobs). A hang is found by its stamps, not by this.
+_RANK_HIGH_WATER = 1024
 _INBOX_HIGH_WATER = 10_000
 _INGRESS_HIGH_WATER = 1000  # token messages, seconds of them: an ingress further behind is taken for gone
 

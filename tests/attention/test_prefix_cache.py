@@ -83,6 +83,16 @@ def test_oldest_leaf_goes_first_and_held_pages_never():
     assert allocator.num_free == 6
 
 
+def test_a_leaf_used_again_outlives_one_inserted_after_it():
+    allocator = PageAllocator(4)
+    cache = PrefixCache(allocator, 1)
+    insert(cache, allocator, tokens_of(1))
+    insert(cache, allocator, tokens_of(2))
+    allocator.release(cache.match(tokens_of(1, 0)))
+    assert cache.evict(1) == 1
+    assert cache.match(tokens_of(2, 0)) == [] and len(cache.match(tokens_of(1, 0))) == 1
+
+
 def test_eviction_takes_only_as_many_pages_as_asked_from_the_end():
     allocator = PageAllocator(8)
     cache = PrefixCache(allocator, 2)

@@ -174,6 +174,49 @@ def test_results_of_rounds_before_a_preemption_count_and_may_even_end_the_reques
     sim.check_output(old)
 
 
+def test_a_preempted_request_is_not_replayed_before_its_results_are_in():
+    sim = Simulation(page_size=1, num_pages=60, max_running=3)
+    old, young = sim.submit([1] * 10, max_tokens=40), sim.submit([2] * 10, max_tokens=40)
+    while not young.num_preemptions:
+        if sim.scheduler.num_in_flight == 3:
+            sim.read()
+        sim.schedule()
+    first_without = sim.plans[-1].step
+    sim.scheduler.abort(old.request_id)
+    assert sim.backlog[0].step < first_without
+    while sim.backlog[0].step < first_without:
+        assert sim.schedule() is None, "replayed without tokens that are on their way"
+        sim.read()
+    assert sim.schedule() is not None
+    sim.run()
+    sim.check_output(young)
+
+
+def test_a_slots_next_user_does_not_inherit_page_table_changes():
+    sim = Simulation(page_size=4, max_step_tokens=100, speculative=False, lookahead=0, max_running=2)
+    for _ in range(2):
+        sim.submit(list(range(16)), max_tokens=20)
+    sim.schedule()
+    sim.read()  # the second request changes to the first one's pages with the next plan
+    sim.scheduler.abort("r1")
+    sim.submit([9] * 16, max_tokens=5)
+    updates = unpack_i32(sim.schedule().page_updates).reshape(-1, 3)
+    named = {(slot, index) for slot, index, _ in updates.tolist()}
+    assert len(named) == len(updates) and {(1, 0), (1, 3)} <= named
+    sim.run()
+
+
+def test_the_next_turn_of_a_conversation_finds_prompt_and_answer():
+    sim = Simulation(page_size=1, lookahead=0, num_pages=200)
+    first = sim.submit([1, 2, 3], max_tokens=20)
+    sim.finish()
+    turn = first.prompt + first.output + [7, 8]
+    second = sim.submit(turn, max_tokens=5)
+    sim.run()  # the rank's KV model checks what the cached pages hold
+    last_round = 4
+    assert len(turn) - 2 - 1 - last_round <= second.cached_tokens <= len(turn) - 2 - 1
+
+
 @pytest.mark.parametrize("num_steps", range(7))
 def test_abort_in_any_state_returns_all_pages(num_steps):
     sim = Simulation(max_running=1, max_step_tokens=4)
