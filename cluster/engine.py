@@ -15,6 +15,7 @@ import uuid
 import msgspec
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from cluster.actors import coordinator_prefix
 from cluster.config import AerieConfig
@@ -46,7 +47,7 @@ class Engine:
         )
         started = time.monotonic()
         await self._supervisor.start()
-        _report(ready_line(config, time.monotonic() - started))
+        _report(ready_line(config, await asyncio.to_thread(_root_url), time.monotonic() - started))
         self._supervision = asyncio.create_task(self._supervise())
 
     async def generate(self, payload: bytes) -> bytes:
@@ -85,6 +86,12 @@ class Engine:
             # Serve replaces a replica that exits at once; failed health checks would take three periods, and under
             # HAProxy half a minute (measured on Ray 2.60: 36 s against 4 s).
             os._exit(1)
+
+
+def _root_url() -> str:
+    """Where Serve's HTTP listens. Serve has no public way to ask that inside a replica (Ray 2.60)."""
+    url: str = _get_global_client().root_url
+    return url
 
 
 def _report(line: str) -> None:

@@ -40,10 +40,10 @@ def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: Layout)
     ]
 
 
-def ready_line(config: AerieConfig, seconds: float) -> str:
+def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
     """The last line of a start: what to try."""
     return (
-        f"ready in {seconds:.1f} s. Try: curl -s http://127.0.0.1:8000/v1/chat/completions -H 'content-type: "
+        f"ready in {seconds:.1f} s. Try: curl -s {url}/v1/chat/completions -H 'content-type: "
         f"application/json' -d '{{\"model\": \"{model_name(config)}\", \"messages\": "
         "[{\"role\": \"user\", \"content\": \"Hello\"}]}'"
     )

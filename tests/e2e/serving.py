@@ -20,6 +20,12 @@ from cluster.config import parse
 from cluster.messages import EngineStats
 
 START_LIMIT_S = 120.0
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # a cluster of this test's own, on the loopback
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,7 @@ def ray_cluster(num_cpus: int = 6) -> Iterator[int]:
     from ray import serve
 
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")  # short: Unix socket paths end at 107 bytes
-    os.environ |= {
-        "RAY_TMPDIR": folder,
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_enable_worker_prestart": "0",
-    }
+    os.environ |= RAY_ENVIRONMENT | {"RAY_TMPDIR": folder}
     port = free_port()
     ray.init(
         address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 * 10**6, namespace="serve",

@@ -1,0 +1,77 @@
+"""`aerie serve` as an operator runs it: the embedded pair, HAProxy where its wheel is installed, Ctrl-C at the end."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.serving import free_port
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+READY_LIMIT_S = 120.0  # twice what a laptop may take
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    port = free_port()
+    content = yaml.safe_load((ROOT / "deploy" / "eagle.yaml").read_text())
+    content["http_options"]["port"] = port
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(content))
+    folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
+    environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+    log = tmp_path / "log"
+    with log.open("wb") as console:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "serve", str(path)], cwd=ROOT, env=environment, stdout=console,
+            stderr=subprocess.STDOUT,
+        )
+    yield process, f"http://127.0.0.1:{port}", log
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_embedded_pair_answers_and_ctrl_c_leaves_nothing(running: tuple[subprocess.Popen[bytes], str, Path]) -> None:
+    process, url, log = running
+    deadline = time.monotonic() + READY_LIMIT_S
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                break
+        except httpx.HTTPError:
+            pass
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    body = {"model": "target", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 40, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"]
+    # The draft was trained for this target: two tokens a round on ordinary text, 1 if it were not used.
+    assert answer["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2
+    missing = httpx.get(f"{url}/no/such/route", timeout=10)
+    assert missing.status_code == 404 and "error" in missing.json()
+
+    children = psutil.Process(process.pid).children(recursive=True)
+    used_gb = sum(child.memory_full_info().pss for child in children if child.is_running()) / 1e9
+    assert used_gb < 6
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive
+    console = log.read_text()
+    for phase in ("placed, imported", "target loaded", "rank  node", f"Try: curl -s {url}/v1"):
+        assert phase in console
