@@ -202,9 +202,9 @@ class RankChannel:
             self.close()
             raise
 
-    def wait(self, timeout_ms: int) -> None:
-        """Until there is a message or news of the coordinator, at most `timeout_ms`."""
-        self._poller.poll(timeout_ms)
+    def wait(self, timeout_ms: int) -> bool:
+        """Until there is a message or news of the connection, at most `timeout_ms`; whether there is such news."""
+        return any(socket is self._monitor.socket for socket, _ in self._poller.poll(timeout_ms))
 
     def receive(self) -> StepPlan | Stop | None:
         """The next plan or stop, or None; never waits."""

@@ -74,7 +74,7 @@ class _Loop:
             if executor.num_pending:
                 time.sleep(_DEVICE_POLL_S)  # a plan that comes meanwhile waits no longer than this
             else:
-                channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
-                if channel.lost() is not None:
+                news = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
+                if news and channel.lost() is not None:
                     return _end(channel)
         return None
