@@ -30,16 +30,17 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class TargetAttention:
-    """Backend names of the target: `prefill` for prompt chunks, `decode` for decoding and tree verification."""
+    """Backend names of the target: `prefill` for prompt chunks, `decode` for decoding and tree verification. "auto" is
+    triton on a GPU and torch on a CPU."""
 
-    prefill: str = "torch"
-    decode: str = "torch"
+    prefill: str = "auto"
+    decode: str = "auto"
 
 
 @dataclass(frozen=True)
 class DraftAttention:
     """Backend names of the draft: `prefill` for prompt chunks, `extend` for accepted rows, `decode` for tree steps."""
 
-    prefill: str = "torch"
-    extend: str = "torch"
-    decode: str = "torch"
+    prefill: str = "auto"
+    extend: str = "auto"
+    decode: str = "auto"

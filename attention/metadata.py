@@ -79,19 +79,25 @@ class ChunkBatch:
         """[num_rows] int64: the KV position that each row writes."""
         counts = [end - first for first, end in pairwise(self.qo_indptr)]
         spans = [torch.arange(start, start + n) for start, n in zip(self.starts, counts, strict=True)]
-        return torch.cat(spans).to(self.page_table.device)
+        return to_device(torch.cat(spans), self.page_table.device)
 
     def row_chunks(self) -> Tensor:
         """[num_rows] int64: which chunk each row belongs to."""
         counts = torch.tensor([end - first for first, end in pairwise(self.qo_indptr)])
         chunks = torch.repeat_interleave(torch.arange(self.num_chunks), counts)
-        return chunks.to(self.page_table.device)
+        return to_device(chunks, self.page_table.device)
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """`host` on `device`, without waiting for it: through pinned memory, which torch's cache reuses only once the copy
+    is done. On a CPU the tensor itself."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def causal_mask(num_requests: int, rows: int, device: torch.device) -> Tensor:
     """[num_requests, rows] int64: row r sees tail columns 0..r; a view without own memory per request."""
-    bits = (torch.ones((), dtype=torch.int64) << torch.arange(1, rows + 1)) - 1
-    return bits.to(device).expand(num_requests, rows)
+    row = torch.arange(1, rows + 1, device=device)
+    return ((torch.ones_like(row) << row) - 1).expand(num_requests, rows)
 
 
 def tail_kv_slots(batch: TailBatch, page_size: int) -> Tensor:

@@ -110,7 +110,7 @@ def build_worker(
     page_size = spec.worker.cache.page_size
     pool = PoolSize.of(layout.target, group.size, layout.dtype).make(layout.num_pages, page_size, device)
     names = spec.worker.attention
-    backends = backends_for({Mode.PREFILL: names.prefill, Mode.DECODE: names.decode, Mode.VERIFY: names.decode})
+    backends = backends_for({Mode.PREFILL: names.prefill, Mode.DECODE: names.decode, Mode.VERIFY: names.decode}, device)
     target = TargetRunner(model, pool, backends)
     sampler = Sampler(slots, model.lm_head.shard)
     strategy: DecodingStrategy = Autoregressive(target, slots, sampler)
@@ -119,7 +119,22 @@ def build_worker(
         clock.done("draft loaded")
         strategy = EagleDecoding(spec.speculative, target, draft, slots, sampler)
     clock.done("KV cache allocated")
+    if device.type == "cuda" and spec.worker.cuda_graphs:
+        strategy = _captured(strategy, slots, spec, layout)
+        clock.done("CUDA graphs captured")
     return Worker(strategy, slots, group, spec.worker.debug)
+
+
+def _captured(
+    strategy: DecodingStrategy, slots: SlotTable, spec: EngineSpec, layout: EngineLayout
+) -> DecodingStrategy:
+    from workers.cuda_graph import GraphedDecoding, bucket_sizes
+
+    graphed = GraphedDecoding(strategy, slots, bucket_sizes(spec.worker.scheduler.max_running), layout.max_position)
+    with torch.inference_mode():
+        graphed.capture(random=True)
+        graphed.capture(random=False)
+    return graphed
 
 
 def _slot_table(spec: EngineSpec, layout: EngineLayout, device: torch.device) -> SlotTable:
@@ -137,9 +152,8 @@ def _draft_runner(
     )
     size = PoolSize.of(layout.draft.model, draft_group.size, layout.dtype)
     names = spec.draft_attention
-    backends = backends_for(
-        {Mode.PREFILL: names.prefill, Mode.DRAFT_EXTEND: names.extend, Mode.DRAFT_DECODE: names.decode}
-    )
+    modes = {Mode.PREFILL: names.prefill, Mode.DRAFT_EXTEND: names.extend, Mode.DRAFT_DECODE: names.decode}
+    backends = backends_for(modes, device)
     return DraftRunner(head, size.make(layout.num_pages, spec.worker.cache.page_size, device), backends)
 
 

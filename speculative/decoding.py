@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.metadata import Mode, TailBatch, causal_mask, tail_kv_slots
+from attention.metadata import Mode, TailBatch, causal_mask, tail_kv_slots, to_device
 from speculative.acceptance import Accepted, accept, accept_synthetic
 from speculative.config import SpeculativeConfig
 from speculative.drafter import Drafter, DraftRunner
@@ -74,7 +74,7 @@ class EagleDecoding:
         logits = self._target.model.lm_head(self._emitting_rows(hidden, num_tail, chunks))
         verified = None
         sampled_round = sampled_first = None
-        if batch.slot_ids:
+        if batch.num_requests:
             sampled_round = self._choose(logits[:num_tail], batch, tree, length)
             verified = self._accept(batch, tree, sampled_round.tokens, length, features[:num_tail])
         first = None
@@ -91,7 +91,7 @@ class EagleDecoding:
         """Final hidden states and draft features of all rows of the step."""
         width = tree.tokens.shape[1]
         tail = positions = None
-        if batch.slot_ids:
+        if batch.num_requests:
             mode = Mode.VERIFY if width > 1 else Mode.DECODE
             page_table = self._slots.page_table[batch.slots]
             tail = TailBatch(mode, width, width, length, tree.masks, page_table, batch.max_kv_len)
@@ -138,7 +138,7 @@ class EagleDecoding:
         if self._config.top_k > 1 and width > 1:
             self._move_path(batch, length, accepted.path)
         commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
-        return _Verified(length, accepted, commit, features.view(len(batch.slot_ids), width, -1))
+        return _Verified(length, accepted, commit, features.view(batch.num_requests, width, -1))
 
     def _move_path(self, batch: StepBatch, length: Tensor, path: Tensor) -> None:
         """Target KV of the accepted nodes from their tree columns to columns 0, 1, ... (columns behind the last
@@ -166,7 +166,7 @@ class EagleDecoding:
             index = accepted.path.unsqueeze(2).expand(-1, -1, verified.features.shape[2])
             features.append(verified.features.gather(1, index).flatten(0, 1))
             ids.append(accepted.tokens.flatten())
-            mask = causal_mask(len(batch.slot_ids), rows, self._slots.device)
+            mask = causal_mask(batch.num_requests, rows, self._slots.device)
             page_table = self._slots.page_table[batch.slots]
             tail = TailBatch(Mode.DRAFT_EXTEND, rows, rows, verified.length, mask, page_table, batch.max_kv_len)
         if chunks is not None:
@@ -195,8 +195,7 @@ class EagleDecoding:
         slots = batch.slots if chunks is None else torch.cat((batch.slots, chunks.final_slots))
         if not slots.shape[0]:
             return
-        speculating = any(self._slots.facts[slot].sampling.speculative for slot in batch.entry_slots)
-        if speculating:
+        if batch.speculates:
             tree = self._drafter.draft(slots, hidden, batch.max_kv_len, batch.needs)
         else:
             tree = bare_roots(self._slots.bonus[slots], self._config.num_draft_tokens)
@@ -252,8 +251,8 @@ class EagleDecoding:
 def _shifted_ids(chunks: PromptChunks, first: Commit | None) -> Tensor:
     """[rows] int64: the token after each chunk row, which the draft pairs with the row's feature."""
     shifted = chunks.ids.roll(-1)
-    last_rows = torch.tensor(chunks.batch.qo_indptr[1:], device=shifted.device) - 1
-    shifted[last_rows] = torch.tensor(chunks.next_ids, device=shifted.device)
+    last_rows = to_device(torch.tensor(chunks.batch.qo_indptr[1:]) - 1, shifted.device)
+    shifted[last_rows] = to_device(torch.tensor(chunks.next_ids), shifted.device)
     if first is not None:
         shifted[chunks.final_rows] = first.tokens.squeeze(1)
     return shifted

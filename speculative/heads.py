@@ -87,8 +87,9 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
-        x = hidden + self.self_attn(both, cos, sin, context)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(both, cos, sin, context)
+        normed, residual = self.post_attention_layernorm.add(attended, hidden)
+        out: Tensor = residual + self.mlp(normed)
         return out
 
 
@@ -131,8 +132,8 @@ class EagleLayer(nn.Module):
         self.mlp = MLP(model, group)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
-        x = x + self.self_attn(x, cos, sin, context)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        normed, residual = self.post_attention_layernorm.add(self.self_attn(x, cos, sin, context), x)
+        out: Tensor = residual + self.mlp(normed)
         return out
 
 

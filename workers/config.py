@@ -61,11 +61,13 @@ PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, tail_tokens=1)
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One engine replica, without its decoding strategy. debug: assert after every step that all ranks agree."""
+    """One engine replica, without its decoding strategy. cuda_graphs: capture rounds on a GPU; off only to measure
+    what they bring. debug: assert after every step that all ranks agree."""
 
     model: ModelSource
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention: TargetAttention = field(default_factory=TargetAttention)
     tensor_parallel: int = 1
+    cuda_graphs: bool = True
     debug: bool = False

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.metadata import ChunkBatch, Mode, TailBatch
+from attention.metadata import ChunkBatch, Mode, TailBatch, to_device
 from workers.config import PLAIN, RoundShape
 from workers.layers.vocab import LMHead
 from workers.model_runner import TargetRunner
@@ -40,7 +40,7 @@ class PromptChunks:
 @dataclass(frozen=True)
 class StepBatch:
     """A plan as tensors. slots: [B] int64, requests that run a round of `shape`; slot_ids: the same on the host.
-    max_kv_len: host-side bound of any length in the step."""
+    max_kv_len: host-side bound of any length in the step. speculates: whether any request that emits wants drafts."""
 
     slots: Tensor
     slot_ids: tuple[int, ...]
@@ -48,6 +48,12 @@ class StepBatch:
     max_kv_len: int
     chunks: PromptChunks | None
     needs: SamplingNeeds
+    speculates: bool = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run a round; a captured step has more, for padding."""
+        return self.slots.shape[0]
 
     @property
     def entry_slots(self) -> tuple[int, ...]:
@@ -80,8 +86,8 @@ class DecodingStrategy(Protocol):
 def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
     """Prepare slots whose prompt ends in this step: its last token takes the place of a round's root."""
     if chunks.finals:
-        lengths = torch.tensor(chunks.final_lengths, dtype=torch.int32, device=slots.device)
-        slots.seq_len[chunks.final_slots] = lengths - 1
+        lengths = torch.tensor(chunks.final_lengths, dtype=torch.int32) - 1
+        slots.seq_len[chunks.final_slots] = to_device(lengths, slots.device)
 
 
 class Autoregressive:
@@ -98,7 +104,7 @@ class Autoregressive:
 
     def step(self, batch: StepBatch) -> StepTensors:
         slots, chunks = self._slots, batch.chunks
-        tail = decode_batch(slots, batch) if batch.slot_ids else None
+        tail = decode_batch(slots, batch) if batch.num_requests else None
         ids = slots.bonus[batch.slots]
         emitting = batch.slots
         if chunks is not None:
@@ -125,7 +131,7 @@ class Autoregressive:
 
 def decode_batch(slots: SlotTable, batch: StepBatch) -> TailBatch:
     """One row per running request, which writes its bonus token's KV."""
-    mask = torch.ones((len(batch.slot_ids), 1), dtype=torch.int64, device=slots.device)
+    mask = torch.ones((batch.num_requests, 1), dtype=torch.int64, device=slots.device)
     return TailBatch(
         Mode.DECODE, 1, 1, slots.seq_len[batch.slots], mask, slots.page_table[batch.slots], batch.max_kv_len
     )

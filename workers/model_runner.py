@@ -40,11 +40,13 @@ class TargetRunner(ModelRunner[Decoder]):
         return output
 
 
-def backends_for(names: dict[Mode, str]) -> dict[Mode, AttentionBackend]:
+def backends_for(names: dict[Mode, str], device: torch.device) -> dict[Mode, AttentionBackend]:
     """A backend per mode, one object per name; raises ValueError where a name cannot do its mode."""
     made: dict[str, AttentionBackend] = {}
     chosen = {}
     for mode, name in names.items():
+        if name == "auto":
+            name = "triton" if device.type == "cuda" else "torch"
         backend = build_backend(name, mode)
         chosen[mode] = made.setdefault(name, backend)
     return chosen

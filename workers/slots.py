@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.metadata import to_device
 from workers.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, unpack_i32
 
 MAX_STOP_IDS = 32
@@ -62,19 +63,16 @@ class SlotTable:
 
         self.page_table = filled(0, torch.int32, max_pages)
         self.seq_len = filled(0, torch.int32)  # committed KV tokens, without the bonus
-        self.bonus = filled(0, torch.int64)  # the newest token, whose KV the next round writes
-        self.finished = filled(True, torch.bool)
-        self.max_len = filled(0, torch.int64)  # position after the last permitted token
-        self.speculative = filled(False, torch.bool)
+        # A new request's values are written as one row of each of these; the fields are their columns.
+        self._ints = filled(0, torch.int64, 5)
+        self.bonus, self.max_len, self.min_len, self.seed, self.top_k = self._ints.unbind(1)
+        self._floats = filled(0, torch.float32, 6)
+        self.temperature, self.top_p, self.min_p = self._floats[:, :3].unbind(1)
+        self.penalties = self._floats[:, 3:]  # presence, frequency, repetition - 1
+        self._flags = filled(False, torch.bool, 3)
+        self.finished, self.speculative, self.shapes_logits = self._flags.unbind(1)
+        self.finished[:] = True
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_IDS)
-        self.min_len = filled(0, torch.int64)  # no stop token may be chosen at positions before it
-        self.seed = filled(0, torch.int64)
-        self.temperature = filled(0, torch.float32)
-        self.top_k = filled(0, torch.int64)
-        self.top_p = filled(1, torch.float32)
-        self.min_p = filled(0, torch.float32)
-        self.penalties = filled(0, torch.float32, 3)  # presence, frequency, repetition - 1
-        self.shapes_logits = filled(False, torch.bool)
         # [rows, vocab], made when the first request needs them
         self.output_counts: Tensor | None = None
         self.in_prompt: Tensor | None = None
@@ -87,28 +85,27 @@ class SlotTable:
         for init in plan.inits:
             self._init_slot(init)
         if plan.page_updates:
-            updates = torch.tensor(unpack_i32(plan.page_updates).reshape(-1, 3), device=self.device)
+            updates = to_device(torch.tensor(unpack_i32(plan.page_updates).reshape(-1, 3)), self.device)
             self.page_table[updates[:, 0].long(), updates[:, 1].long()] = updates[:, 2]
 
     def _init_slot(self, init: SlotInit) -> None:
         slot, sampling = init.slot, init.sampling
-        self.facts[slot] = SlotFacts(sampling)
+        self.facts[slot] = facts = SlotFacts(sampling)
+        stops = sampling.stop_token_ids
+        assert len(stops) <= MAX_STOP_IDS, "the edge bounds stop_token_ids"
+        min_len = init.prompt_len + sampling.min_tokens
+        ints = [0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k]
+        floats = [sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty,
+                  sampling.frequency_penalty, sampling.repetition_penalty - 1.0]
         self.page_table[slot] = 0
         self.seq_len[slot] = init.num_cached
-        self.finished[slot] = False
-        self.max_len[slot] = init.max_len
-        self.speculative[slot] = sampling.speculative
-        stops = sampling.stop_token_ids[:MAX_STOP_IDS]
-        assert len(stops) == len(sampling.stop_token_ids), "the edge bounds stop_token_ids"
-        self.stop_ids[slot] = torch.tensor([*stops, *[NO_TOKEN] * (MAX_STOP_IDS - len(stops))])
-        self.min_len[slot] = init.prompt_len + sampling.min_tokens
-        self.seed[slot] = _signed(sampling.seed)
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
-        self.shapes_logits[slot] = self.facts[slot].shapes_logits
-        if self.facts[slot].shapes_logits:
+        self._ints[slot] = to_device(torch.tensor(ints), self.device)
+        self._floats[slot] = to_device(torch.tensor(floats), self.device)
+        flags = torch.tensor([False, sampling.speculative, facts.shapes_logits])
+        self._flags[slot] = to_device(flags, self.device)
+        padded = torch.tensor([*stops, *[NO_TOKEN] * (MAX_STOP_IDS - len(stops))])
+        self.stop_ids[slot] = to_device(padded, self.device)
+        if facts.shapes_logits:
             self._init_shaping(init)
 
     def _init_shaping(self, init: SlotInit) -> None:
@@ -119,8 +116,6 @@ class SlotTable:
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
         slot, sampling = init.slot, init.sampling
-        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty - 1.0)
-        self.penalties[slot] = torch.tensor(penalties)
         output = torch.tensor(unpack_i32(init.output).astype("int64"), device=self.device)
         prompt = torch.tensor(unpack_i32(init.prompt).astype("int64"), device=self.device)
         self.output_counts[slot] = torch.bincount(output, minlength=self.vocab_size).int()

@@ -107,10 +107,10 @@ def _wanted(modules: dict[str, nn.Module]) -> set[str]:
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
     """Small random weights, for benchmarks: the same on every rank for replicated parameters."""
-    generator = torch.Generator().manual_seed(seed)
+    generator: torch.Generator | None = None
     for parameter in model.parameters():
+        generator = generator or torch.Generator(parameter.device).manual_seed(seed)
         if parameter.dim() > 1:
-            values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, 0.02, generator=generator)
-            parameter.data.copy_(values)
+            parameter.data.normal_(0.0, 0.02, generator=generator)
         else:
             parameter.data.fill_(1.0)

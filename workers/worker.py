@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.metadata import ChunkBatch
+from attention.metadata import ChunkBatch, to_device
 from workers.decoding import DecodingStrategy, PromptChunks, StepBatch, StepTensors
 from workers.plan import StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
-from workers.sampler import SamplingNeeds
+from workers.sampler import Logprobs, SamplingNeeds
 from workers.slots import SlotTable
 from workers.tp import TPGroup
 
@@ -24,9 +24,38 @@ class RanksDisagreeError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class _Emitted:
+    """A step's outcome on the host, or on its way there: rows [n, M + 3] int64 of tokens, count, finish, accepted."""
+
+    rows: Tensor
+    logprobs: Logprobs | None
+    copied: torch.cuda.Event | None
+
+    @staticmethod
+    def of(tensors: StepTensors) -> "_Emitted":
+        """On a GPU the copy is only started: nothing waits for it before the result is read, a step later."""
+        columns = (tensors.counts, tensors.finish, tensors.accepted)
+        rows = torch.cat((tensors.tokens, torch.stack(columns, dim=1)), dim=1)
+        if not rows.is_cuda:
+            return _Emitted(rows, tensors.logprobs, None)
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        host.copy_(rows, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return _Emitted(host, tensors.logprobs, copied)
+
+    def is_here(self) -> bool:
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+@dataclass(frozen=True)
 class _Pending:
     plan: StepPlan
-    tensors: StepTensors
+    emitted: _Emitted
     num_logprobs: tuple[int, ...]  # per entry of the result, as its request asked; its slot may have a new owner by now
     started_s: float
 
@@ -46,7 +75,7 @@ class Worker:
         return len(self._pending)
 
     def ready(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending) and self._pending[0].emitted.is_here()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -58,19 +87,20 @@ class Worker:
         if self._debug:
             self._assert_ranks_agree(tensors)
         num_logprobs = tuple(self._slots.facts[slot].sampling.logprobs for slot in batch.entry_slots)
-        self._pending.append(_Pending(plan, tensors, num_logprobs, started_s))
+        self._pending.append(_Pending(plan, _Emitted.of(tensors), num_logprobs, started_s))
 
     def take(self) -> StepResult:
         pending = self._pending.popleft()
-        counts = pending.tensors.counts.tolist()
-        tokens = [row[:n] for row, n in zip(pending.tensors.tokens.tolist(), counts, strict=True)]
+        pending.emitted.wait()
+        rows: list[list[int]] = pending.emitted.rows.tolist()
+        counts = [row[-3] for row in rows]
         return StepResult(
             epoch=pending.plan.epoch,
             step=pending.plan.step,
             counts=pack_i32(counts),
-            tokens=pack_i32([token for row in tokens for token in row]),
-            finish=bytes(pending.tensors.finish.tolist()),
-            accepted=pack_i32(pending.tensors.accepted.tolist()),
+            tokens=pack_i32([token for row in rows for token in row[: row[-3]]]),
+            finish=bytes(row[-2] for row in rows),
+            accepted=pack_i32([row[-1] for row in rows]),
             logprobs=self._logprobs(pending, counts),
             elapsed_s=time.perf_counter() - pending.started_s,
         )
@@ -81,8 +111,9 @@ class Worker:
         chunks = self._chunks(plan) if plan.chunks else None
         finals = chunks.final_slot_ids if chunks else ()
         facts = [self._slots.facts[slot] for slot in slot_ids + finals]
-        slots = torch.tensor(slot_ids, dtype=torch.int64, device=device)
-        return StepBatch(slots, slot_ids, plan.shape, plan.max_kv_len, chunks, SamplingNeeds.of(facts))
+        slots = to_device(torch.tensor(slot_ids, dtype=torch.int64), device)
+        speculates = any(f.sampling.speculative for f in facts)
+        return StepBatch(slots, slot_ids, plan.shape, plan.max_kv_len, chunks, SamplingNeeds.of(facts), speculates)
 
     def _chunks(self, plan: StepPlan) -> PromptChunks:
         device = self._slots.device
@@ -94,7 +125,7 @@ class Worker:
         finals = tuple(c for c, chunk in enumerate(plan.chunks) if chunk.next_token < 0)
 
         def as_tensor(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+            return to_device(torch.tensor(values, dtype=torch.int64), device)
 
         starts = tuple(chunk.start for chunk in plan.chunks)
         return PromptChunks(
@@ -109,7 +140,7 @@ class Worker:
         )
 
     def _logprobs(self, pending: _Pending, counts: list[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
-        tensors = pending.tensors.logprobs
+        tensors = pending.emitted.logprobs
         if tensors is None:
             return {}
         chosen, top_ids, top = tensors.chosen.tolist(), tensors.top_ids.tolist(), tensors.top.tolist()

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from workers.forward import ForwardContext
 from workers.layers.linear import ColumnLinear, RowLinear, kv_head_span, rank_span
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import rotate
 from workers.model_config import ModelConfig
 from workers.tp import TPGroup
 
@@ -34,13 +33,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
-        if self.q_norm is None or self.k_norm is None:
-            qk = rotate(qk, cos, sin)
-            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        else:
-            q, k = self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = context.attend(self.layer, q.contiguous(), k, v, self.scale)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = context.attend(self.layer, q, k, v, (cos, sin), self.scale)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected
 
@@ -55,9 +51,18 @@ class MLP(nn.Module):
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, group, "intermediate_size")
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(_swiglu(self.gate_up(x)))
         return out
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [rows, size] of both side by side [rows, 2 * size]."""
+    if gate_up.is_cuda:
+        from workers.kernels.rows import silu_mul
+
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):
@@ -70,8 +75,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.mlp = MLP(config, group)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
-        """The residual stream [rows, hidden] after this layer."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def forward(
+        self, normed: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """From the residual stream [rows, hidden] and its input norm: what this layer's MLP adds to the stream, and
+        the stream before that. The caller adds, together with the next norm."""
+        attended = self.self_attn(normed, cos, sin, context)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(normed), residual

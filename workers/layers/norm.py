@@ -15,9 +15,22 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            from workers.kernels.rows import rms_norm
+
+            return rms_norm(x.contiguous(), self.weight, self.eps)
         full = x.float()
         normed = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of residual + x, and that sum; on a GPU the sum is written into `residual`."""
+        if x.is_cuda:
+            from workers.kernels.rows import add_rms_norm
+
+            return add_rms_norm(x, residual, self.weight, self.eps), residual
+        residual = residual + x
+        return self(residual), residual
 
     def load(self, part: str, kind: str, full: Tensor) -> None:
         check_shape(part, full, self.weight.shape)

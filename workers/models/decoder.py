@@ -54,11 +54,16 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""
-        x = self.embed_tokens(ids)
+        residual = self.embed_tokens(ids)
         cos, sin = self.rotary.at(context.positions)
-        captured = []
+        captured = residual.new_empty((ids.shape[0], len(self.capture), self.config.hidden_size))
+        added: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            if i in self.capture:
-                captured.append(x)
-            x = layer(x, cos, sin, context)
-        return DecoderOutput(self.norm(x), torch.cat(captured, dim=-1) if captured else None)
+            norm: RMSNorm = layer.input_layernorm  # type: ignore[assignment]
+            normed, residual = (norm(residual), residual) if added is None else norm.add(added, residual)
+            if i in self.capture:  # a copy: the stream is changed in place
+                captured[:, self.capture.index(i)] = residual
+            added, residual = layer(normed, residual, cos, sin, context)
+        assert added is not None, "a model has layers"
+        hidden, _ = self.norm.add(added, residual)
+        return DecoderOutput(hidden, captured.flatten(1) if self.capture else None)

@@ -1,0 +1,154 @@
+"""Milliseconds per round of the engine without HTTP, with dummy weights and synthetic acceptance.
+
+    python -m tests.bench.round [--model llama-3.1-8b] [--shapes plain chain tree] [--batches 1 8 32 64 128]
+
+As peers were measured: prompts of 512 tokens, 256 output tokens, greedy, no prefix cache; (time of the whole batch -
+time with max_tokens=1) / rounds, best of 2, acceptance length 3.0. Scheduling, plans and reading results are included.
+A Markdown table, then one JSON line. Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention.config import CacheConfig
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.local import LocalEngine
+from workers.plan import SamplingParams
+
+# hidden, layers, heads, KV heads, head dim, MLP, vocabulary, draft vocabulary
+MODELS = {
+    "llama-3.1-8b": (4096, 32, 32, 8, 128, 14336, 128256, 32000),
+    "llama-2-70b": (8192, 80, 64, 8, 128, 28672, 32000, 32000),
+    "llama-3-70b": (8192, 80, 64, 8, 128, 28672, 128256, 32000),
+    "tiny": (64, 8, 4, 2, 16, 96, 256, 64),
+}
+SHAPES = {"plain": None, "chain": (3, 1, 4), "tree": (5, 4, 8)}
+COPY_BYTES_PER_S = 4.27e12  # measured on an H200: device-to-device copy, read and written bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    prompt_tokens: int = 512
+    output_tokens: int = 256
+    acceptance_length: float = 3.0
+    page_size: int = 16
+
+
+def write_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
+    """config.json of a target and an EAGLE-3 head of these dimensions; the weights are dummies."""
+    hidden, layers, heads, kv_heads, dim, mlp, vocab, draft_vocab = MODELS[name]
+    common: dict[str, Any] = {
+        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim,
+        "intermediate_size": mlp, "vocab_size": vocab, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    }
+    target = {**common, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers}
+    draft = {**common, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+             "draft_vocab_size": draft_vocab}
+    for kind, config in (("target", target), ("draft", draft)):
+        (folder / kind).mkdir(parents=True)
+        (folder / kind / "config.json").write_text(json.dumps(config))
+    return folder / "target", folder / "draft"
+
+
+def engine_spec(
+    folder: Path, shape: str, batch: int, setting: Setting, tensor_parallel: int, cuda_graphs: bool
+) -> EngineSpec:
+    """An engine for `batch` requests of one shape."""
+    tokens_per_request = setting.prompt_tokens + setting.output_tokens + 64
+    pages = batch * -(-tokens_per_request // setting.page_size) + 8
+    worker = WorkerConfig(
+        ModelSource(path=str(folder / "target"), load_format="dummy", max_model_len=2048),
+        CacheConfig(setting.page_size, num_pages=pages, prefix_cache=False),
+        SchedulerConfig(max_running=batch, max_step_tokens=8192),
+        tensor_parallel=tensor_parallel,
+        cuda_graphs=cuda_graphs,
+    )
+    tree = SHAPES[shape]
+    if tree is None:
+        return EngineSpec(worker)
+    num_steps, top_k, width = tree
+    return EngineSpec(worker, SpeculativeConfig(
+        str(folder / "draft"), "eagle3", num_steps, top_k, width,
+        synthetic_acceptance_length=setting.acceptance_length,
+    ))
+
+
+def timed(engine: LocalEngine, batch: int, setting: Setting, max_tokens: int) -> tuple[float, int]:
+    """Seconds and steps of one whole batch."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(10, 60, (setting.prompt_tokens,), generator=generator).tolist() for _ in range(batch)]
+    steps = engine.scheduler.stats.num_steps
+    started_s = time.perf_counter()
+    engine.generate(prompts, SamplingParams(max_tokens, 0.0), batch)
+    return time.perf_counter() - started_s, engine.scheduler.stats.num_steps - steps
+
+
+def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
+    """Figures of one shape and batch."""
+    started_s = time.perf_counter()
+    with local_engine(spec) as engine:
+        ready_s = time.perf_counter() - started_s
+        timed(engine, batch, setting, 16)
+        prefill_s = min(timed(engine, batch, setting, 1)[0] for _ in range(2))
+        prefill_steps = timed(engine, batch, setting, 1)[1]
+        best = min((timed(engine, batch, setting, setting.output_tokens) for _ in range(2)), key=lambda x: x[0])
+    rounds = best[1] - prefill_steps
+    ms = (best[0] - prefill_s) / rounds * 1e3
+    tokens_per_s = batch * (setting.output_tokens - 1) / (best[0] - prefill_s)
+    return {"ms_per_round": ms, "rounds": rounds, "tokens_per_s": tokens_per_s, "prefill_s": prefill_s,
+            "ready_s": ready_s}
+
+
+def hardware() -> str:
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens: a trial on any machine")
+    arguments = parser.parse_args()
+    setting = Setting(40, 24) if arguments.tiny else Setting()
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoints(Path(folder), "tiny" if arguments.tiny else arguments.model)
+        for shape in arguments.shapes:
+            for batch in arguments.batches:
+                spec = engine_spec(
+                    Path(folder), shape, batch, setting, arguments.tensor_parallel, not arguments.no_graphs
+                )
+                results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting)
+                print(shape, batch, {k: round(v, 3) for k, v in results[shape][str(batch)].items()}, flush=True)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+    print("| ms per round at batch | " + " | ".join(map(str, arguments.batches)) + " |")
+    print("| --- |" + " --- |" * len(arguments.batches))
+    for shape, row in results.items():
+        print(f"| {shape} | " + " | ".join(f"{row[str(b)]['ms_per_round']:.2f}" for b in arguments.batches) + " |")
+    print(json.dumps({"bench": "round", "hardware": hardware(), "commit": commit(), "model": arguments.model,
+                      "tensor_parallel": arguments.tensor_parallel, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

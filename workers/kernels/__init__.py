@@ -1,0 +1,1 @@
+"""Triton kernels of the models' small operations, each beside its torch reference. Imported on GPUs only."""
