@@ -1,0 +1,96 @@
+"""The command line: quick help, errors on one line, a plan that starts nothing."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _config(tmp_path: Path, **changes: Any) -> Path:
+    content = yaml.safe_load((ROOT / "deploy" / "eagle.yaml").read_text())
+    content["applications"][0]["args"] |= changes
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_help_does_not_import_torch_or_ray() -> None:
+    script = "import sys; from deploy.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n" \
+             "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    for command in ("serve", "plan", "doctor", "train-target", "train-draft"):
+        assert command in done.stdout
+
+
+def test_plan_prints_ranks_draft_and_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(_config(tmp_path)), "--cpus", "8", "--gpus", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "1 x 2 ranks on cuda" in text and "eagle3, chain, depth 3, 4 nodes verified" in text
+    assert "1 node with 8 CPU and 2 GPU" in text
+
+
+def test_plan_refuses_what_cannot_be_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _config(tmp_path, parallel={"tensor_parallel": 2, "replicas": 3})
+    assert main(["plan", str(path), "--cpus", "2", "--gpus", "0"]) == 2
+    assert "parallel.replicas=3: only 1 fit" in capsys.readouterr().err
+
+
+def test_plan_refuses_a_degree_that_does_not_divide_the_heads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _config(tmp_path, parallel={"tensor_parallel": 3})
+    assert main(["plan", str(path), "--cpus", "8", "--gpus", "0"]) == 2
+    assert "tensor_parallel=3" in capsys.readouterr().err
+
+
+def test_draft_of_another_target_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(ROOT / "deploy" / "models" / "draft", draft)
+    config = (draft / "config.json").read_text()
+    (draft / "config.json").write_text(config.replace('hidden_size": 512', 'hidden_size": 1024'))
+    path = _config(tmp_path, speculative={"method": "eagle3", "path": str(draft)})
+    assert main(["plan", str(path), "--cpus", "8", "--gpus", "0"]) == 2
+    error = capsys.readouterr().err
+    assert str(draft) in error and "made for a target of hidden_size=1024" in error and "hidden_size=512" in error
+
+
+def test_unknown_key_stops_serve_before_ray_starts(tmp_path: Path) -> None:
+    path = _config(tmp_path, speculatve={})
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "deploy.cli", "serve", str(path)], capture_output=True, text=True,
+                          cwd=ROOT, check=False)
+    assert done.returncode == 2 and "speculatve: unknown key; did you mean speculative?" in done.stderr
+    assert time.monotonic() - started < 10
+
+
+def test_taken_port_stops_serve_before_ray_starts(tmp_path: Path) -> None:
+    path = _config(tmp_path)
+    content = yaml.safe_load(path.read_text())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        content["http_options"]["port"] = taken.getsockname()[1]
+        path.write_text(yaml.safe_dump(content))
+        done = subprocess.run([sys.executable, "-m", "deploy.cli", "serve", str(path)], capture_output=True, text=True,
+                              cwd=ROOT, check=False)
+    assert done.returncode == 2 and "is in use" in done.stderr
+
+
+def test_doctor_prints_one_line_per_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(_config(tmp_path))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("ok    ") for line in lines)
+    assert main(["doctor", str(_config(tmp_path, cache={"page_size": 24}))]) == 1
+    assert "FAIL  configuration: cache.page_size=24" in capsys.readouterr().out
