@@ -80,7 +80,9 @@ class Drafter:
             tail = TailBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, page_table, max_kv_len)
             rope_positions = (position + step - 1).expand(batch, k).flatten()
             context = self._runner.context(tail, rope_positions)
-            state = self._runner.model(level.tokens.flatten(), level.hidden.flatten(0, 1), context)
+            # contiguous: a head may add to the state in place, and the first level's is one row seen k times
+            hidden = level.hidden.flatten(0, 1).contiguous()
+            state = self._runner.model(level.tokens.flatten(), hidden, context)
             rows = Rows(slots, (position + step + 1).expand(batch, k))
             child_scores, child_tokens = self._best(state, rows, needs)
             child_scores = (child_scores.view(batch, k, k) + level.scores.unsqueeze(2)).flatten(1)
