@@ -48,8 +48,18 @@ class _Loop:
         self._heartbeat_due_s = clock()
 
     def turn(self) -> Literal["stopped", "coordinator lost"] | None:
-        """Launch what can be launched, take what is done, wait for whichever comes next."""
+        """Wait for a plan if none is pending, launch what can be launched, take what is done."""
         executor, channel = self._executor, self._channel
+        now = self._clock()
+        if now >= self._heartbeat_due_s:
+            if channel.lost() is not None:
+                return _end(channel)
+            channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps))
+            self._heartbeat_due_s = now + HEARTBEAT_S
+        if executor.num_pending == 0:
+            news = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
+            if news and channel.lost() is not None:
+                return _end(channel)
         launched = False
         if executor.num_pending < _MAX_PENDING:
             message = channel.receive()
@@ -58,23 +68,11 @@ class _Loop:
             if message is not None:
                 executor.submit(message)
                 launched = True
-        took = executor.num_pending > 0 and executor.ready()
-        if took:
+        if executor.num_pending > 0 and executor.ready():
             result = executor.take()
             self._num_steps += 1
             if channel.rank == 0 and not channel.send(result):
                 return _end(channel)
-        now = self._clock()
-        if now >= self._heartbeat_due_s:
-            if channel.lost() is not None:
-                return _end(channel)
-            channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps))
-            self._heartbeat_due_s = now + HEARTBEAT_S
-        if not launched and not took:
-            if executor.num_pending:
-                time.sleep(_DEVICE_POLL_S)  # a plan that comes meanwhile waits no longer than this
-            else:
-                news = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
-                if news and channel.lost() is not None:
-                    return _end(channel)
+        elif not launched and executor.num_pending > 0:
+            time.sleep(_DEVICE_POLL_S)  # a plan that comes meanwhile waits no longer than this
         return None

@@ -213,12 +213,16 @@ class Scheduler:
         round that ends a request commits is not relied on."""
         books, slots, num_rounds = self.reservation, flight.slots, flight.num_rounds
         before: list[int] = books.committed[slots].tolist()
+        emitted = counts
         live = books.user[slots] == flight.users
-        slots, emitted = slots[live], counts[live]
-        num_rounds = int(np.count_nonzero(live[:num_rounds]))
+        if not live.all():
+            slots, emitted = slots[live], counts[live]
+            num_rounds = int(np.count_nonzero(live[:num_rounds]))
+        if len(slots) == 0:
+            return before
+        assert emitted.min() > 0, "a request that has not ended got no token"
         rounds, emitted_by_round = slots[:num_rounds], emitted[:num_rounds]
-        assert (emitted > 0).all(), "a request that has not ended got no token"
-        assert num_rounds == 0 or int(emitted_by_round.max()) <= flight.max_new_tokens, "more tokens than the round has"
+        assert num_rounds == 0 or emitted_by_round.max() <= flight.max_new_tokens, "more tokens than the round has"
         books.num_tokens[slots] += emitted
         books.min_pending[slots] -= 1
         books.committed[rounds] += emitted_by_round  # a prompt's KV was counted when its chunks were planned
