@@ -1,0 +1,99 @@
+"""Targets against transformers: the same tokens and the same log-probabilities, from the same checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attention.config import CacheConfig
+from speculative.build import EngineSpec
+from speculative.local import local_engine
+from tests.support.embedded import embedded_spec
+from tests.support.prompts import MODELS, held_out_prompts, tokenized
+from tests.support.tiny_models import VOCAB, make_target
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.plan import SamplingParams
+from workers.request import Request, RequestOutput
+
+GREEDY = SamplingParams(16, 0.0)
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 17, 90, 41)]
+
+
+def by_transformers(target: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    answers = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        answers.append(out[0, len(prompt):].tolist())
+    return answers
+
+
+def by_us(target: Path, tensor_parallel: int = 1) -> list[list[int]]:
+    torch.set_num_threads(1)
+    worker = WorkerConfig(
+        ModelSource(path=str(target), device="cpu"), CacheConfig(4, num_pages=200), SchedulerConfig(4, 32),
+        tensor_parallel=tensor_parallel, debug=True,
+    )
+    with local_engine(EngineSpec(worker)) as engine:
+        return [r.output for r in engine.generate(prompts(), GREEDY, 4)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architecture": "llama"},
+        {"architecture": "llama", "tie_word_embeddings": True, "attention_bias": True},
+        {"architecture": "llama", "rope_scaling": LLAMA3_ROPE},
+        {"architecture": "llama", "rope_scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        {"architecture": "llama", "num_key_value_heads": 4, "vocab_size": 101},
+        {"architecture": "qwen2"},
+        {"architecture": "qwen3", "head_dim": 32},
+    ],
+    ids=lambda s: "-".join(f"{v}" if isinstance(v, str) else k for k, v in s.items()),
+)
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
+    target = make_target(tmp_path / "target", **settings)
+    assert by_us(target) == by_transformers(target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [2, 4])
+def test_shards_together_are_the_model(tmp_path: Path, tensor_parallel: int) -> None:
+    """Four ranks share two KV heads; a vocabulary of 97 does not divide."""
+    target = make_target(tmp_path / "target", vocab_size=97)
+    assert by_us(target, tensor_parallel) == by_transformers(target)
+
+
+def test_the_embedded_targets_logprobs_are_those_of_transformers() -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
+    texts = tokenized(held_out_prompts(6, seed=5))
+    requests = [Request(str(i), p, SamplingParams(20, 0.0, logprobs=5)) for i, p in enumerate(texts)]
+    logprobs: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]] = {r.request_id: [] for r in requests}
+
+    def listen(output: RequestOutput) -> None:
+        for item in output.logprobs or ():
+            logprobs[output.request.request_id].append((item.top_ids, item.top_logprobs))
+
+    with local_engine(embedded_spec(None)) as engine:
+        engine.run(requests, 3, listen)
+    for request in requests:
+        with torch.no_grad():
+            logits = model(torch.tensor([request.prompt + request.output])).logits[0, len(request.prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).topk(5)
+        ours = logprobs[request.request_id]
+        assert [ids[0] for ids, _ in ours] == request.output == expected.indices[:, 0].tolist()
+        # float32 through 8 layers in another order of sums
+        torch.testing.assert_close(torch.tensor([v for _, v in ours]), expected.values, atol=2e-4, rtol=0)
