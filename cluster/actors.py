@@ -9,6 +9,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -94,13 +95,8 @@ class EagleCoordinator:
         """Seconds since the loop last came round; answers even if it hangs."""
         return 0.0 if self._coordinator is None else self._coordinator.health().loop_age_s
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others."""
-        assert self._coordinator is not None
-        return await asyncio.to_thread(self._coordinator.drain, timeout_s)
-
-    def _tell(self, listener: "object", reason: str) -> None:
-        self._loop.call_soon_threadsafe(listener, reason)  # type: ignore[arg-type]
+    def _tell(self, listener: Callable[[str], None], reason: str) -> None:
+        self._loop.call_soon_threadsafe(listener, reason)
 
     def _die(self, reason: str) -> None:
         if not self._death.done():

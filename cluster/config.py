@@ -115,9 +115,11 @@ class AerieConfig(BaseModel):
 
     @property
     def max_ongoing_requests(self) -> int:
-        """Calls one engine replica holds: as many as its scheduler runs and queues, so that the scheduler's own
-        refusal (429 with a reason) comes before Serve's."""
-        return self.scheduler.max_running + self.scheduler.max_waiting + 16
+        """Calls one engine replica holds: more than its scheduler takes and all ingresses send, so that the scheduler's
+        refusal (429 with a reason) is what a client sees, and never a silent queue inside Serve."""
+        queued = self.scheduler.max_running + self.scheduler.max_waiting
+        sent = self.ingress.num_replicas * self.ingress.max_concurrent_requests
+        return max(queued, sent) + 16
 
 
 def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
     plan = commands.add_parser("plan", help="check a Serve config file and print what it would start")
     _add_config(plan)
-    plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for (default: 1)")
+    plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
     plan.set_defaults(run=_plan)

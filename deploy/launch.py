@@ -31,7 +31,9 @@ HAPROXY_ENVIRONMENT = {
 def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool) -> int:
     """Check `path`, start or join Ray, and run it until Ctrl-C. Raises ConfigError."""
     # In a process of its own, which takes the 200 MB of torch with it when it ends.
-    plan = subprocess.run([sys.executable, "-m", "deploy.cli", "plan", str(path)], check=False)
+    joins = address is not None or "RAY_ADDRESS" in os.environ
+    command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
+    plan = subprocess.run(command, check=False)
     if plan.returncode != 0:
         return plan.returncode
     host, port = _http(path)

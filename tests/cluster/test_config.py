@@ -38,9 +38,11 @@ def test_sections_become_the_layers_dataclasses(base: Path) -> None:
     assert config.ingress.num_replicas == 3
 
 
-def test_replica_takes_more_calls_than_its_scheduler_queues(base: Path) -> None:
-    config = parse(_args(scheduler={"max_running": 7, "max_waiting": 11}), base)
-    assert config.max_ongoing_requests > 18
+def test_replica_takes_more_calls_than_are_ever_sent(base: Path) -> None:
+    scheduler = {"max_running": 7, "max_waiting": 1100}
+    assert parse(_args(scheduler=scheduler), base).max_ongoing_requests > 1107
+    ingress = {"num_replicas": 3, "max_concurrent_requests": 600}
+    assert parse(_args(scheduler=scheduler, ingress=ingress), base).max_ongoing_requests > 1800
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def _args(**engine: Any) -> dict[str, Any]:
     return {
         "model": {"path": "target", "device": "cpu"},
         "parallel": {"tensor_parallel": 2},
-        "scheduler": {"max_running": 8},
+        "scheduler": {"max_running": 8, "max_waiting": 24},
         "engine": {"step_timeout_s": 3, **engine},
     }
 
@@ -152,6 +152,22 @@ def test_health_is_bad_while_workers_restart(server: Server) -> None:
         time.sleep(0.05)
     assert answer[1]["engines"][0]["status"] == "recovering"
     server.wait_healthy(RECOVERY_LIMIT_S)
+
+
+def test_overload_is_refused_with_retry_after(server: Server) -> None:
+    async def run() -> list[httpx.Response]:
+        body = {"model": server.model, "prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+            return await asyncio.gather(*(
+                client.post(f"{server.url}/v1/completions", json=body | {"seed": seed}) for seed in range(60)
+            ))
+
+    answers = asyncio.run(run())
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert all(float(answer.headers["retry-after"]) > 0 and answer.json()["error"]["message"] for answer in refused)
+    wait_idle()
 
 
 def test_drained_application_ends_its_streams(port: int, folder: Path, server: Server) -> None:
