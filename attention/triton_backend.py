@@ -39,7 +39,7 @@ class TritonBackend(AttentionBackend):
         key = (device, tiles, head_dim)
         if key not in self._workspaces:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("attention backend 'triton': a new shape in a CUDA graph's capture; run it once before")
+                raise RuntimeError("attention backend 'triton': a new shape under capture; run it once before that")
             self._workspaces[key] = TailWorkspace.create(tiles, head_dim, _num_programs(tiles, device), device)
         return self._workspaces[key]
 

@@ -17,7 +17,7 @@ from attention.kv_pool import LayerKV
 from attention.metadata import ChunkBatch
 
 # Columns of a tile: its chunk, its first row, one past the chunk's last row, the position of its first row.
-TILE_FIELDS: tl.constexpr = 4
+TILE_FIELDS = tl.constexpr(4)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def chunk_tiles(group: int, head_dim: int, itemsize: int) -> ChunkTiles:
     if INTERPRETED:
         return ChunkTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
     if itemsize == 4:
-        return ChunkTiles(max(32, triton.next_power_of_2(group)), 32, 4, 2)
+        return ChunkTiles(max(32, triton.next_power_of_2(group)), 16, 8, 2)
     return ChunkTiles(max(128, triton.next_power_of_2(group)), 64, 8, 3)
 
 

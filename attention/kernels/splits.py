@@ -12,9 +12,9 @@ from torch import Tensor
 
 # Columns of an item: the request or IDLE; the first and one past the last KV position; the slot for its partial result
 # (of those of all requests that are cut); the slot of the request's first item; the request's number of items.
-ITEM_FIELDS: tl.constexpr = 8  # six, so that an item does not cross a 32-byte sector
-IDLE: tl.constexpr = -1
-CHUNK: tl.constexpr = 16
+ITEM_FIELDS = tl.constexpr(8)  # six, so that an item does not cross a 32-byte sector
+IDLE = tl.constexpr(-1)
+CHUNK = tl.constexpr(16)
 
 
 @triton.jit(do_not_specialize=["tail", "num_requests", "budget", "min_span", "num_items"])
@@ -55,7 +55,7 @@ def plan_items(prefix_len: Tensor, tail: int, budget: int, min_span: int, tile: 
     """
     num_requests = prefix_len.shape[0]
     num_items = num_requests + budget
-    items = torch.empty((num_items, ITEM_FIELDS), dtype=torch.int32, device=prefix_len.device)
+    items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     _plan_items[(1,)](
         prefix_len, items, tail, num_requests, max(budget, 1), min_span if budget else 1 << 30, num_items,
         TILE=tile, MAX_SPLITS=max_splits, REQUESTS=triton.next_power_of_2(num_requests),

@@ -24,9 +24,11 @@ MAX_BLOCK_M = 64
 
 
 @triton.jit
-def _merge(part_ptr, lse_ptr, first, step, count, m, d, live, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
-           D: tl.constexpr, FAN: tl.constexpr):
-    """The weighted mean [BLOCK_M, D] and log-sum [BLOCK_M] of `count` <= FAN partial results, `step` slots apart."""
+def _merge(part_ptr, lse_ptr, first, step, count, target, m, live, in_place, COLUMNS: tl.constexpr,
+           BLOCK_M: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr, FAN: tl.constexpr):
+    """Stores the weighted mean of `count` <= FAN partial results, `step` slots apart, at rows target [BLOCK_M] of D
+    values, by slices of D that keep registers few. Returns its log-sum [BLOCK_M]. in_place: target is one of the slots.
+    """
     stride = step * COLUMNS * BLOCK_M
     base = (first * COLUMNS + tl.program_id(0)) * BLOCK_M
     # L1 is not coherent: what other programs wrote is read from L2.
@@ -38,23 +40,20 @@ def _merge(part_ptr, lse_ptr, first, step, count, m, d, live, COLUMNS: tl.conste
     origin = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(lses - origin[None, :]), 0)
     total = tl.where(total == 0.0, 1.0, total)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
-    for j in tl.static_range(FAN):
-        row = base + j * stride + m
-        used = live & (j < count)
-        lse = tl.load(lse_ptr + row, mask=used, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(part_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=used[:, None], other=0.0,
-                       cache_modifier=".cg")
-        acc += part * (tl.exp2(lse - origin) / total)[:, None]
-    return acc, tl.where(top == float("-inf"), top, top + tl.log2(total))
-
-
-@triton.jit
-def _store_partial(part_ptr, lse_ptr, slot, acc, lse, m, d, live, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
-                   D: tl.constexpr):
-    row = (slot * COLUMNS + tl.program_id(0)) * BLOCK_M + m
-    tl.store(part_ptr + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=live[:, None])
-    tl.store(lse_ptr + row, lse, mask=live)
+    for piece in tl.static_range(D // SLICE):
+        d = piece * SLICE + tl.arange(0, SLICE)
+        acc = tl.zeros([BLOCK_M, SLICE], tl.float32)
+        for j in tl.static_range(FAN):
+            row = base + j * stride + m
+            used = live & (j < count)
+            lse = tl.load(lse_ptr + row, mask=used, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(part_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=used[:, None], other=0.0,
+                           cache_modifier=".cg")
+            acc += part * (tl.exp2(lse - origin) / total)[:, None]
+        if in_place:
+            tl.debug_barrier()
+        tl.store(target[:, None] + d[None, :], acc.to(target.dtype.element_ty), mask=live[:, None])
+    return origin + tl.log2(total)
 
 
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "tail", "num_tickets"])
@@ -62,7 +61,8 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
                  ticket_ptr, scale_log2, q_row_stride, q_head_stride, mask_request_stride, mask_row_stride,
                  table_stride, tail, num_tickets, ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
                  D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 COLUMNS: tl.constexpr, FAN: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
+                 COLUMNS: tl.constexpr, SLICE: tl.constexpr, FAN: tl.constexpr, PDL: tl.constexpr,
+                 UPCAST: tl.constexpr):
     head = tl.program_id(0) % KV_HEADS
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
     request = tl.load(item)
@@ -110,12 +110,14 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
             scores = tl.where(seen, scores, float("-inf"))
         top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out = out_ptr + ((row * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
+    out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if count == 1:
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+        tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
     else:
+        partial = (slot * COLUMNS + tl.program_id(0)) * BLOCK_M + m
+        tl.store((part_ptr + partial.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        _store_partial(part_ptr, lse_ptr, slot, acc, lse, m, d, live, COLUMNS, BLOCK_M, D)
+        tl.store(lse_ptr + partial, lse, mask=live)
         # The barrier puts every thread's stores before the one thread's release.
         tl.debug_barrier()
         leader = first + (slot - first) // FAN * FAN
@@ -123,20 +125,19 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
         ticket = ticket_ptr + leader * COLUMNS + tl.program_id(0)
         if tl.atomic_add(ticket, 1, sem="acq_rel") == members - 1:
             tl.store(ticket, 0)
-            acc, lse = _merge(part_ptr, lse_ptr, leader, 1, members, m, d, live, COLUMNS, BLOCK_M, D, FAN)
             if count <= FAN:
-                tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+                _merge(part_ptr, lse_ptr, leader, 1, members, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
             else:
-                # Threads may still read the slot that others are about to overwrite.
-                tl.debug_barrier()
-                _store_partial(part_ptr, lse_ptr, leader, acc, lse, m, d, live, COLUMNS, BLOCK_M, D)
+                partial = (leader * COLUMNS + tl.program_id(0)) * BLOCK_M + m
+                lse = _merge(part_ptr, lse_ptr, leader, 1, members, part_ptr + partial.to(tl.int64) * D, m, live, True,
+                             COLUMNS, BLOCK_M, D, SLICE, FAN)
+                tl.store(lse_ptr + partial, lse, mask=live)
                 tl.debug_barrier()
                 ticket = ticket_ptr + num_tickets + first * COLUMNS + tl.program_id(0)
-                if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.cdiv(count, FAN) - 1:
+                groups = tl.cdiv(count, FAN)
+                if tl.atomic_add(ticket, 1, sem="acq_rel") == groups - 1:
                     tl.store(ticket, 0)
-                    acc, lse = _merge(part_ptr, lse_ptr, first, FAN, tl.cdiv(count, FAN), m, d, live, COLUMNS, BLOCK_M,
-                                      D, FAN)
-                    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+                    _merge(part_ptr, lse_ptr, first, FAN, groups, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,10 @@ class TailTiles:
     stages: int
     programs_per_sm: int
     min_span: int
+
+    def merge_slice(self, head_dim: int) -> int:
+        """How many of head_dim's columns are merged at once: FAN partial results in 64 registers of each thread."""
+        return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
 
 
 def tail_tiles(packed_rows: int, head_dim: int, itemsize: int) -> TailTiles:
@@ -203,8 +208,8 @@ def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, items: Tensor, tiles: 
         workspace.tickets, scale * LOG2_E, q.stride(0), q.stride(1), batch.mask.stride(0), batch.mask.stride(1),
         batch.page_table.stride(0), batch.tail, workspace.tickets.shape[0] // 2, ROWS=batch.rows, GROUP=group,
         KV_HEADS=num_kv_heads, D=head_dim, PAGE=page_size, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        COLUMNS=columns, FAN=FAN, PDL=pdl, UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        COLUMNS=columns, SLICE=tiles.merge_slice(head_dim), FAN=FAN, PDL=pdl, UPCAST=INTERPRETED,
+        num_warps=tiles.warps, num_stages=tiles.stages, **({"launch_pdl": True} if pdl else {}),
     )
     return out
 

@@ -2,7 +2,8 @@
 `test_triton_interpreter` starts in a process of its own.
 
 Tolerances bound ||out - expected|| / ||expected|| of one row and head. Weights and results are rounded to the cache's
-type, each by at most half a unit in the last place: twice that is bound enough, and for float32 sums of up to 10^4 terms.
+type, each by at most half a unit in the last place: twice that is bound enough; for
+float32, sums of up to 10^4 terms.
 """
 
 import os
@@ -150,7 +151,7 @@ def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budg
     items = splits.plan_items(prefix, 1, budget, min_span=50, tile=32, max_splits=64).tolist()
     expected = splits.reference(lengths, budget, 50, 32, 64)
     assert [row[:6] for row in items[: len(expected)]] == expected
-    assert all(row[0] == splits.IDLE for row in items[len(expected) :])
+    assert all(row[0] == splits.IDLE.value for row in items[len(expected) :])
     assert len(expected) <= len(items) == len(lengths) + budget
     assert max(slot + count for _, _, _, _, slot, count in expected) <= 2 * budget + 1
 

@@ -1,0 +1,96 @@
+"""Compiles the kernels for Hopper without a GPU and looks at what the assembler says: no spills, and shared memory that
+lets as many programs onto a multiprocessor as the tables count on."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
+
+from attention.kernels import chunks, rope_store, splits, tail  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+SHARED_PER_SM = 227 * 1024
+DTYPES = {"bf16": 2, "fp32": 4}
+
+
+def compiled(kernel: Any, tmp_path: Path, pointers: dict[str, str], constants: dict[str, Any], warps: int,
+             stages: int) -> tuple[int, int, str]:
+    """Bytes of spills and of shared memory, and the PTX. Pointers not named are to int32; other arguments are int32
+    that 16 divides, or float32 for a scale."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = "*" + pointers.get(name, "i32")
+        else:
+            signature[name] = "fp32" if name.startswith("scale") else "i32"
+        if name.endswith(("_ptr", "_stride")):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(built.asm["cubin"])
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    stack, local = (re.search(rf"{what}:(\d+)", usage.stdout) for what in ("STACK", "LOCAL"))
+    assert stack is not None and local is not None
+    return int(stack[1]) + int(local[1]), built.metadata.shared, built.asm["ptx"]
+
+
+def tail_constants(rows: int, group: int, head_dim: int, page_size: int, tiles: tail.TailTiles) -> dict[str, Any]:
+    columns = 8 * -(-rows * group // tiles.block_m)
+    return {"ROWS": rows, "GROUP": group, "KV_HEADS": 8, "D": head_dim, "PAGE": page_size, "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n, "COLUMNS": columns, "SLICE": tiles.merge_slice(head_dim), "FAN": tail.FAN,
+            "PDL": True, "UPCAST": False}
+
+
+@pytest.mark.parametrize("rows,group,head_dim,page_size,dtype", [
+    (1, 4, 128, 16, "bf16"), (4, 4, 128, 16, "bf16"), (8, 4, 128, 16, "bf16"), (16, 4, 128, 16, "bf16"),
+    (8, 8, 128, 64, "bf16"), (4, 4, 128, 1, "bf16"), (4, 7, 64, 16, "bf16"), (4, 4, 128, 16, "fp32"),
+])
+def test_tail_attention_fits_hopper(rows: int, group: int, head_dim: int, page_size: int, dtype: str,
+                                    tmp_path: Path) -> None:
+    tiles = tail.tail_tiles(rows * group, head_dim, DTYPES[dtype])
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
+    pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
+    spills, shared, ptx = compiled(tail._attend_tail, tmp_path, pointers,
+                                   tail_constants(rows, group, head_dim, page_size, tiles), tiles.warps, tiles.stages)
+    assert spills == 0
+    assert shared * tiles.programs_per_sm <= SHARED_PER_SM
+    assert "cp.async.cg" in ptx  # K and V are loaded ahead
+
+
+@pytest.mark.parametrize("group,head_dim,dtype", [(4, 128, "bf16"), (1, 128, "bf16"), (7, 64, "bf16"),
+                                                  (4, 128, "fp32")])
+def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_path: Path) -> None:
+    tiles = chunks.chunk_tiles(group, head_dim, DTYPES[dtype])
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
+    constants = {"GROUP": group, "KV_HEADS": 8, "D": head_dim, "PAGE": 16, "BLOCK_M": tiles.block_m,
+                 "BLOCK_N": tiles.block_n, "UPCAST": False}
+    spills, shared, ptx = compiled(chunks._attend_chunks, tmp_path, pointers, constants, tiles.warps, tiles.stages)
+    assert spills == 0
+    assert shared <= SHARED_PER_SM
+    if dtype == "bf16":
+        assert "wgmma.mma_async" in ptx
+
+
+def test_planning_and_rope_store_fit_hopper(tmp_path: Path) -> None:
+    constants: dict[str, Any] = {"TILE": 64, "MAX_SPLITS": 64, "REQUESTS": 512, "ITEMS": 1024}
+    assert compiled(splits._plan_items, tmp_path, {}, constants, 4, 1)[0] == 0
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
+    pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64"}
+    constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "PDL": True}
+    assert compiled(rope_store._rope_store, tmp_path, pointers, constants, 1, 1)[0] == 0
