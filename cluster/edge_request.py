@@ -16,7 +16,7 @@ from cluster.errors import invalid, model_not_found, too_long, unsupported
 from cluster.openai_api import ChatBody, TextBody
 from cluster.prompts import chat_prompt, check_token_ids, listed_prompts
 from cluster.tokenizer import ChatTokenizer
-from workers.plan import SamplingParams
+from workers.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
 MIN_TEMPERATURE = 1e-5  # below, the choice is greedy anyway and dividing logits overflows
@@ -149,7 +149,10 @@ def _sampling(
     temperature = _given(body.temperature, config.default_temperature)
     top_p = _given(body.top_p, config.default_top_p)
     top_k = max(0, int(_given(body.top_k, config.default_top_k)))
-    stop_tokens = check_token_ids("stop_token_ids", body.stop_token_ids or [], tokenizer)
+    stop_tokens = eos.union(check_token_ids("stop_token_ids", body.stop_token_ids or [], tokenizer))
+    if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, the model's own {len(eos)} "
+                      "included; send fewer, or use stop strings")
     return SamplingParams(
         max_tokens=0,
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
@@ -162,7 +165,7 @@ def _sampling(
         repetition_penalty=_given(body.repetition_penalty, config.default_repetition_penalty),
         logit_bias=_logit_bias(body.logit_bias or {}, tokenizer),
         min_tokens=body.min_tokens or 0,
-        stop_token_ids=tuple(sorted(eos.union(stop_tokens))),
+        stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
         speculative=body.speculative is not False,
     )

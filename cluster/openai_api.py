@@ -12,13 +12,13 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.errors import ApiError, invalid, unsupported
+from workers.plan import MAX_STOP_TOKEN_IDS
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-MAX_STOP_TOKEN_IDS = 256
 # Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
 # for the worst bodies of 8 MB, in which no stream of this process would go on.
 MAX_PARAMETERS = 128

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+MAX_STOP_TOKEN_IDS = 64  # of one request, the model's end-of-sequence ids included: a row of a device tensor
 
 
 def pack_i32(values: Sequence[int] | npt.NDArray[np.int32]) -> bytes:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from attention.metadata import to_device
-from workers.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, unpack_i32
+from workers.plan import FINISH_LENGTH, FINISH_STOP, MAX_STOP_TOKEN_IDS, SamplingParams, SlotInit, StepPlan, unpack_i32
 
-MAX_STOP_IDS = 32
 NO_TOKEN = -1
 
 
@@ -72,7 +71,7 @@ class SlotTable:
         self._flags = filled(False, torch.bool, 3)
         self.finished, self.speculative, self.shapes_logits = self._flags.unbind(1)
         self.finished[:] = True
-        self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_IDS)
+        self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
         # [rows, vocab], made when the first request needs them
         self.output_counts: Tensor | None = None
         self.in_prompt: Tensor | None = None
@@ -92,7 +91,7 @@ class SlotTable:
         slot, sampling = init.slot, init.sampling
         self.facts[slot] = facts = SlotFacts(sampling)
         stops = sampling.stop_token_ids
-        assert len(stops) <= MAX_STOP_IDS, "the edge bounds stop_token_ids"
+        assert len(stops) <= MAX_STOP_TOKEN_IDS, "the edge bounds stop_token_ids"
         min_len = init.prompt_len + sampling.min_tokens
         ints = [0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k]
         floats = [sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty,
@@ -103,7 +102,7 @@ class SlotTable:
         self._floats[slot] = to_device(torch.tensor(floats), self.device)
         flags = torch.tensor([False, sampling.speculative, facts.shapes_logits])
         self._flags[slot] = to_device(flags, self.device)
-        padded = torch.tensor([*stops, *[NO_TOKEN] * (MAX_STOP_IDS - len(stops))])
+        padded = torch.tensor([*stops, *[NO_TOKEN] * (MAX_STOP_TOKEN_IDS - len(stops))])
         self.stop_ids[slot] = to_device(padded, self.device)
         if facts.shapes_logits:
             self._init_shaping(init)

@@ -9,7 +9,7 @@ from cluster.edge_request import choice_seed
 from cluster.openai_api import REFUSED
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
-from workers.plan import SamplingParams
+from workers.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
 EOS_ID = small_tokenizer().token_to_id(EOS)
 NAN = float("nan")
@@ -67,6 +67,15 @@ async def test_null_means_default() -> None:
 async def test_edge_values_are_translated(given: dict[str, Any], expected: dict[str, Any]) -> None:
     (sampling,) = await _sampling(CHAT, HELLO | given)
     assert {name: getattr(sampling, name) for name in expected} == expected
+
+
+async def test_stop_tokens_fit_the_engines_row_together_with_the_models_own() -> None:
+    (sampling,) = await _sampling(CHAT, HELLO | {"stop_token_ids": list(range(5, 5 + MAX_STOP_TOKEN_IDS - 1))})
+    assert len(sampling.stop_token_ids) == MAX_STOP_TOKEN_IDS
+    async with in_process(FakeEngine(says("x"))) as client:
+        reply = await client.post(CHAT, json=HELLO | {"stop_token_ids": list(range(5, 5 + MAX_STOP_TOKEN_IDS))})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "stop_token_ids"
 
 
 async def test_choices_have_their_own_seeds_and_repeat_with_the_request() -> None:
