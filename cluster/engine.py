@@ -19,11 +19,11 @@ from ray.serve.context import _get_global_client
 
 from cluster.actors import coordinator_prefix
 from cluster.config import AerieConfig
-from cluster.gang import GangPlan
+from cluster.gang import GangError, GangPlan
 from cluster.messages import GenerateRequest, Refusal
 from cluster.plan_report import ready_line
 from cluster.remote_engines import EngineAnswer
-from cluster.supervisor import GaveUpError, Supervisor
+from cluster.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.wiring import make_transport
 
 
@@ -46,7 +46,11 @@ class Engine:
             report=_report,
         )
         started = time.monotonic()
-        await self._supervisor.start()
+        try:
+            await self._supervisor.start()
+        except (GangError, CoordinatorLostError) as error:
+            _report(f"the engine could not start: {error}")  # Serve tells this to its log file only, in some modes
+            raise
         _report(ready_line(config, await asyncio.to_thread(_root_url), time.monotonic() - started))
         self._supervision = asyncio.create_task(self._supervise())
 

@@ -73,7 +73,7 @@ class Gang:
             limit = self._plan.config.engine.start_timeout_s
             raise GangError(f"not ready after engine.start_timeout_s={limit:g} (last done: {self._done})") from None
         except BaseException:
-            self.kill()
+            self.kill(hung=False)
             raise
 
     async def failure(self) -> str:
