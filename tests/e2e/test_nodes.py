@@ -14,9 +14,7 @@ from tests.e2e.serving import RAY_ENVIRONMENT, free_port, serving, wait_idle
 from tests.support.scripted import VOCABULARY, scripted_token
 from tests.support.tiny_models import make_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning"),
-              pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
-              pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,7 @@ from tests.e2e.serving import Server, actor_pids, ray_cluster, serving, wait_idl
 from tests.support.scripted import VOCABULARY, scripted_token
 from tests.support.tiny_models import make_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning"),
-              pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
-              pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 RANK = "tests.e2e.scripted_rank:ScriptedRank"
 PROMPT = [5, 6, 7]
