@@ -1,0 +1,121 @@
+"""Speculation with the embedded pair on this CPU: tokens/s while decoding, with and without, and acceptance length.
+
+Greedy answers to held-out prompts, local engines without Ray and HTTP, one thread per rank as the server has. Decoding
+time is the time of the answers less that of the same prompts with max_tokens=1, the prefix cache off. The arms take
+turns, so that a change of the machine's load reaches all; ratios are taken within a turn.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from tests.bench.finding import Finding, Report, table
+from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.prompts import held_out_prompts, tokenized
+from workers.local import LocalEngine
+from workers.plan import SamplingParams
+
+ARMS: dict[str, SpeculativeConfig | None] = {"off": None, "chain 3/1/4": CHAIN, "tree 5/4/16": TREE}
+SERVED = "chain 3/1/4"  # what deploy/eagle.yaml asks for
+REPEATS = 3
+SPEEDUP = 1.3
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One arm's figures in one turn."""
+
+    tokens_per_s: float
+    acceptance_length: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """concurrency: requests that decode together."""
+
+    tensor_parallel: int
+    concurrency: int
+    num_prompts: int
+    max_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"TP {self.tensor_parallel}, batch {self.concurrency}"
+
+
+CASES = [Case(1, 1, 6, 96), Case(1, 8, 24, 96), Case(2, 1, 6, 96)]
+
+
+def run(quick: bool) -> Report:
+    """All cases; `quick`: a few tokens of the first."""
+    cases = [Case(1, 1, 2, 8)] if quick else CASES
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        results = {case.name: measure(case, 1 if quick else REPEATS) for case in cases}
+    finally:
+        torch.set_num_threads(threads)
+    rows = [
+        (case, arm, figures["tokens_per_s"], figures["speedup"], figures["acceptance_length"])
+        for case, arms in results.items() for arm, figures in arms.items()
+    ]
+    speedup = results["TP 1, batch 1"][SERVED]["speedup"]
+    return Report(
+        {"speculation_speedup": Finding(speedup, SPEEDUP, "x", at_least=True)},
+        table(["engine", "speculation", "tokens/s", "x off", "acceptance length"], rows),
+        results,
+    )
+
+
+def measure(case: Case, repeats: int) -> dict[str, dict[str, float]]:
+    """By arm: medians of tokens_per_s and of speedup over "off" in the same turn; acceptance_length."""
+    # Another seed than the tests', so that no threshold was tuned on these.
+    prompts = tokenized(held_out_prompts(case.num_prompts, seed=11))
+    turns: list[dict[str, Turn]] = []
+    with contextlib.ExitStack() as stack:
+        engines = {name: stack.enter_context(local_engine(_spec(case, arm))) for name, arm in ARMS.items()}
+        for engine in engines.values():
+            _answer(engine, prompts[:2], 4, case.concurrency)  # warm
+        for _ in range(repeats):
+            turns.append({name: _turn(engine, prompts, case) for name, engine in engines.items()})
+    return {
+        name: {
+            "tokens_per_s": round(statistics.median(turn[name].tokens_per_s for turn in turns), 1),
+            "speedup": round(statistics.median(t[name].tokens_per_s / t["off"].tokens_per_s for t in turns), 3),
+            "acceptance_length": round(turns[0][name].acceptance_length, 3),
+        }
+        for name in ARMS
+    }
+
+
+def _spec(case: Case, arm: SpeculativeConfig | None) -> EngineSpec:
+    draft = None if arm is None else dataclasses.replace(arm, draft_tp=1)
+    spec = embedded_spec(draft, case.tensor_parallel, debug=False)
+    cache = dataclasses.replace(spec.worker.cache, prefix_cache=False)
+    return dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, cache=cache))
+
+
+def _turn(engine: LocalEngine, prompts: list[list[int]], case: Case) -> Turn:
+    prefill_s, _ = _answer(engine, prompts, 1, case.concurrency)
+    whole_s, requests = _answer(engine, prompts, case.max_tokens, case.concurrency)
+    tokens = sum(len(request.output) - 1 for request in requests)
+    rounds = sum(request.num_rounds for request in requests)
+    accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
+    return Turn(tokens / (whole_s - prefill_s), 1 + accepted / max(1, rounds))
+
+
+def _answer(
+    engine: LocalEngine, prompts: list[list[int]], max_tokens: int, concurrency: int
+) -> tuple[float, list[Any]]:
+    sampling = SamplingParams(max_tokens, 0.0, stop_token_ids=eos_token_ids())
+    started_s = time.perf_counter()
+    requests = engine.generate(prompts, sampling, concurrency)
+    return time.perf_counter() - started_s, requests

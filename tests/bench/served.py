@@ -1,0 +1,162 @@
+"""A server as a child process: started as `make serve` starts it, its console with times, ended with Ctrl-C."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from tests.e2e.serving import RAY_ENVIRONMENT, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_LIMIT_S = 180.0
+STOP_LIMIT_S = 60.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+# What a process's command line begins with or holds -> its group; the first that fits.
+GROUPS = (
+    ("ray::ServeReplica:aerie:Ingress", "ingress"),
+    ("ray::ServeReplica:aerie:Engine", "engine"),
+    ("ray::EagleCoordinator", "coordinator"),
+    ("ray::Worker", "worker"),
+    ("haproxy.cfg", "proxy"),
+    ("ray::HAProxyManager", "proxy's manager"),
+    ("ray::ProxyActor", "Python proxy"),
+    ("ray::ServeController", "controller"),
+    ("raylet", "Ray"),
+    ("gcs_server", "Ray"),
+    ("ray", "Ray"),
+)
+
+
+@dataclass
+class RunningServer:
+    """lines: (seconds since the start, line) of its console. ready_s: from the start to the first 200 of /health."""
+
+    process: subprocess.Popen[str]
+    url: str
+    started_s: float
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    ready_s: float = 0.0
+
+    def groups(self) -> dict[str, list[psutil.Process]]:
+        """Its processes by what they are for."""
+        found: dict[str, list[psutil.Process]] = {"launcher": [psutil.Process(self.process.pid)]}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                found.setdefault(_group(" ".join(child.cmdline())), []).append(child)
+        return found
+
+    def cpu_seconds(self) -> Counter[str]:
+        """Core seconds that each group has used."""
+        used: Counter[str] = Counter()
+        for name, processes in self.groups().items():
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    used[name] += times.user + times.system
+        return used
+
+    def console(self) -> str:
+        return "\n".join(f"{seconds:6.1f} {line}" for seconds, line in self.lines)
+
+
+@contextlib.contextmanager
+def running(module: str, content: dict[str, Any], *options: str) -> Iterator[RunningServer]:
+    """`python -m module serve-config options` on a free port of the loopback; nothing of it is left afterwards.
+
+    content: the Serve config file; its port is filled in. Raises RuntimeError if it does not start, or does not end
+    within a minute of Ctrl-C, with its console's text."""
+    folder = tempfile.mkdtemp(prefix="ab", dir="/tmp")  # short: Unix socket paths end at 107 bytes
+    port = free_port()
+    content = content | {"http_options": {"host": "127.0.0.1", "port": port}}
+    path = Path(folder) / "serve.yaml"
+    path.write_text(yaml.safe_dump(content))
+    environment = os.environ | RAY_ENVIRONMENT | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *module.split(), str(path), *options], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+    )
+    server = RunningServer(process, f"http://127.0.0.1:{port}", time.perf_counter())
+    reader = threading.Thread(target=_read, args=(server,), daemon=True)
+    reader.start()
+    try:
+        _wait_ready(server)
+        yield server
+    finally:
+        left = _stop(server)
+        reader.join(5)
+        assert process.stdout is not None
+        process.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    if left:
+        raise RuntimeError(f"Ctrl-C left behind: {left}\n{server.console()}")
+
+
+def model_name(server: RunningServer) -> str:
+    """The name that its clients ask for."""
+    name: str = httpx.get(f"{server.url}/v1/models", timeout=10).json()["data"][0]["id"]
+    return name
+
+
+def embedded_config() -> dict[str, Any]:
+    """deploy/eagle.yaml."""
+    content: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "eagle.yaml").read_text())
+    return content
+
+
+def _wait_ready(server: RunningServer) -> None:
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
+                server.ready_s = time.perf_counter() - server.started_s
+                return
+        if server.process.poll() is not None or time.perf_counter() - server.started_s > READY_LIMIT_S:
+            raise RuntimeError(f"the server did not start:\n{server.console()}")
+        time.sleep(0.1)
+
+
+def _stop(server: RunningServer) -> list[str]:
+    """Ctrl-C; what had to be killed."""
+    process = server.process
+    left: list[str] = []
+    children: list[psutil.Process] = []
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_LIMIT_S)
+    if process.poll() is None:
+        left.append("aerie serve")
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(children, timeout=15)
+    for child in alive:
+        with contextlib.suppress(psutil.Error):
+            left.append(child.name())
+            child.kill()
+    return left
+
+
+def _read(server: RunningServer) -> None:
+    assert server.process.stdout is not None
+    for line in server.process.stdout:
+        server.lines.append((time.perf_counter() - server.started_s, _COLOUR.sub("", line.rstrip())))
+
+
+def _group(command: str) -> str:
+    return next((group for part, group in GROUPS if part in command), "other")
