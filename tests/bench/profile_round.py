@@ -60,7 +60,8 @@ def report(events: list[dict[str, Any]], rounds: int) -> dict[str, float]:
     for event in device:
         by_name[event["name"]].append(event["dur"])
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:40]:
-        print(f"{sum(times) / rounds:9.1f} us {len(times) / rounds:7.1f} x {sum(times) / len(times):8.2f} us  {name[:110]}")
+        total_us, count = sum(times), len(times)
+        print(f"{total_us / rounds:9.1f} us {count / rounds:7.1f} x {total_us / count:8.2f} us  {name[:110]}")
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in device]
     wall_us = max(end for _, end in spans) - min(begin for begin, _ in spans)
     return {
