@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared
 from attention.kernels.chunks import ChunkTiles, attend_chunks, chunk_tiles, list_tiles
 from attention.kernels.splits import plan_items
-from attention.kernels.tail import MAX_SPLITS, TailTiles, TailWorkspace, attend_tail, tail_tiles
+from attention.kernels.tail import MAX_SPLITS, TailPlan, TailTiles, TailWorkspace, attend_tail, tail_tiles
 from attention.kv_pool import LayerKV
 from attention.metadata import ChunkBatch, Mode, TailBatch
 
@@ -45,37 +45,35 @@ class TritonBackend(AttentionBackend):
 
 
 @dataclass(frozen=True)
-class _TailPlan:
-    tiles: TailTiles
-    items: Tensor
-    workspace: TailWorkspace
-    pdl: bool
-
-
-@dataclass(frozen=True)
 class _PreparedTail(Prepared):
     """plans: by (q_heads, kv_heads, head_dim, itemsize), made at a pass's first layer; there is one."""
 
     batch: TailBatch
     backend: TritonBackend
-    plans: dict[tuple[int, int, int, int], _TailPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int, int], TailPlan] = field(default_factory=dict)
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         plan = self._plan(q.shape[1], kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
-        return attend_tail(q, kv, self.batch, plan.items, plan.tiles, plan.workspace, scale, plan.pdl)
+        return attend_tail(q, kv, self.batch, plan, scale)
 
-    def _plan(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> _TailPlan:
+    def _plan(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> TailPlan:
         key = (num_heads, num_kv_heads, head_dim, itemsize)
         if key not in self.plans:
-            batch, device = self.batch, self.batch.prefix_len.device
-            packed_rows = batch.rows * (num_heads // num_kv_heads)
-            tiles = tail_tiles(packed_rows, head_dim, itemsize)
-            columns = num_kv_heads * -(-packed_rows // tiles.block_m)
-            budget = split_budget(batch.num_requests, _num_programs(tiles, device) // columns)
-            items = plan_items(batch.prefix_len, batch.tail, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
-            workspace = self.backend.workspace(tiles, head_dim, device)
-            self.plans[key] = _TailPlan(tiles, items, workspace, _launches_early(device))
+            tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), head_dim, itemsize)
+            workspace = self.backend.workspace(tiles, head_dim, self.batch.prefix_len.device)
+            self.plans[key] = plan_tail(self.batch, num_heads, num_kv_heads, tiles, workspace)
         return self.plans[key]
+
+
+def plan_tail(batch: TailBatch, num_heads: int, num_kv_heads: int, tiles: TailTiles,
+              workspace: TailWorkspace) -> TailPlan:
+    device = batch.prefix_len.device
+    columns = num_kv_heads * -(-batch.rows * (num_heads // num_kv_heads) // tiles.block_m)
+    budget = split_budget(batch.num_requests, _num_programs(tiles, device) // columns)
+    items = plan_items(batch.prefix_len, batch.tail, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
+    each = min(MAX_SPLITS, budget // batch.num_requests)
+    return TailPlan(tiles, items, workspace, apart=each > 1, splits=1 << max(1, (each - 1).bit_length()),
+                    pdl=_launches_early(device))
 
 
 def split_budget(num_requests: int, items: int) -> int:

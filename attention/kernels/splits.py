@@ -5,6 +5,8 @@ An item is a stretch of one request's KV that one program per KV head reads. The
 those not needed are marked idle. A pass plans once and all its layers use the plan.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ CHUNK = tl.constexpr(16)
 
 
 @triton.jit(do_not_specialize=["tail", "num_requests", "budget", "min_span", "num_items"])
-def _plan_items(prefix_ptr, items_ptr, tail, num_requests, budget, min_span, num_items,
+def _plan_items(prefix_ptr, items_ptr, requests_ptr, tail, num_requests, budget, min_span, num_items,
                 TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, REQUESTS: tl.constexpr, ITEMS: tl.constexpr):
     request = tl.arange(0, REQUESTS)
     present = request < num_requests
@@ -42,13 +44,24 @@ def _plan_items(prefix_ptr, items_ptr, tail, num_requests, budget, min_span, num
         tl.store(item + 3, first[:, None] + i, mask=used)
         tl.store(item + 4, first[:, None] + i * 0, mask=used)
         tl.store(item + 5, count[:, None] + i * 0, mask=used)
+    tl.store(requests_ptr + 2 * request, first, mask=present)
+    tl.store(requests_ptr + 2 * request + 1, count, mask=present)
     rest = tl.arange(0, ITEMS)
     idle = (rest >= tl.sum(count, 0)) & (rest < num_items)
     tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
 
 
-def plan_items(prefix_len: Tensor, tail: int, budget: int, min_span: int, tile: int, max_splits: int) -> Tensor:
-    """[num_requests + budget, ITEM_FIELDS] int32: the items of requests of prefix_len [B] int32 plus `tail` positions.
+@dataclass(frozen=True)
+class Items:
+    """items: [num_requests + budget, ITEM_FIELDS] int32. requests: [num_requests, 2] int32, the slot of each request's
+    first item and its number of items."""
+
+    items: Tensor
+    requests: Tensor
+
+
+def plan_items(prefix_len: Tensor, tail: int, budget: int, min_span: int, tile: int, max_splits: int) -> Items:
+    """The items of requests of prefix_len [B] int32 plus `tail` positions each.
 
     No request is cut into more than max_splits items nor, but for the last, into items shorter than about min_span;
     boundaries are multiples of `tile`. At most 2 * budget slots are used. budget = 0 cuts nothing.
@@ -56,12 +69,13 @@ def plan_items(prefix_len: Tensor, tail: int, budget: int, min_span: int, tile: 
     num_requests = prefix_len.shape[0]
     num_items = num_requests + budget
     items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
+    requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
     _plan_items[(1,)](
-        prefix_len, items, tail, num_requests, max(budget, 1), min_span if budget else 1 << 30, num_items,
+        prefix_len, items, requests, tail, num_requests, max(budget, 1), min_span if budget else 1 << 30, num_items,
         TILE=tile, MAX_SPLITS=max_splits, REQUESTS=triton.next_power_of_2(num_requests),
         ITEMS=triton.next_power_of_2(num_items), num_warps=4,
     )
-    return items
+    return Items(items, requests)
 
 
 def reference(lengths: list[int], budget: int, min_span: int, tile: int, max_splits: int) -> list[list[int]]:

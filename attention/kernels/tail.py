@@ -2,8 +2,10 @@
 """Attention of a few rows per request over its paged KV, all lengths read on the device (see `TailBatch`).
 
 All query heads of a KV head and all rows of a request share one tile, so KV is read once. The grid is KV heads (times
-blocks of rows) x items of `attention.kernels.splits`. A request of several items is merged by the program that finishes
-last, in two levels: of every FAN items the last merges those, of these the last merges all.
+blocks of rows) x items of `attention.kernels.splits`. Where a batch is small enough that all its requests are cut, a
+second kernel merges their partial results, spread over the device. Where only unusually long requests are cut, the
+programs that finish last do so and nothing is launched for it: of every FAN items the last merges those, of these last
+ones the last merges all.
 """
 
 from dataclasses import dataclass
@@ -14,13 +16,45 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate
-from attention.kernels.splits import ITEM_FIELDS
+from attention.kernels.splits import ITEM_FIELDS, Items
 from attention.kv_pool import LayerKV
 from attention.metadata import TailBatch
 
 FAN = 8
 MAX_SPLITS = FAN * FAN
 MAX_BLOCK_M = 64
+
+
+@triton.jit
+def _merge_rows(part_ptr, lse_ptr, out_ptr, requests_ptr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+                KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+                SPLITS: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """One row and query head from its partial results, SPLITS of them at a time."""
+    packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if count > 1:
+        d = tl.arange(0, D)
+        stride = COLUMNS * BLOCK_M
+        base = (first * COLUMNS + packed // BLOCK_M * KV_HEADS + head) * BLOCK_M + packed % BLOCK_M
+        i = tl.arange(0, MAX_SPLITS)
+        lses = tl.load(lse_ptr + base + i * stride, mask=i < count, other=float("-inf"), cache_modifier=".cg")
+        top = tl.max(lses, 0)
+        origin = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(lses - origin), 0)
+        acc = tl.zeros([D], tl.float32)
+        for start in range(0, count, SPLITS):
+            i = start + tl.arange(0, SPLITS)
+            slot = base + i * stride
+            lse = tl.load(lse_ptr + slot, mask=i < count, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(part_ptr + slot.to(tl.int64)[:, None] * D + d[None, :], mask=(i < count)[:, None], other=0.0,
+                           cache_modifier=".cg")
+            acc += tl.sum(part * tl.exp2(lse - origin)[:, None], 0)
+        out = ((request * ROWS + packed // GROUP) * KV_HEADS + head) * GROUP + packed % GROUP
+        acc = acc / tl.where(total == 0.0, 1.0, total)
+        tl.store(out_ptr + out * D + d, acc.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -56,13 +90,40 @@ def _merge(part_ptr, lse_ptr, first, step, count, target, m, live, in_place, COL
     return origin + tl.log2(total)
 
 
+@triton.jit
+def _merge_by_the_last(part_ptr, lse_ptr, ticket_ptr, out, slot, first, count, m, live, num_tickets,
+                       COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
+                       FAN: tl.constexpr):
+    """After this program's partial result is stored: merges if it finds the others of its FAN, or of all, stored."""
+    # The barrier puts every thread's stores before the one thread's release.
+    tl.debug_barrier()
+    leader = first + (slot - first) // FAN * FAN
+    members = tl.minimum(FAN, first + count - leader)
+    ticket = ticket_ptr + leader * COLUMNS + tl.program_id(0)
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == members - 1:
+        tl.store(ticket, 0)
+        if count <= FAN:
+            _merge(part_ptr, lse_ptr, leader, 1, members, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
+        else:
+            partial = (leader * COLUMNS + tl.program_id(0)) * BLOCK_M + m
+            lse = _merge(part_ptr, lse_ptr, leader, 1, members, part_ptr + partial.to(tl.int64) * D, m, live, True,
+                         COLUMNS, BLOCK_M, D, SLICE, FAN)
+            tl.store(lse_ptr + partial, lse, mask=live)
+            tl.debug_barrier()
+            ticket = ticket_ptr + num_tickets + first * COLUMNS + tl.program_id(0)
+            groups = tl.cdiv(count, FAN)
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == groups - 1:
+                tl.store(ticket, 0)
+                _merge(part_ptr, lse_ptr, first, FAN, groups, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
+
+
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "tail", "num_tickets"])
 def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, items_ptr, part_ptr, lse_ptr,
                  ticket_ptr, scale_log2, q_row_stride, q_head_stride, mask_request_stride, mask_row_stride,
                  table_stride, tail, num_tickets, ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
                  D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 COLUMNS: tl.constexpr, SLICE: tl.constexpr, FAN: tl.constexpr, PDL: tl.constexpr,
-                 UPCAST: tl.constexpr):
+                 COLUMNS: tl.constexpr, SLICE: tl.constexpr, FAN: tl.constexpr, APART: tl.constexpr,
+                 PDL: tl.constexpr, UPCAST: tl.constexpr):
     head = tl.program_id(0) % KV_HEADS
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
     request = tl.load(item)
@@ -118,26 +179,9 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
         tl.store((part_ptr + partial.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(lse_ptr + partial, lse, mask=live)
-        # The barrier puts every thread's stores before the one thread's release.
-        tl.debug_barrier()
-        leader = first + (slot - first) // FAN * FAN
-        members = tl.minimum(FAN, first + count - leader)
-        ticket = ticket_ptr + leader * COLUMNS + tl.program_id(0)
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == members - 1:
-            tl.store(ticket, 0)
-            if count <= FAN:
-                _merge(part_ptr, lse_ptr, leader, 1, members, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
-            else:
-                partial = (leader * COLUMNS + tl.program_id(0)) * BLOCK_M + m
-                lse = _merge(part_ptr, lse_ptr, leader, 1, members, part_ptr + partial.to(tl.int64) * D, m, live, True,
-                             COLUMNS, BLOCK_M, D, SLICE, FAN)
-                tl.store(lse_ptr + partial, lse, mask=live)
-                tl.debug_barrier()
-                ticket = ticket_ptr + num_tickets + first * COLUMNS + tl.program_id(0)
-                groups = tl.cdiv(count, FAN)
-                if tl.atomic_add(ticket, 1, sem="acq_rel") == groups - 1:
-                    tl.store(ticket, 0)
-                    _merge(part_ptr, lse_ptr, first, FAN, groups, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
+        if not APART:
+            _merge_by_the_last(part_ptr, lse_ptr, ticket_ptr, out, slot, first, count, m, live, num_tickets, COLUMNS,
+                               BLOCK_M, D, SLICE, FAN)
 
 
 @dataclass(frozen=True)
@@ -190,27 +234,47 @@ class TailWorkspace:
         )
 
 
-def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, items: Tensor, tiles: TailTiles, workspace: TailWorkspace,
-                scale: float, pdl: bool) -> Tensor:
+@dataclass(frozen=True)
+class TailPlan:
+    """What all layers of a pass share. items: of `plan_items`, with a budget of at most the workspace's programs by
+    columns. apart: merge in a second kernel, of up to `splits` partial results at a time. pdl: launch before the
+    previous kernel ends (compute capability 9 or later)."""
+
+    tiles: TailTiles
+    items: Items
+    workspace: TailWorkspace
+    apart: bool
+    splits: int
+    pdl: bool
+
+
+def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, plan: TailPlan, scale: float) -> Tensor:
     """[B * R, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides.
 
-    items: of `plan_items` for this batch, with a budget of at most num_programs / columns. scale: positive. pdl: launch
-    before the previous kernel ends (compute capability 9 or later).
+    plan: made for this batch and these numbers of heads. scale: positive.
     """
+    tiles, workspace = plan.tiles, plan.workspace
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group = q.shape[1] // num_kv_heads
     columns = num_kv_heads * -(-batch.rows * group // tiles.block_m)
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.tail <= 63
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _attend_tail[(columns, items.shape[0])](
-        q, kv.k, kv.v, out, batch.mask, batch.prefix_len, batch.page_table, items, workspace.part, workspace.lse,
-        workspace.tickets, scale * LOG2_E, q.stride(0), q.stride(1), batch.mask.stride(0), batch.mask.stride(1),
-        batch.page_table.stride(0), batch.tail, workspace.tickets.shape[0] // 2, ROWS=batch.rows, GROUP=group,
-        KV_HEADS=num_kv_heads, D=head_dim, PAGE=page_size, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        COLUMNS=columns, SLICE=tiles.merge_slice(head_dim), FAN=FAN, PDL=pdl, UPCAST=INTERPRETED,
-        num_warps=tiles.warps, num_stages=tiles.stages, **({"launch_pdl": True} if pdl else {}),
+    launch = {"PDL": plan.pdl, **({"launch_pdl": True} if plan.pdl else {})}
+    shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "BLOCK_M": tiles.block_m,
+             "COLUMNS": columns}
+    _attend_tail[(columns, plan.items.items.shape[0])](
+        q, kv.k, kv.v, out, batch.mask, batch.prefix_len, batch.page_table, plan.items.items, workspace.part,
+        workspace.lse, workspace.tickets, scale * LOG2_E, q.stride(0), q.stride(1), batch.mask.stride(0),
+        batch.mask.stride(1), batch.page_table.stride(0), batch.tail, workspace.tickets.shape[0] // 2, PAGE=page_size,
+        **shape, BLOCK_N=tiles.block_n, SLICE=tiles.merge_slice(head_dim), FAN=FAN, APART=plan.apart, UPCAST=INTERPRETED,
+        num_warps=tiles.warps, num_stages=tiles.stages, **launch,
     )
+    if plan.apart:
+        _merge_rows[(batch.rows * group, num_kv_heads, batch.num_requests)](
+            workspace.part, workspace.lse, out, plan.items.requests, **shape, SPLITS=plan.splits, MAX_SPLITS=MAX_SPLITS,
+            num_warps=min(4, max(1, plan.splits * head_dim // 2048)), **launch,
+        )
     return out
 
 

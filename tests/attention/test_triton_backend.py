@@ -111,11 +111,22 @@ def test_more_rows_than_a_program_takes() -> None:
     check_tail(Mode.VERIFY, 21, 21, [5, 100], 4, 1, 16, 16, torch.float32)
 
 
-def test_a_single_long_request_is_merged_in_two_levels() -> None:
-    """24 slots on the CPU's 8 pretended multiprocessors; more on a GPU, down to its shortest spans."""
-    length = 64 * 20 if INTERPRETED else 64 * 200
-    assert split_budget(1, 16) > tail.FAN
-    check_tail(Mode.VERIFY, 2, 2, [length], 1, 1, 16, 16, torch.float32)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("longest", [300, 1400])
+def test_both_ways_to_merge(apart: bool, longest: int) -> None:
+    torch.manual_seed(longest)
+    pool = random_pool(330, 16, 2, 16, torch.float32)
+    batch = random_tail(Mode.VERIFY, 3, 3, [longest, 100, 1500], 16, 320)
+    q = random_rows(9, 4, 16, torch.float32)
+    tiles = tail.TailTiles(16, 32, 4, 2, 1, 64)
+    items = splits.plan_items(batch.prefix_len, 3, 60, 100, 32, tail.MAX_SPLITS)
+    assert (items.requests[0, 1] > tail.FAN) == (longest > 1000)  # then two levels, or several rounds
+    workspace = tail.TailWorkspace.create(tiles, 16, 120, DEVICE)
+    plan = tail.TailPlan(tiles, items, workspace, apart, 8, pdl=False)
+    expected = tail.reference(q, pool.layer(0), batch, 0.25)
+    for _ in range(2):
+        assert_close(tail.attend_tail(q, pool.layer(0), batch, plan, 0.25), expected, torch.float32)
+    assert not workspace.tickets.any()
 
 
 def test_padding_requests_are_harmless() -> None:
@@ -148,7 +159,7 @@ def test_a_causal_mask_without_memory_per_request() -> None:
 ])
 def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budget: int) -> None:
     prefix = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
-    items = splits.plan_items(prefix, 1, budget, min_span=50, tile=32, max_splits=64).tolist()
+    items = splits.plan_items(prefix, 1, budget, min_span=50, tile=32, max_splits=64).items.tolist()
     expected = splits.reference(lengths, budget, 50, 32, 64)
     assert [row[:6] for row in items[: len(expected)]] == expected
     assert all(row[0] == splits.IDLE.value for row in items[len(expected) :])

@@ -54,6 +54,7 @@ def tail_constants(rows: int, group: int, head_dim: int, page_size: int, tiles: 
     columns = 8 * -(-rows * group // tiles.block_m)
     return {"ROWS": rows, "GROUP": group, "KV_HEADS": 8, "D": head_dim, "PAGE": page_size, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "COLUMNS": columns, "SLICE": tiles.merge_slice(head_dim), "FAN": tail.FAN,
+            "APART": False,
             "PDL": True, "UPCAST": False}
 
 
@@ -87,9 +88,13 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_
         assert "wgmma.mma_async" in ptx
 
 
-def test_planning_and_rope_store_fit_hopper(tmp_path: Path) -> None:
+def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     constants: dict[str, Any] = {"TILE": 64, "MAX_SPLITS": 64, "REQUESTS": 512, "ITEMS": 1024}
     assert compiled(splits._plan_items, tmp_path, {}, constants, 4, 1)[0] == 0
+    constants = {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "SPLITS": 64,
+                 "MAX_SPLITS": 64, "PDL": True}
+    pointers = {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}
+    assert compiled(tail._merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64"}
     constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "PDL": True}

@@ -25,7 +25,7 @@ from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 BYTES_PER_TOKEN = 2 * KV_HEADS * DIM * 2
 COPY_BYTES = 2 << 30
-COLD_BYTES = 512 << 20  # KV of a pass at least: about ten times the L2 cache
+NUM_LAYERS = 32  # where memory suffices; the smallest case moves 80 MB a pass, more than the L2 cache holds
 MAX_PREFIX = 131072  # of the page table, as a server that allows long requests would have it
 SCALE = DIM**-0.5
 
@@ -78,7 +78,7 @@ def tail_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Ca
     """A pass of verify attention, and its number of layers."""
     pages = -(-(context + rows) // PAGE)
     bytes_per_layer = 2 * (batch * pages + 1) * PAGE * KV_HEADS * DIM * 2
-    num_layers = min(64, max(4, COLD_BYTES // bytes_per_layer), memory.nbytes // bytes_per_layer)
+    num_layers = min(NUM_LAYERS, memory.nbytes // bytes_per_layer)
     layers = layer_views(memory, num_layers, batch * pages)
     table = torch.zeros((batch, max(MAX_PREFIX // PAGE, pages)), dtype=torch.int32)
     table[:, :pages] = 1 + torch.randperm(batch * pages).view(batch, pages)
