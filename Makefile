@@ -25,15 +25,13 @@ bench: $(VENV)/.installed-test
 bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench --gpu
 
-# torch first: once it is there, nothing else pulls a CUDA build. Without an NVIDIA driver the CPU build is taken, from
-# the configured index if it has one, else from PyTorch's; where neither answers, whatever the index calls 2.13.0.
+# torch first: once it is there, nothing else pulls another build. TORCH_INDEX: an extra package index to look in, for
+# instance PyTorch's index of CPU wheels, which spares a machine without a GPU the CUDA packages.
+TORCH_INDEX ?=
 $(VENV)/.torch: Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; sys.exit("Aerie needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
-	if command -v nvidia-smi >/dev/null; then $(PIP) $(TORCH); else \
-		$(PIP) $(TORCH)+cpu 2>/dev/null || \
-		$(PIP) --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH)+cpu 2>/dev/null || \
-		$(PIP) $(TORCH); fi
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
 	touch $@
 
 # HAProxy is an optional wheel: Serve's Python proxy works without it.

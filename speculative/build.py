@@ -19,10 +19,13 @@ from workers.decoding import Autoregressive, DecodingStrategy
 from workers.loading import PoolSize, load_target, pages_that_fit, read_target_config
 from workers.model_config import ModelConfig
 from workers.model_runner import TargetRunner, backends_for, resolve_device, resolve_dtype
+from workers.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.sampler import Sampler
 from workers.slots import SlotTable
 from workers.tp import SOLO, TPGroup, join_tp_group
 from workers.worker import Worker
+
+WARM_UP_TOKENS = 16
 
 PhaseReport = Callable[[str, float], None]
 
@@ -122,7 +125,25 @@ def build_worker(
     if device.type == "cuda" and spec.worker.cuda_graphs:
         strategy = _captured(strategy, slots, spec, layout)
         clock.done("CUDA graphs captured")
-    return Worker(strategy, slots, group, spec.worker.debug)
+    worker = Worker(strategy, slots, group, spec.worker.debug)
+    _warm_up(worker, layout)
+    clock.done("warmed up")
+    return worker
+
+
+def _warm_up(worker: Worker, layout: EngineLayout) -> None:
+    """Run each kind of step once, so that the first request compiles and allocates nothing: a prompt and a round of
+    every shape, greedy and random, with log-probabilities. Slot 0 has no pages: all KV lands on the dummy page."""
+    tokens = pack_i32([1] * WARM_UP_TOKENS)
+    for number, (temperature, logprobs) in enumerate(((0.0, -1), (1.0, -1), (1.0, 1))):
+        sampling = SamplingParams(WARM_UP_TOKENS, temperature, logprobs=logprobs)
+        init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
+        chunk = Chunk(0, 0, tokens, next_token=-1)
+        plans = [StepPlan(0, number, b"", 0, layout.max_position, inits=(init,), chunks=(chunk,))]
+        plans += [StepPlan(0, number, pack_i32([0]), shape, layout.max_position) for shape in range(len(layout.shapes))]
+        for plan in plans:
+            worker.submit(plan)
+            worker.take()
 
 
 def _captured(

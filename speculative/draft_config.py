@@ -60,11 +60,14 @@ def _check_fit(model: ModelConfig, raw: dict[str, Any], target: ModelConfig, sou
     set_flags = [name for name in _REFUSED_FLAGS if flags.get(name)]
     if set_flags:
         raise ValueError(f"{source}: {', '.join(set_flags)} is not supported; use a head without it")
-    expected = int(raw.get("target_hidden_size") or model.hidden_size)
-    if expected != target.hidden_size or model.hidden_size != target.hidden_size:
-        raise ValueError(f"{source}: was made for a target of hidden_size={expected}, the target "
+    made_for = int(raw.get("target_hidden_size") or model.hidden_size)
+    if made_for != target.hidden_size:
+        raise ValueError(f"{source}: was made for a target of hidden_size={made_for}, the target "
                          f"({target.architecture}) has hidden_size={target.hidden_size}; use the head that was trained "
                          "for this target")
+    if model.hidden_size != target.hidden_size:
+        raise ValueError(f"{source}: has hidden_size={model.hidden_size} of its own, the target ({target.architecture}) "
+                         f"{target.hidden_size}; heads of another width than their target's are not supported")
     if model.vocab_size != target.vocab_size:
         raise ValueError(f"{source}: vocab_size={model.vocab_size}, the target ({target.architecture}) has vocab_size="
                          f"{target.vocab_size}; use the head that was trained for this target")

@@ -1,14 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The online softmax over tiles of KV (arXiv 2205.14135, section 3.1) that the attention kernels share."""
 
-import os
-
 import triton
 import triton.language as tl
 
 # Triton decides at the kernels' import whether it interprets them. Its interpreter (3.6) computes on the raw bits of
 # bfloat16, so kernels that get UPCAST=INTERPRETED work in float32 there.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = 1.4426950408889634
 
 

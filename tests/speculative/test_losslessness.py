@@ -123,8 +123,9 @@ def main() -> None:
         started_s = time.perf_counter()
         requests = answers(arm, arguments.longer)
         equal = sum(r.output == e for r, e in zip(requests, expected, strict=True))
+        elapsed_s, length = time.perf_counter() - started_s, acceptance_length(requests)
         print(f"{arm.name:6} TP {arm.tensor_parallel} page {arm.page_size:2}: {equal}/{len(expected)} equal, acceptance "
-              f"length {acceptance_length(requests):.2f}, {time.perf_counter() - started_s:.0f} s", flush=True)
+              f"length {length:.2f}, {elapsed_s:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
