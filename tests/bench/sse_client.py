@@ -33,7 +33,7 @@ def chat_body(model: str, text: str, max_tokens: int) -> dict[str, Any]:
 
 
 class EventStream(asyncio.Protocol):
-    """Sends `request` again each time its answer ends; counts events in `num_events`."""
+    """Sends `request` again each time its answer ends; counts events and answers."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -41,12 +41,14 @@ class EventStream(asyncio.Protocol):
         self._tail = b""
         self.num_events = 0
         self.num_answers = 0
+        self.answers_s = 0.0
+        self._sent_s = 0.0
         self.fault = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.write(self._request)
+        self._ask()
 
     def data_received(self, data: bytes) -> None:
         seen = self._tail + data
@@ -55,11 +57,16 @@ class EventStream(asyncio.Protocol):
         self._tail = seen[-len(END):]
         if self._tail == END:
             self.num_answers += 1
+            self.answers_s += time.monotonic() - self._sent_s
             self._tail = b""
-            assert self._transport is not None
-            self._transport.write(self._request)
+            self._ask()
         elif self.num_events == 0 and b" 200 OK" not in seen[:64]:
             self.fault = seen[:300].decode(errors="replace")
+
+    def _ask(self) -> None:
+        assert self._transport is not None
+        self._sent_s = time.monotonic()
+        self._transport.write(self._request)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.fault = self.fault or f"connection lost: {error}"
@@ -67,7 +74,7 @@ class EventStream(asyncio.Protocol):
 
 @contextmanager
 def start_load(port: int, model: str, num_streams: int, max_tokens: int) -> Iterator[Connection]:
-    """Runs the client; send "count" on the pipe for {"events", "answers", "cpu_s", "at_s", "faults"} since its start."""
+    """Runs the client; gives the pipe on which `counted` asks it."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     child = spawn.Process(target=_main, args=(port, model, num_streams, max_tokens, theirs), daemon=True)
@@ -83,7 +90,8 @@ def start_load(port: int, model: str, num_streams: int, max_tokens: int) -> Iter
 
 
 def counted(pipe: Connection) -> dict[str, Any]:
-    """The client's figures now."""
+    """The client's figures since its start: events, answers, answers_s (all their seconds), cpu_s; at_s: the monotonic
+    clock. Raises RuntimeError if a stream failed."""
     pipe.send("count")
     if not pipe.poll(30):
         raise RuntimeError("the client did not answer in 30 s")
@@ -128,6 +136,7 @@ async def _run(port: int, model: str, num_streams: int, max_tokens: int, pipe: C
         pipe.send({
             "events": sum(stream.num_events for stream in streams),
             "answers": sum(stream.num_answers for stream in streams),
+            "answers_s": sum(stream.answers_s for stream in streams),
             "cpu_s": times.user + times.system, "at_s": time.monotonic(),
             "faults": [stream.fault for stream in streams if stream.fault],
         })

@@ -1,0 +1,66 @@
+"""Each part of `make bench` runs in its reduced form and says what it promises to."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.__main__ import PARTS, main
+from tests.bench.finding import Finding, table
+from tests.bench.served import ROOT
+
+FINDINGS = {
+    "startup": {"startup"},
+    "memory": {"memory_pss"},
+    "embedded": {"speculation_speedup"},
+    "coordinator": {"coordinator_step_median", "coordinator_step_p99"},
+    "http": {"http_events", "http_added_ttft"},
+}
+_SERVED = [pytest.mark.ray, pytest.mark.slow]
+
+
+def test_every_part_has_its_findings_here() -> None:
+    assert set(FINDINGS) == set(PARTS)
+
+
+@pytest.mark.parametrize("part", [
+    "coordinator",
+    pytest.param("embedded", marks=pytest.mark.slow),
+    *(pytest.param(part, marks=_SERVED) for part in ("startup", "memory", "http")),
+])
+def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -> None:
+    """In a process of its own, as `make bench` runs it: Ray and torch leave traces in theirs."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", "--quick", "--only", part], cwd=ROOT, capture_output=True, text=True,
+        timeout=240, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result) == {"bench", "quick", "machine", "details"} | FINDINGS[part]
+    assert {"cpu", "cores", "commit", "load_1min", "busy_cores_before"} <= set(result["machine"])
+    for name in FINDINGS[part]:
+        finding = result[name]
+        assert set(finding) == {"value", "required", "unit", "met"}
+        bound = float(finding["required"].split()[1])
+        at_least = finding["required"].startswith(">=")
+        assert finding["met"] == (finding["value"] >= bound if at_least else finding["value"] <= bound)
+    assert result["details"][part]
+
+
+def test_unknown_part_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "nothing"])
+    assert "embedded" in capsys.readouterr().err
+
+
+def test_finding_is_met_at_its_bound() -> None:
+    assert Finding(4000, 4000, "1/s", at_least=True).met and Finding(0.5, 0.5, "ms").met
+    assert not Finding(3999, 4000, "1/s", at_least=True).met and not Finding(0.51, 0.5, "ms").met
+
+
+def test_table_aligns_and_shortens() -> None:
+    assert table(["a", "long"], [("x", 1234.5), ("yyy", 0.123456)]) == [
+        "| a   | long  |", "| --- | ----- |", "| x   | 1234  |", "| yyy | 0.123 |",
+    ]
