@@ -86,7 +86,7 @@ def running(module: str, content: dict[str, Any], *options: str) -> Iterator[Run
     content = content | {"http_options": {"host": "127.0.0.1", "port": port}}
     path = Path(folder) / "serve.yaml"
     path.write_text(yaml.safe_dump(content))
-    environment = os.environ | RAY_ENVIRONMENT | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | RAY_ENVIRONMENT | _own_ports() | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-m", *module.split(), str(path), *options], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
@@ -105,6 +105,12 @@ def running(module: str, content: dict[str, Any], *options: str) -> Iterator[Run
         shutil.rmtree(folder, ignore_errors=True)
     if left:
         raise RuntimeError(f"Ctrl-C left behind: {left}\n{server.console()}")
+
+
+def _own_ports() -> dict[str, str]:
+    """Serve's ports beside that of HTTP are the same for all servers of a machine (Ray 2.60) unless told otherwise."""
+    names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+    return {name: str(free_port()) for name in names}
 
 
 def model_name(server: RunningServer) -> str:
