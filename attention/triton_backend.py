@@ -40,7 +40,8 @@ class TritonBackend(AttentionBackend):
         if key not in self._workspaces:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("attention backend 'triton': a new shape under capture; run it once before that")
-            self._workspaces[key] = TailWorkspace.create(tiles, head_dim, _num_programs(tiles, device), device)
+            num_programs = _num_multiprocessors(device) * tiles.programs_per_sm
+            self._workspaces[key] = TailWorkspace.create(tiles, head_dim, num_programs, device)
         return self._workspaces[key]
 
 
@@ -59,17 +60,20 @@ class _PreparedTail(Prepared):
     def _plan(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> TailPlan:
         key = (num_heads, num_kv_heads, head_dim, itemsize)
         if key not in self.plans:
-            tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), head_dim, itemsize)
-            workspace = self.backend.workspace(tiles, head_dim, self.batch.prefix_len.device)
+            device = self.batch.prefix_len.device
+            density = self.batch.num_requests * num_kv_heads / _num_multiprocessors(device)
+            tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), itemsize, density)
+            workspace = self.backend.workspace(tiles, head_dim, device)
             self.plans[key] = plan_tail(self.batch, num_heads, num_kv_heads, tiles, workspace)
         return self.plans[key]
 
 
 def plan_tail(batch: TailBatch, num_heads: int, num_kv_heads: int, tiles: TailTiles,
               workspace: TailWorkspace) -> TailPlan:
+    """Cuts the batch's contexts and chooses who merges. Launches one small kernel."""
     device = batch.prefix_len.device
     columns = num_kv_heads * -(-batch.rows * (num_heads // num_kv_heads) // tiles.block_m)
-    budget = split_budget(batch.num_requests, _num_programs(tiles, device) // columns)
+    budget = split_budget(batch.num_requests, _num_multiprocessors(device) * tiles.programs_per_sm // columns)
     items = plan_items(batch.prefix_len, batch.tail, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
     each = min(MAX_SPLITS, budget // batch.num_requests)
     return TailPlan(tiles, items, workspace, apart=each > 1, splits=1 << max(1, (each - 1).bit_length()),
@@ -85,10 +89,10 @@ def split_budget(num_requests: int, items: int) -> int:
     return items // num_requests * num_requests or items
 
 
-def _num_programs(tiles: TailTiles, device: torch.device) -> int:
+def _num_multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
-        return CPU_MULTIPROCESSORS * tiles.programs_per_sm
-    return torch.cuda.get_device_properties(device).multi_processor_count * tiles.programs_per_sm
+        return CPU_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _launches_early(device: torch.device) -> bool:

@@ -88,7 +88,7 @@ def chunk_tiles(group: int, head_dim: int, itemsize: int) -> ChunkTiles:
         return ChunkTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
     if itemsize == 4:
         return ChunkTiles(max(32, triton.next_power_of_2(group)), 16, 8, 2)
-    return ChunkTiles(max(128, triton.next_power_of_2(group)), 64, 8, 3)
+    return ChunkTiles(max(128, triton.next_power_of_2(group)), 32, 8, 3)
 
 
 def list_tiles(batch: ChunkBatch, rows: int) -> list[tuple[int, int, int, int]]:

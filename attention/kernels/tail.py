@@ -39,8 +39,8 @@ def _merge_rows(part_ptr, lse_ptr, out_ptr, requests_ptr, ROWS: tl.constexpr, GR
         d = tl.arange(0, D)
         stride = COLUMNS * BLOCK_M
         base = (first * COLUMNS + packed // BLOCK_M * KV_HEADS + head) * BLOCK_M + packed % BLOCK_M
-        i = tl.arange(0, MAX_SPLITS)
-        lses = tl.load(lse_ptr + base + i * stride, mask=i < count, other=float("-inf"), cache_modifier=".cg")
+        every = tl.arange(0, MAX_SPLITS)
+        lses = tl.load(lse_ptr + base + every * stride, mask=every < count, other=float("-inf"), cache_modifier=".cg")
         top = tl.max(lses, 0)
         origin = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(tl.exp2(lses - origin), 0)
@@ -74,8 +74,8 @@ def _merge(part_ptr, lse_ptr, first, step, count, target, m, live, in_place, COL
     origin = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(lses - origin[None, :]), 0)
     total = tl.where(total == 0.0, 1.0, total)
-    for piece in tl.static_range(D // SLICE):
-        d = piece * SLICE + tl.arange(0, SLICE)
+    for low in range(0, D, SLICE):
+        d = low + tl.arange(0, SLICE)
         acc = tl.zeros([BLOCK_M, SLICE], tl.float32)
         for j in tl.static_range(FAN):
             row = base + j * stride + m
@@ -204,14 +204,18 @@ class TailTiles:
         return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
 
 
-def tail_tiles(packed_rows: int, head_dim: int, itemsize: int) -> TailTiles:
-    """The table for packed_rows = rows x group; measured on an H200, see tests/bench/RESULTS.md."""
-    block_m = min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows)))
+def tail_tiles(packed_rows: int, itemsize: int, density: float) -> TailTiles:
+    """The table, measured on an H200 (tests/bench/RESULTS.md), for packed_rows = rows x group. density: requests x KV
+    heads by multiprocessors, which is to say how many programs each has when nothing is cut."""
     if itemsize == 4:
-        return TailTiles(block_m, 32, 4, 2, 2, 128)
-    if block_m == 64:
-        return TailTiles(block_m, 64, 4, 3, 2, 128)
-    return TailTiles(block_m, 64, 4, 3, 2, 64)
+        return TailTiles(min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows))), 32, 4, 2, 2, 128)
+    if packed_rows > 16:
+        return TailTiles(64, 64, 4, 3, 2, 64)
+    if density <= 1:
+        return TailTiles(16, 64, 4, 3, 2, 64)
+    if density <= 2:
+        return TailTiles(16, 128, 8, 2, 2, 128)
+    return TailTiles(16, 32, 2, 4, 2, 128)
 
 
 @dataclass(frozen=True)
@@ -267,8 +271,8 @@ def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, plan: TailPlan, scale:
         q, kv.k, kv.v, out, batch.mask, batch.prefix_len, batch.page_table, plan.items.items, workspace.part,
         workspace.lse, workspace.tickets, scale * LOG2_E, q.stride(0), q.stride(1), batch.mask.stride(0),
         batch.mask.stride(1), batch.page_table.stride(0), batch.tail, workspace.tickets.shape[0] // 2, PAGE=page_size,
-        **shape, BLOCK_N=tiles.block_n, SLICE=tiles.merge_slice(head_dim), FAN=FAN, APART=plan.apart, UPCAST=INTERPRETED,
-        num_warps=tiles.warps, num_stages=tiles.stages, **launch,
+        **shape, BLOCK_N=tiles.block_n, SLICE=tiles.merge_slice(head_dim), FAN=FAN, APART=plan.apart,
+        UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages, **launch,
     )
     if plan.apart:
         _merge_rows[(batch.rows * group, num_kv_heads, batch.num_requests)](

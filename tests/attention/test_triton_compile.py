@@ -58,17 +58,17 @@ def tail_constants(rows: int, group: int, head_dim: int, page_size: int, tiles: 
             "PDL": True, "UPCAST": False}
 
 
-@pytest.mark.parametrize("rows,group,head_dim,page_size,dtype", [
-    (1, 4, 128, 16, "bf16"), (4, 4, 128, 16, "bf16"), (8, 4, 128, 16, "bf16"), (16, 4, 128, 16, "bf16"),
-    (8, 8, 128, 64, "bf16"), (4, 4, 128, 1, "bf16"), (4, 7, 64, 16, "bf16"), (4, 4, 128, 16, "fp32"),
+@pytest.mark.parametrize("rows,group,head_dim,page_size,dtype,density", [
+    (1, 4, 128, 16, "bf16", 0.5), (4, 4, 128, 16, "bf16", 2), (4, 4, 128, 16, "bf16", 8), (16, 4, 128, 16, "bf16", 0.5),
+    (8, 8, 128, 64, "bf16", 2), (4, 4, 128, 1, "bf16", 8), (4, 7, 64, 16, "bf16", 0.5), (4, 4, 128, 16, "fp32", 1),
 ])
-def test_tail_attention_fits_hopper(rows: int, group: int, head_dim: int, page_size: int, dtype: str,
+def test_tail_attention_fits_hopper(rows: int, group: int, head_dim: int, page_size: int, dtype: str, density: float,
                                     tmp_path: Path) -> None:
-    tiles = tail.tail_tiles(rows * group, head_dim, DTYPES[dtype])
+    tiles = tail.tail_tiles(rows * group, DTYPES[dtype], density)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
-    spills, shared, ptx = compiled(tail._attend_tail, tmp_path, pointers,
-                                   tail_constants(rows, group, head_dim, page_size, tiles), tiles.warps, tiles.stages)
+    constants = tail_constants(rows, group, head_dim, page_size, tiles) | {"APART": density <= 1}
+    spills, shared, ptx = compiled(tail._attend_tail, tmp_path, pointers, constants, tiles.warps, tiles.stages)
     assert spills == 0
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
@@ -91,7 +91,7 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_
 def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     constants: dict[str, Any] = {"TILE": 64, "MAX_SPLITS": 64, "REQUESTS": 512, "ITEMS": 1024}
     assert compiled(splits._plan_items, tmp_path, {}, constants, 4, 1)[0] == 0
-    constants = {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "SPLITS": 64,
+    constants = {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "SPLITS": 8,
                  "MAX_SPLITS": 64, "PDL": True}
     pointers = {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}
     assert compiled(tail._merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
