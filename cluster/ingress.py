@@ -107,7 +107,8 @@ class Ingress:
         self._tokenizer = ChatTokenizer.from_folder(config.model.path)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_app(self._edge, self._tokenizer, self._engines)
+        # Serve adds the header X-Request-ID to every answer itself
+        return build_app(self._edge, self._tokenizer, self._engines, echo_request_id=False)
 
 
     async def _read(self, inbox: TokenInbox) -> None:

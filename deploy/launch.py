@@ -54,9 +54,9 @@ def _run(path: Path, address: str | None, object_store_mb: int) -> None:
         _start_ray(object_store_mb)
     from ray.serve.scripts import run
 
-    # After Ray's own handlers, which end the process with a stack trace: a supervisor's SIGTERM is a Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _interrupt)
+    # After Ray's own handlers, which end the process with a stack trace.
+    signal.signal(signal.SIGINT, _drain)
+    signal.signal(signal.SIGTERM, _drain)
     try:
         run.main([*(["--address", address] if address else []), str(path)],
                  prog_name="serve run", standalone_mode=False)
@@ -68,8 +68,18 @@ def _run(path: Path, address: str | None, object_store_mb: int) -> None:
         ray.shutdown()
 
 
-def _interrupt(signum: int, frame: object) -> None:
+def _drain(signum: int, frame: object) -> None:
+    """On Ctrl-C or a supervisor's SIGTERM: take no new requests, let running ones finish within engine.drain_timeout_s,
+    then end as `serve run` does after Ctrl-C. The main thread is asleep in `serve run` when this runs."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `make` and process groups pass it on a second time
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from ray import serve
+
+    applications = list(serve.status().applications)
+    if applications:
+        print("draining: running requests may finish; Ctrl-C stops at once", flush=True)
+    for name in applications:
+        serve.delete(name)
     raise KeyboardInterrupt
 
 

@@ -66,7 +66,7 @@ def _check_fit(model: ModelConfig, raw: dict[str, Any], target: ModelConfig, sou
                          f"({target.architecture}) has hidden_size={target.hidden_size}; use the head that was trained "
                          "for this target")
     if model.hidden_size != target.hidden_size:
-        raise ValueError(f"{source}: has hidden_size={model.hidden_size} of its own, the target ({target.architecture}) "
+        raise ValueError(f"{source}: has hidden_size={model.hidden_size} of its own, the target has "
                          f"{target.hidden_size}; heads of another width than their target's are not supported")
     if model.vocab_size != target.vocab_size:
         raise ValueError(f"{source}: vocab_size={model.vocab_size}, the target ({target.architecture}) has vocab_size="

@@ -124,8 +124,8 @@ def main() -> None:
         requests = answers(arm, arguments.longer)
         equal = sum(r.output == e for r, e in zip(requests, expected, strict=True))
         elapsed_s, length = time.perf_counter() - started_s, acceptance_length(requests)
-        print(f"{arm.name:6} TP {arm.tensor_parallel} page {arm.page_size:2}: {equal}/{len(expected)} equal, acceptance "
-              f"length {length:.2f}, {elapsed_s:.0f} s", flush=True)
+        print(f"{arm.name:6} TP {arm.tensor_parallel} page {arm.page_size:2}: {equal}/{len(expected)} equal, "
+              f"acceptance length {length:.2f}, {elapsed_s:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
