@@ -46,7 +46,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_embedded_pair_answers_and_ctrl_c_leaves_nothing(running: tuple[subprocess.Popen[bytes], str, Path]) -> None:
+def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(running: tuple[subprocess.Popen[bytes], str, Path]) -> None:
     process, url, log = running
     deadline = time.monotonic() + READY_LIMIT_S
     while True:
@@ -68,7 +68,13 @@ def test_embedded_pair_answers_and_ctrl_c_leaves_nothing(running: tuple[subproce
     children = psutil.Process(process.pid).children(recursive=True)
     used_gb = sum(child.memory_full_info().pss for child in children if child.is_running()) / 1e9
     assert used_gb < 6
-    process.send_signal(signal.SIGINT)
+    long = {"model": "target", "prompt": "Count", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
     assert process.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
