@@ -22,6 +22,8 @@ from attention.metadata import ChunkBatch, Mode, TailBatch
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 
+MERGED_AT_ONCE = 16  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
+
 
 class TritonBackend(AttentionBackend):
     name = "triton"
@@ -76,8 +78,8 @@ def plan_tail(batch: TailBatch, num_heads: int, num_kv_heads: int, tiles: TailTi
     budget = split_budget(batch.num_requests, _num_multiprocessors(device) * tiles.programs_per_sm // columns)
     items = plan_items(batch.prefix_len, batch.tail, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
     each = min(MAX_SPLITS, budget // batch.num_requests)
-    return TailPlan(tiles, items, workspace, apart=each > 1, splits=1 << max(1, (each - 1).bit_length()),
-                    pdl=_launches_early(device))
+    at_once = min(MERGED_AT_ONCE, 1 << max(1, (each - 1).bit_length()))
+    return TailPlan(tiles, items, workspace, apart=each > 1, splits=at_once, pdl=_launches_early(device))
 
 
 def split_budget(num_requests: int, items: int) -> int:

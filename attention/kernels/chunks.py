@@ -30,12 +30,12 @@ def _attend_span(low, high, q, k_ptr, v_ptr, table, position, last, head, scale_
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        offset = (token * KV_HEADS + head) * D
-        k = tl.load(k_ptr + offset[None, :] + d[:, None])
-        v = tl.load(v_ptr + offset[:, None] + d[None, :])
+        offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
+        k = tl.load(k_ptr + offset)
+        v = tl.load(v_ptr + offset)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(q, k, input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
         top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)

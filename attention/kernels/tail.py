@@ -139,7 +139,8 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
     prefix = tl.load(prefix_ptr + request)
     last = prefix + tail - 1
     # Triton keeps several tiles of K and V in flight only if their page numbers were loaded a tile earlier. Positions
-    # behind the last read some row of its page, and are masked.
+    # behind the last read some row of its page, and are masked. K is loaded like V and transposed by the product, so
+    # that both share addresses.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -158,12 +159,12 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        offset = (token * KV_HEADS + head) * D
-        k = tl.load(k_ptr + offset[None, :] + d[:, None])
-        v = tl.load(v_ptr + offset[:, None] + d[None, :])
+        offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
+        k = tl.load(k_ptr + offset)
+        v = tl.load(v_ptr + offset)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(q, k, input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if start + BLOCK_N > prefix:
             over = column - prefix
             seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
