@@ -46,7 +46,9 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(running: tuple[subprocess.Popen[bytes], str, Path]) -> None:
+def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
+    running: tuple[subprocess.Popen[bytes], str, Path],
+) -> None:
     process, url, log = running
     deadline = time.monotonic() + READY_LIMIT_S
     while True:
