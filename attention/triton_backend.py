@@ -22,7 +22,7 @@ from attention.metadata import ChunkBatch, Mode, TailBatch
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 
-MERGED_AT_ONCE = 16  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
+MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
 
 
 class TritonBackend(AttentionBackend):
@@ -62,6 +62,7 @@ class _PreparedTail(Prepared):
     def _plan(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> TailPlan:
         key = (num_heads, num_kv_heads, head_dim, itemsize)
         if key not in self.plans:
+            _check_head_dim(head_dim)
             device = self.batch.prefix_len.device
             density = self.batch.num_requests * num_kv_heads / _num_multiprocessors(device)
             tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), itemsize, density)
@@ -91,6 +92,12 @@ def split_budget(num_requests: int, items: int) -> int:
     return items // num_requests * num_requests or items
 
 
+def _check_head_dim(head_dim: int) -> None:
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        raise ValueError(f"attention backend 'triton': head_dim={head_dim}: must be a power of two of at least 16; "
+                         "choose another backend")
+
+
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_MULTIPROCESSORS
@@ -116,6 +123,7 @@ class _PreparedChunks(Prepared):
     def _plan(self, group: int, head_dim: int, itemsize: int) -> tuple[ChunkTiles, Tensor]:
         key = (group, head_dim, itemsize)
         if key not in self.plans:
+            _check_head_dim(head_dim)
             tiles, device = chunk_tiles(group, head_dim, itemsize), self.batch.page_table.device
             host = torch.tensor(list_tiles(self.batch, tiles.block_m // group), dtype=torch.int32)
             # Pinned memory comes from torch's cache, which reuses it only once the copy is done.

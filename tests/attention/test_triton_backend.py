@@ -143,6 +143,14 @@ def test_padding_requests_are_harmless() -> None:
     assert_close(out[3:9], tail.reference(q[3:9], pool.layer(0), real, 0.25), torch.float32)
 
 
+def test_a_head_dimension_that_tiles_cannot_have_is_refused() -> None:
+    pool = random_pool(4, 16, 1, 24, torch.float32)
+    batch = random_tail(Mode.DECODE, 1, 1, [3], 16, 4)
+    prepared = build_backend("triton", Mode.DECODE).prepare(batch)
+    with pytest.raises(ValueError, match="head_dim=24: must be a power of two"):
+        prepared.forward(random_rows(1, 2, 24, torch.float32), pool.layer(0), 1.0)
+
+
 def test_a_causal_mask_without_memory_per_request() -> None:
     torch.manual_seed(4)
     pool = random_pool(20, 16, 2, 16, torch.float32)
@@ -290,4 +298,5 @@ def test_a_new_shape_under_capture_is_refused() -> None:
     TritonBackend().prepare(batch).forward(q, pool.layer(0), 1.0)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="run it once before"), torch.cuda.graph(graph):
+        q.zero_()  # torch warns of empty graphs
         TritonBackend().prepare(batch).forward(q, pool.layer(0), 1.0)
