@@ -76,7 +76,8 @@ class GraphedDecoding:
                 self._inner.step(batch)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: NCCL's watchdog thread queries events while this thread captures
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self._inner.step(batch)
         return _Captured(graph, slots, output)
 
