@@ -9,6 +9,7 @@ Exits 0 whether the requirements are met or not: it measures. A part that crashe
 import argparse
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         return subprocess.run([sys.executable, "-m", "tests.bench.round", *rest], check=False).returncode
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part ends the server that it has started
     print(json.dumps(measure(arguments.only, arguments.quick)))
     return 0
 
