@@ -85,8 +85,6 @@ class EagleDecoding:
         self._extend_and_draft(batch, verified, first, features[num_tail:])
         return self._result(batch, verified, first, (sampled_round, sampled_first))
 
-    # ------------------------------------------------------------------ verify, accept, commit
-
     def _run_target(self, batch: StepBatch, tree: Tree, length: Tensor) -> tuple[Tensor, Tensor]:
         """Final hidden states and draft features of all rows of the step."""
         width = tree.tokens.shape[1]
@@ -152,8 +150,6 @@ class EagleDecoding:
         pages = page_table.gather(1, position // pool.page_size).long()
         pool.move((pages * pool.page_size + position % pool.page_size).flatten(), target)
 
-    # ------------------------------------------------------------------ draft-extend, draft, tree build
-
     def _extend_and_draft(
         self, batch: StepBatch, verified: _Verified | None, first: Commit | None, chunk_features: Tensor
     ) -> None:
@@ -200,8 +196,6 @@ class EagleDecoding:
         else:
             tree = bare_roots(self._slots.bonus[slots], self._config.num_draft_tokens)
         self._trees.write(slots, tree)
-
-    # ------------------------------------------------------------------ result
 
     def _result(
         self, batch: StepBatch, verified: _Verified | None, first: Commit | None,
