@@ -126,17 +126,26 @@ class EagleDecoding:
         """Accept, commit, and move the accepted path's KV to the front of the tail."""
         slots, width = self._slots, tree.tokens.shape[1]
         depth = min(self._config.num_steps, width - 1)
-        enabled = slots.speculative[batch.slots] & ~slots.finished[batch.slots]
-        synthetic = self._config.synthetic_acceptance_length
-        if synthetic is not None and width > 1:
-            seed, position = slots.seed[batch.slots], length.long()
-            accepted = accept_synthetic(tree, chosen, enabled, depth, synthetic, seed, position)
+        features = features.view(batch.num_requests, width, -1)
+        synthetic = self._config.synthetic_acceptance_length if width > 1 else None
+        if chosen.is_cuda and slots.output_counts is None:
+            from speculative.kernels.accept_commit import accept_commit
+
+            accepted, commit = accept_commit(batch.slots, tree, chosen, slots, depth, synthetic)
         else:
-            accepted = accept(tree, chosen, enabled, depth)
+            accepted = self._accepted(batch.slots, tree, chosen, length, depth, synthetic)
+            commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
         if self._config.top_k > 1 and width > 1:
             self._move_path(batch, length, accepted.path)
-        commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
-        return _Verified(length, accepted, commit, features.view(batch.num_requests, width, -1))
+        return _Verified(length, accepted, commit, features)
+
+    def _accepted(
+        self, slots: Tensor, tree: Tree, chosen: Tensor, length: Tensor, depth: int, synthetic: float | None
+    ) -> Accepted:
+        enabled = self._slots.speculative[slots] & ~self._slots.finished[slots]
+        if synthetic is None:
+            return accept(tree, chosen, enabled, depth)
+        return accept_synthetic(tree, chosen, enabled, depth, synthetic, self._slots.seed[slots], length.long())
 
     def _move_path(self, batch: StepBatch, length: Tensor, path: Tensor) -> None:
         """Target KV of the accepted nodes from their tree columns to columns 0, 1, ... (columns behind the last

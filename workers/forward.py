@@ -60,8 +60,9 @@ def make_context(
     rows (a tree's rows are deeper than their column tells); None where they equal the columns."""
     positions, slots = [], []
     if tail is not None:
-        positions.append(tail.kv_positions().flatten() if tail_positions is None else tail_positions)
-        slots.append(tail_kv_slots(tail, pool.page_size))
+        own_positions, own_slots = _tail_rows(tail, pool.page_size)
+        positions.append(own_positions if tail_positions is None else tail_positions)
+        slots.append(own_slots)
     if chunks is not None:
         positions.append(chunks.kv_positions())
         slots.append(chunk_kv_slots(chunks, pool.page_size))
@@ -73,3 +74,12 @@ def make_context(
         tail=tail_backend.prepare(tail) if tail is not None else None,
         chunks=chunk_backend.prepare(chunks) if chunks is not None and chunk_backend is not None else None,
     )
+
+
+def _tail_rows(tail: TailBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """KV positions and token indices that the rows of `tail` write, [B * R] int64 each."""
+    if tail.prefix_len.is_cuda:
+        from attention.kernels.tail_rows import tail_rows
+
+        return tail_rows(tail, page_size)
+    return tail.kv_positions().flatten(), tail_kv_slots(tail, page_size)

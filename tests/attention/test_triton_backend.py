@@ -6,9 +6,6 @@ type, each by at most half a unit in the last place: twice that is bound enough;
 float32, sums of up to 10^4 terms.
 """
 
-import os
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -20,23 +17,11 @@ from attention.kernels import chunks, rope_store, splits, tail  # noqa: E402
 from attention.kv_pool import KVPool, LayerKV  # noqa: E402
 from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask  # noqa: E402
 from attention.triton_backend import TritonBackend, split_budget  # noqa: E402
+from tests.support.triton_interpreter import DEVICE, MARKS  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 HALF_TYPES = [torch.bfloat16, torch.float16]
-pytestmark = [] if INTERPRETED else pytest.mark.gpu
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_for_new_numpy(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses."""
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
+pytestmark = MARKS
 
 production = pytest.mark.gpu  # sizes that the interpreter would take minutes for
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FILES = ("tests/attention/test_triton_backend.py", "tests/speculative/test_round_kernels.py")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed here")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is interpreted already")
 def test_small_cases_are_right_on_a_cpu() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "tests/attention/test_triton_backend.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *FILES]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
                           text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -33,8 +33,9 @@ class VocabShard:
         """[rows] int64 token ids of the largest of logits [rows, size], the same on every rank; ties go to the
         smallest id. One gather of two numbers per row and rank."""
         if self.group.size == 1:
-            return logits.argmax(-1)
-        value, index = logits.max(-1)
+            return _argmax(logits)
+        index = _argmax(logits)
+        value = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         # float64 carries both the float32 value and an id below 2^53 exactly.
         packed = torch.stack((value.double(), (index + self.first).double()), dim=-1)
         gathered = self.group.all_gather(packed)
@@ -121,3 +122,12 @@ class LMHead(Packable):
 
     def load(self, part: str, kind: str, full: Tensor) -> None:
         self.shard.load_rows(self.weight.data, part, full)
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """[rows] int64: the column of the largest of logits [rows, n]."""
+    if logits.is_cuda:
+        from workers.kernels.argmax import argmax
+
+        return argmax(logits)
+    return logits.argmax(-1)

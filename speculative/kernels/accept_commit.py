@@ -1,0 +1,118 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Acceptance and commit in one launch instead of about forty-five. Called by `speculative.decoding` on GPUs.
+
+Reference: `speculative.acceptance.accept`, then `workers.slots.SlotTable.commit`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from speculative.acceptance import Accepted
+from speculative.tree import Tree
+from workers.slots import Commit, SlotTable
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 33 & 0x7FFFFFFF)) * -49064778989728563
+    x = (x ^ (x >> 33 & 0x7FFFFFFF)) * -4265267296055464877
+    return x ^ (x >> 33 & 0x7FFFFFFF)
+
+
+@triton.jit
+def _synthetic(depth, mask, node, inside, wanted, W: tl.constexpr):
+    """The path to the first node of the wanted depth, or of the deepest level there is."""
+    key = tl.where(inside, tl.minimum(depth, wanted) * W - node, -W)
+    chosen_mask = tl.sum(tl.where(node == tl.argmax(key, 0), mask, 0), 0)
+    return (chosen_mask >> node & 1) > 0
+
+
+@triton.jit
+def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chosen_ptr, slot_ptr, seq_len_ptr,
+                   bonus_ptr, bonus_stride, max_len_ptr, max_len_stride, finished_ptr, finished_stride,
+                   speculative_ptr, speculative_stride, stop_ptr, seed_ptr, seed_stride, certain, share, path_ptr,
+                   out_ptr, accepted_ptr, count_ptr, finish_ptr, W: tl.constexpr, W_PADDED: tl.constexpr,
+                   COLUMNS: tl.constexpr, STOPS: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr,
+                   SYNTHETIC: tl.constexpr):
+    b = tl.program_id(0)
+    slot = tl.load(slot_ptr + b)
+    node = tl.arange(0, W_PADDED)
+    inside = node < W
+    token = tl.load(token_ptr + b * tree_stride + node, mask=inside, other=-1)
+    parent = tl.load(parent_ptr + b * tree_stride + node, mask=inside, other=0)
+    depth = tl.load(depth_ptr + b * tree_stride + node, mask=inside, other=0)
+    mask = tl.load(mask_ptr + b * tree_stride + node, mask=inside, other=-1)
+    chosen = tl.load(chosen_ptr + b * W + node, mask=inside, other=-1)
+    wanted = tl.load(chosen_ptr + b * W + parent, mask=inside, other=-1)
+    was_finished = tl.load(finished_ptr + slot * finished_stride).to(tl.int1)
+    enabled = tl.load(speculative_ptr + slot * speculative_stride).to(tl.int1) & (was_finished == 0)
+
+    length = tl.load(seq_len_ptr + slot).to(tl.int64)
+    matches = ((token == wanted) & enabled & inside) | (node == 0)
+    one = tl.full([W_PADDED], 1, tl.int64)
+    matching = tl.sum(tl.where(matches, one << node.to(tl.int64), 0), 0)
+    accepted = ((mask & matching) == mask) & inside
+    if SYNTHETIC:
+        seed = tl.load(seed_ptr + slot * seed_stride)
+        hashed = _mix(_mix(seed + length * -7046029254386353131) + 7046029254386353131)
+        uniform = 1.0 - ((hashed >> 32 & 0xFFFFFFFF).to(tl.float32) + 0.5) / 4294967296.0
+        wanted = tl.where(enabled, certain + (uniform < share).to(tl.int64), 0)
+        accepted = _synthetic(depth, mask, node, inside, wanted, W) & inside
+    num_drafts = tl.max(tl.where(accepted, depth, 0), 0)
+
+    max_len = tl.load(max_len_ptr + slot * max_len_stride)
+    stops = tl.load(stop_ptr + slot * STOPS + tl.arange(0, STOPS))
+    count = tl.minimum(num_drafts + 1, max_len - length - 1)
+    first_stop = count * 0 + COLUMNS
+    last = count * 0
+    for j in tl.static_range(COLUMNS):
+        here = accepted & (depth == j)
+        index = tl.sum(tl.where(here, node, 0), 0).to(tl.int64)
+        below = tl.sum(tl.where(accepted & (depth == j + 1), token, 0), 0)
+        emitted = tl.where(j < num_drafts, below, tl.sum(tl.where(node == index, chosen, 0), 0))
+        tl.store(path_ptr + b * COLUMNS + j, index)
+        tl.store(out_ptr + b * COLUMNS + j, emitted)
+        is_stop = tl.max((stops == emitted).to(tl.int32), 0) > 0
+        first_stop = tl.where(is_stop & (first_stop == COLUMNS), j, first_stop)
+        end = tl.where(first_stop < count, first_stop + 1, count)
+        last = tl.where(j == end - 1, emitted, last)
+    stopped = first_stop < count
+    count = tl.where(stopped, first_stop + 1, count)
+    count = tl.where(was_finished, 0, count)
+    finish = tl.where(stopped, STOP, tl.where(length + count + 1 >= max_len, LENGTH, 0))
+    finish = tl.where(was_finished, 0, finish)
+    tl.store(accepted_ptr + b, num_drafts)
+    tl.store(count_ptr + b, count)
+    tl.store(finish_ptr + b, finish)
+    # Padding rows share a slot that is finished for ever: all of them store what is there already.
+    tl.store(seq_len_ptr + slot, (length + count).to(tl.int32))
+    tl.store(bonus_ptr + slot * bonus_stride, last, mask=was_finished == 0)
+    tl.store(finished_ptr + slot * finished_stride, (was_finished | (finish > 0)).to(tl.int8))
+
+
+def accept_commit(
+    slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
+) -> tuple[Accepted, Commit]:
+    """What `accept` (or `accept_synthetic` with a length) and `SlotTable.commit` return for slots [B] int64, trees and
+    choices [B, W] int64; changes the table in place. Not for tables that count tokens for penalties."""
+    from workers.plan import FINISH_LENGTH, FINISH_STOP
+
+    batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
+    fields = (tree.tokens, tree.parents, tree.depths, tree.masks)
+    assert all(f.stride(1) == 1 and f.stride(0) == fields[0].stride(0) and f.dtype == torch.int64 for f in fields)
+    assert chosen.is_contiguous() and table.output_counts is None and width <= 63
+    path, tokens = torch.empty((2, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)
+    num_drafts, counts, finish = torch.empty((3, batch), dtype=torch.int64, device=chosen.device).unbind(0)
+    certain = int(synthetic_length - 1) if synthetic_length is not None else 0
+    share = synthetic_length - 1 - certain if synthetic_length is not None else 0.0
+    finished, speculative = table.finished.view(torch.int8), table.speculative.view(torch.int8)
+    _accept_commit[(batch,)](
+        *fields, fields[0].stride(0), chosen, slots, table.seq_len, table.bonus, table.bonus.stride(0), table.max_len,
+        table.max_len.stride(0), finished, finished.stride(0), speculative, speculative.stride(0), table.stop_ids,
+        table.seed, table.seed.stride(0), certain, share, path, tokens, num_drafts, counts, finish, W=width,
+        W_PADDED=triton.next_power_of_2(width), COLUMNS=columns, STOPS=table.stop_ids.shape[1], STOP=FINISH_STOP,
+        LENGTH=FINISH_LENGTH, SYNTHETIC=synthetic_length is not None, num_warps=1,
+    )
+    return Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish)

@@ -1,0 +1,95 @@
+"""The fused steps of a round against their torch references: on a GPU, or under Triton's interpreter
+(TRITON_INTERPRET=1), which `tests/attention/test_triton_interpreter.py` starts in a process of its own."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from attention.kernels import tail_rows  # noqa: E402
+from attention.metadata import Mode, TailBatch, causal_mask  # noqa: E402
+from speculative.acceptance import accept, accept_synthetic  # noqa: E402
+from speculative.kernels.accept_commit import accept_commit  # noqa: E402
+from speculative.tree import best_tree  # noqa: E402
+from tests.speculative.test_tree import random_candidates  # noqa: E402
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.kernels.argmax import argmax  # noqa: E402
+from workers.plan import SamplingParams, SlotInit  # noqa: E402
+from workers.slots import SlotTable  # noqa: E402
+
+pytestmark = MARKS
+
+
+def filled_table(batch: int, seed: int) -> SlotTable:
+    """Requests near their limits, with stop tokens, some finished, some that do not speculate."""
+    torch.manual_seed(seed)
+    table = SlotTable(batch + 2, 4, 128, DEVICE)
+    for slot in range(batch):
+        sampling = SamplingParams(9, 0.0, seed=slot * 7919, stop_token_ids=(slot % 99, 50), speculative=slot % 5 != 3)
+        table._init_slot(SlotInit(slot, 20 + slot, 10, 22 + slot + slot % 7, sampling))
+    table.finished[1] = True
+    return table
+
+
+@pytest.mark.parametrize("top_k,steps,width", [(1, 3, 4), (4, 5, 16), (3, 3, 12), (1, 1, 2)])
+@pytest.mark.parametrize("synthetic", [None, 1.6])
+def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width: int, synthetic: float | None) -> None:
+    batch = 24
+    candidates = random_candidates(batch, top_k, steps, seed=width)
+    tree = best_tree(torch.arange(batch) % 100, candidates, width)
+    generator = torch.Generator().manual_seed(steps)
+    for turn in range(4):
+        chosen = torch.randint(0, 99, tree.tokens.shape, generator=generator)
+        for b in range(batch):  # follow a child where there is one, most of the time
+            for node in range(width):
+                children = (tree.parents[b] == node).nonzero().flatten().tolist()
+                children = [c for c in children if c]
+                if children and (b + node + turn) % 4:
+                    chosen[b, node] = tree.tokens[b, children[turn % len(children)]]
+        tree_on = type(tree)(*(f.contiguous().to(DEVICE) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
+        slots = torch.cat((torch.arange(batch), torch.tensor([batch + 2, batch + 2]))).to(DEVICE)  # two padding rows
+        pad = type(tree)(*(torch.cat((f, f[:2])) for f in (tree_on.tokens, tree_on.parents, tree_on.depths,
+                                                           tree_on.masks)))
+        chosen_on = torch.cat((chosen, chosen[:2])).to(DEVICE)
+        fused, plain = filled_table(batch, turn), filled_table(batch, turn)
+        accepted, commit = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
+        enabled = plain.speculative[slots] & ~plain.finished[slots]
+        if synthetic is None:
+            expected = accept(pad, chosen_on, enabled, steps)
+        else:
+            length = plain.seq_len[slots].long()
+            expected = accept_synthetic(pad, chosen_on, enabled, steps, synthetic, plain.seed[slots], length)
+        wanted = plain.commit(slots, expected.tokens, expected.num_drafts + 1)
+        assert torch.equal(accepted.num_drafts, expected.num_drafts)
+        assert torch.equal(commit.counts, wanted.counts) and torch.equal(commit.finish, wanted.finish)
+        valid = torch.arange(steps + 1, device=DEVICE) <= expected.num_drafts.unsqueeze(1)
+        assert torch.equal(accepted.path[valid], expected.path[valid])
+        assert torch.equal(accepted.tokens[valid], expected.tokens[valid])
+        for name in ("seq_len", "bonus", "finished"):
+            assert torch.equal(getattr(fused, name), getattr(plain, name)), name
+        assert int(wanted.counts.max()) > 1 or steps == 1
+
+
+@pytest.mark.parametrize("rows,tail,page_size", [(1, 1, 1), (4, 4, 16), (3, 9, 4), (7, 7, 64)])
+def test_rows_of_a_tail_are_where_torch_puts_them(rows: int, tail: int, page_size: int) -> None:
+    torch.manual_seed(rows)
+    prefix = torch.tensor([0, 3, 17, 54], dtype=torch.int32, device=DEVICE)
+    table = torch.randint(0, 90, (4, 80), dtype=torch.int32, device=DEVICE)[:, :70]
+    batch = TailBatch(Mode.VERIFY, rows, tail, prefix, causal_mask(4, rows, DEVICE), table, 70)
+    ours, expected = tail_rows.tail_rows(batch, page_size), tail_rows.reference(batch, page_size)
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+
+
+@pytest.mark.parametrize("rows,size", [(1, 128256), (7, 5000), (64, 32000), (3, 17)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_is_the_first_of_the_largest(rows: int, size: int, dtype: torch.dtype) -> None:
+    if INTERPRETED and (size > 40000 or dtype == torch.bfloat16):
+        pytest.skip("too large, or computed on raw bits, under the interpreter")
+    torch.manual_seed(size)
+    x = torch.randn((rows, size), device=DEVICE).to(dtype)
+    x[0, size // 2] = x[0].max()  # equals: the smaller column wins
+    expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
+    assert torch.equal(argmax(x), expected)
+    x[:, : size // 3] = float("-inf")
+    expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
+    assert torch.equal(argmax(x), expected)

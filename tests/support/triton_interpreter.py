@@ -1,0 +1,23 @@
+"""Where tests of Triton kernels run: on a GPU, or on the CPU under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
+MARKS = [] if INTERPRETED else [pytest.mark.gpu]
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_for_new_numpy(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_for_new_numpy

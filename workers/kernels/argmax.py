@@ -1,0 +1,46 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Row-wise argmax over a vocabulary, split over the device: torch's takes 36 us for one row of 128,256."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+@triton.jit
+def _partial(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
+    best = tl.max(x, 0)
+    # the smallest index among equals, as torch on a CPU has it; a row of NaN gives its first column
+    index = tl.min(tl.where(x == best, column, size), 0)
+    place = row * tl.num_programs(1) + part
+    tl.store(value_ptr + place, best)
+    tl.store(index_ptr + place, index)
+
+
+@triton.jit
+def _combine(value_ptr, index_ptr, out_ptr, parts, size, PARTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    value = tl.load(value_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
+    index = tl.load(index_ptr + row * parts + part, mask=part < parts, other=size)
+    best = tl.min(tl.where(value == tl.max(value, 0), index, size), 0)
+    tl.store(out_ptr + row, tl.where(best < size, best, 0).to(tl.int64))
+
+
+def argmax(x: Tensor) -> Tensor:
+    """[rows] int64: the column of the largest of x [rows, size], any float dtype, last stride 1; the smallest column
+    among equals. Reference: `x.float().argmax(-1)`, up to which of equals it takes."""
+    assert x.dim() == 2 and x.stride(1) == 1
+    rows, size = x.shape
+    parts = triton.cdiv(size, BLOCK)
+    values = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
+    indices = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
+    out = torch.empty(rows, dtype=torch.int64, device=x.device)
+    _partial[(rows, parts)](x, values, indices, size, x.stride(0), BLOCK=BLOCK, num_warps=8)
+    _combine[(rows,)](values, indices, out, parts, size, PARTS=triton.next_power_of_2(parts), num_warps=1)
+    return out
