@@ -34,7 +34,7 @@ class ForwardContext:
         if q.is_cuda:
             from attention.kernels.rope_store import rope_store
 
-            rope_store(q, k, v, *angles, kv, self.kv_slots)
+            rope_store(q, k, v, *angles, kv, self.kv_slots, pdl=torch.cuda.get_device_capability(q.device) >= (9, 0))
         else:
             q = rotate(q, *angles)
             self.pool.store(layer, self.kv_slots, rotate(k, *angles), v)

@@ -2,8 +2,11 @@
 """Fused row-wise kernels: residual add with RMSNorm, and SwiGLU's product. One program per row.
 
 At the few rows of a round these cost their launch, 1-2 us in a graph, where the torch operations they replace cost
-six and two of those.
+six and two of those. On Hopper they are launched before the kernel in front of them ends (programmatic dependent
+launch) and wait for it inside.
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -12,10 +15,15 @@ from torch import Tensor
 
 
 @triton.jit
-def _add_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+              PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
@@ -24,13 +32,15 @@ def _add_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL:
         tl.store(residual_ptr + row * size + column, x, mask=inside)
         x = x.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
     tl.store(out_ptr + row * size + column, normed, mask=inside)
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -38,6 +48,14 @@ def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     up = tl.load(gate_up_ptr + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
     activated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * size + column, activated * up, mask=inside)
+
+
+@cache
+def _early_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options: whether the device has programmatic dependent launch (compute capability 9 or later)."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def _num_warps(block: int) -> int:
@@ -53,7 +71,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size, out = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(size)
     rows = x.numel() // size
-    _add_norm[(rows,)](x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=block, num_warps=_num_warps(block))
+    _add_norm[(rows,)](x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=block, num_warps=_num_warps(block),
+                       **_early_launch(x.device))
     return out
 
 
@@ -66,7 +85,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     size, out = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(size)
     rows = x.numel() // size
-    _add_norm[(rows,)](x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=block, num_warps=_num_warps(block))
+    _add_norm[(rows,)](x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=block, num_warps=_num_warps(block),
+                       **_early_launch(x.device))
     return out
 
 
@@ -79,7 +99,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_mul[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4)
+    _silu_mul[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4,
+                                                       **_early_launch(out.device))
     return out
 
 
