@@ -100,11 +100,15 @@ def causal_mask(num_requests: int, rows: int, device: torch.device) -> Tensor:
     return ((torch.ones_like(row) << row) - 1).expand(num_requests, rows)
 
 
+def token_indices(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """[B, N] int64: the pool's token indices of positions [B, N] int64 of requests with page_table [B, max_pages]."""
+    pages = page_table.gather(1, positions // page_size).long()
+    return pages * page_size + positions % page_size
+
+
 def tail_kv_slots(batch: TailBatch, page_size: int) -> Tensor:
     """[B * R] int64: the pool's token index that each row of `batch` writes."""
-    positions = batch.kv_positions()
-    pages = batch.page_table.gather(1, positions // page_size).long()
-    return (pages * page_size + positions % page_size).flatten()
+    return token_indices(batch.page_table, batch.kv_positions(), page_size).flatten()
 
 
 def chunk_kv_slots(batch: ChunkBatch, page_size: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
 from attention.kernels.chunks import ChunkTiles, attend_chunks, chunk_tiles, list_tiles
+from attention.kernels.early_launch import launches_early
 from attention.kernels.splits import plan_items
 from attention.kernels.tail import MAX_SPLITS, TailPlan, TailTiles, TailWorkspace, attend_tail, tail_tiles
 from attention.kv_pool import LayerKV
@@ -80,7 +81,7 @@ def plan_tail(batch: TailBatch, num_heads: int, num_kv_heads: int, tiles: TailTi
     items = plan_items(batch.prefix_len, batch.tail, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
     each = min(MAX_SPLITS, budget // batch.num_requests)
     at_once = min(MERGED_AT_ONCE, 1 << max(1, (each - 1).bit_length()))
-    return TailPlan(tiles, items, workspace, apart=each > 1, splits=at_once, pdl=_launches_early(device))
+    return TailPlan(tiles, items, workspace, apart=each > 1, splits=at_once, pdl=launches_early(device))
 
 
 def split_budget(num_requests: int, items: int) -> int:
@@ -102,11 +103,6 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _launches_early(device: torch.device) -> bool:
-    """Whether programmatic dependent launch exists (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from cluster.coordinator_loop import CoordinatorSettings
 from cluster.messages import EngineStats
 from cluster.transport import Transport
 from cluster.worker_loop import run_worker_loop
+from workers.ports import free_port
 
 NAMESPACE = "aerie"  # of the coordinators' names, apart from Serve's own
 LOOPBACK = "127.0.0.1"
@@ -137,9 +138,7 @@ class Worker:
 
     def rendezvous(self, address: str) -> str:
         """A free port of this node; chosen anew for every gang, because a killed one's may stay taken for a while."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return f"tcp://{address}:{probe.getsockname()[1]}"
+        return f"tcp://{address}:{free_port(address)}"
 
     def build(self, rendezvous: str, own_address: str) -> None:
         """Join the other ranks, load, allocate, warm up. Rank 0 prints each phase as it ends."""

@@ -144,26 +144,40 @@ class Inbox:
         self.socket.close(linger_ms)
 
 
+def _connected(
+    context: Context, transport: Transport, kind: int, high_water: int, endpoint: str
+) -> tuple["zmq.Socket[bytes]", PeerMonitor]:
+    """A socket towards `endpoint`, watched; raises ValueError, leaving nothing open, if there can be none."""
+    socket = open_socket(context, kind, high_water)
+    monitor = PeerMonitor(socket)
+    try:
+        transport.connect(socket, endpoint)
+    except ValueError:
+        monitor.close()
+        socket.close(0)
+        raise
+    return socket, monitor
+
+
+def _sent(socket: "zmq.Socket[bytes]", raw: bytes) -> bool:
+    """Send without waiting; False if the peer is a high-water mark behind."""
+    try:
+        socket.send(raw, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
 class RankLink:
     """The coordinator's end towards one rank of one gang."""
 
     def __init__(self, context: Context, transport: Transport, endpoint: str, rank: int) -> None:
         self.rank = rank
-        self.socket = open_socket(context, zmq.DEALER, _RANK_HIGH_WATER)
-        self.monitor = PeerMonitor(self.socket)
-        try:
-            transport.connect(self.socket, endpoint)
-        except ValueError:
-            self.close()
-            raise
+        self.socket, self.monitor = _connected(context, transport, zmq.DEALER, _RANK_HIGH_WATER, endpoint)
 
     def send(self, raw: bytes) -> bool:
         """False if the rank has not read what was sent before, which a living one does."""
-        try:
-            self.socket.send(raw, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return _sent(self.socket, raw)
 
     def has_news(self) -> bool:
         """Whether `receive` would return a message."""
@@ -254,22 +268,13 @@ class IngressLink:
         self.endpoint = endpoint
         self.sequence = sequence
         self.deltas: list[TokenDelta] = []
-        self.socket = open_socket(context, zmq.PUSH, _INGRESS_HIGH_WATER)
-        self.monitor = PeerMonitor(self.socket)
-        try:
-            transport.connect(self.socket, endpoint)
-        except ValueError:
-            self.close()
-            raise
+        self.socket, self.monitor = _connected(context, transport, zmq.PUSH, _INGRESS_HIGH_WATER, endpoint)
 
     def send(self, batch: TokenBatch) -> bool:
         """False if the ingress is `_INGRESS_HIGH_WATER` messages behind."""
-        try:
-            self.socket.send(_ENCODER.encode(batch), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        self.sequence += 1
-        return True
+        sent = _sent(self.socket, _ENCODER.encode(batch))
+        self.sequence += sent
+        return sent
 
     def close(self, linger_ms: int = 0) -> None:
         self.monitor.close()

@@ -159,11 +159,6 @@ def read_args(path: Path) -> Mapping[str, Any]:
     raise ConfigError(f"{path}: no application has import_path deploy.app:build")
 
 
-def under_haproxy() -> bool:
-    """Whether Serve's HTTP runs through HAProxy in this process's environment."""
-    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "0") == "1"
-
-
 def set_process_environment(threads: int) -> None:
     """Variables that must be set in a worker before torch and NCCL are imported.
 

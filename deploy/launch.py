@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from cluster.config import ConfigError
+from workers.ports import free_port
 
 # What Serve must find in the environment of every process it starts, `ray start` included. Measured on Ray 2.60 and two
 # cores: 32 streams of 50 chunks/s cost 0.15 cores with these and 0.9 without.
@@ -102,14 +103,7 @@ def _use_haproxy(folder: Path) -> None:
     os.environ.setdefault("RAY_SERVE_HAPROXY_SERVER_STATE_FILE", str(folder / "server-state"))
     # Fixed ports by default (Ray 2.60), on which a second server of the same machine would fail.
     for name in ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT"):
-        os.environ.setdefault(f"RAY_SERVE_{name}", str(_free_port()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        os.environ.setdefault(f"RAY_SERVE_{name}", str(free_port()))
 
 
 def _http(path: Path) -> tuple[str, int]:

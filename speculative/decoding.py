@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.metadata import Mode, TailBatch, causal_mask, tail_kv_slots, to_device
+from attention.metadata import Mode, TailBatch, causal_mask, to_device, token_indices
 from speculative.acceptance import Accepted, accept, accept_synthetic
 from speculative.config import SpeculativeConfig
 from speculative.drafter import Drafter, DraftRunner
@@ -151,13 +151,10 @@ class EagleDecoding:
         """Target KV of the accepted nodes from their tree columns to columns 0, 1, ... (columns behind the last
         accepted one receive copies of the root, which nobody reads)."""
         page_table = self._slots.page_table[batch.slots]
-        rows = path.shape[1]
-        front = TailBatch(Mode.DRAFT_EXTEND, rows, rows, length, path, page_table, batch.max_kv_len)
-        pool = self._target.pool
-        target = tail_kv_slots(front, pool.page_size)
-        position = length.long().unsqueeze(1) + path
-        pages = page_table.gather(1, position // pool.page_size).long()
-        pool.move((pages * pool.page_size + position % pool.page_size).flatten(), target)
+        pool, start = self._target.pool, length.long().unsqueeze(1)
+        front = start + torch.arange(path.shape[1], device=path.device)
+        source = token_indices(page_table, start + path, pool.page_size)
+        pool.move(source.flatten(), token_indices(page_table, front, pool.page_size).flatten())
 
     def _extend_and_draft(
         self, batch: StepBatch, verified: _Verified | None, first: Commit | None, chunk_features: Tensor

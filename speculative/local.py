@@ -2,7 +2,6 @@
 
 import contextlib
 import multiprocessing
-import socket
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layou
 from workers.executor import StepExecutor
 from workers.local import LocalEngine
 from workers.plan import StepPlan, StepResult
+from workers.ports import free_port
 from workers.scheduler import Scheduler
 
 
@@ -41,7 +41,7 @@ class RankProcesses(StepExecutor):
 
     def __init__(self, spec: EngineSpec, layout: EngineLayout) -> None:
         context = multiprocessing.get_context("spawn")
-        address = f"tcp://127.0.0.1:{_free_port()}"
+        address = f"tcp://127.0.0.1:{free_port()}"
         self._num_pending = 0
         self._decoder = msgspec.msgpack.Decoder(StepResult)
         self._pipes: list[Connection] = []
@@ -95,10 +95,3 @@ def _run_rank(spec: EngineSpec, layout: EngineLayout, rank: int, address: str, p
             return
         worker.submit(plan)
         pipe.send_bytes(msgspec.msgpack.encode(worker.take()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

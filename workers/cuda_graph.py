@@ -54,11 +54,6 @@ class GraphedDecoding:
     def shapes(self) -> Sequence[RoundShape]:
         return self._inner.shapes
 
-    @property
-    def num_graphs(self) -> int:
-        """Graphs captured so far."""
-        return len(self._captured)
-
     def capture(self, random: bool) -> None:
         """Capture every bucket of every shape, largest first so that smaller ones reuse its memory."""
         for bucket in reversed(self._buckets):

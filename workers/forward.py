@@ -32,9 +32,10 @@ class ForwardContext:
         [rows, kv_heads, head_dim] of a layer and attend q to it. On a GPU q is rotated in place."""
         kv = self.pool.layer(layer)
         if q.is_cuda:
+            from attention.kernels.early_launch import launches_early
             from attention.kernels.rope_store import rope_store
 
-            rope_store(q, k, v, *angles, kv, self.kv_slots, pdl=torch.cuda.get_device_capability(q.device) >= (9, 0))
+            rope_store(q, k, v, *angles, kv, self.kv_slots, pdl=launches_early(q.device))
         else:
             q = rotate(q, *angles)
             self.pool.store(layer, self.kv_slots, rotate(k, *angles), v)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import psutil
 from cluster.assembly import DEVICE_RANK, with_checkpoints
 from cluster.config import parse
 from cluster.messages import EngineStats
+from workers.ports import free_port
 
 START_LIMIT_S = 120.0
 RAY_ENVIRONMENT = {
@@ -123,10 +123,3 @@ def actor_pids(name: str) -> list[int]:
             if process.name().startswith(f"ray::{name}"[:15]) and f"ray::{name}" in " ".join(process.cmdline()):
                 found.append(process.pid)
     return sorted(found)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -6,12 +6,12 @@ six and two of those. On Hopper they are launched before the kernel in front of 
 launch) and wait for it inside.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attention.kernels.early_launch import launches_early
 
 
 @triton.jit
@@ -50,12 +50,9 @@ def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr
     tl.store(out_ptr + row * size + column, activated * up, mask=inside)
 
 
-@cache
 def _early_launch(device: torch.device) -> dict[str, bool]:
-    """Launch options: whether the device has programmatic dependent launch (compute capability 9 or later)."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+    """Launch options of a kernel with PDL; the option `launch_pdl` exists on GPUs only."""
+    return {"PDL": True, "launch_pdl": True} if launches_early(device) else {"PDL": False}
 
 
 def _num_warps(block: int) -> int:
