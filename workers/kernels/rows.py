@@ -22,8 +22,8 @@ def _add_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL:
     inside = column < size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
@@ -39,8 +39,8 @@ def _add_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL:
 @triton.jit
 def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -1,59 +1,99 @@
-"""y = x W^T + b, the one product that every layer is made of.
+"""y = x W^T + b, the one product that every layer is made of, and the two cases in which a library's is too slow.
 
 On a CPU, oneDNN multiplies few rows by a weight in its own blocked layout 1.6 times faster than MKL does by a plain
 one (float32, 1792 x 512, 4 rows: 0.54 against 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13), so weights are
-packed once after loading. These operators are what torch.compile uses for frozen weights on a CPU.
+packed once after loading. These operators are what torch.compile uses for frozen weights on a CPU. On a GPU the few
+rows of a round go through a kernel of ours (`workers.kernels.few_rows`).
 """
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from workers.kernels.few_rows import Workspace
+
 _ROWS_HINT = 4  # the row count oneDNN chooses its layout for: a round's
 
 
-class Packable(nn.Module):
-    """A module whose product may be packed; `pack_all` calls `pack` once its weight is final."""
+@dataclass(frozen=True)
+class _Blocked:
+    """A second copy of the weight in oneDNN's layout."""
 
-    def pack(self) -> None:
-        raise NotImplementedError
+    weight: Tensor
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+        return out
 
 
-class Product(Packable):
-    """A weight [out, in] and perhaps a bias [out]; `pack` may put a second, faster copy of the weight beside it."""
+@dataclass(frozen=True)
+class _FewRows:
+    """max_rows: up to how many rows the kernel is used."""
+
+    workspace: "Workspace"
+    max_rows: int
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[0] > self.max_rows:
+            return F.linear(x, weight, bias)
+        from workers.kernels.few_rows import few_rows
+
+        return few_rows(x, weight, bias, self.workspace)
+
+
+class Multiplies(nn.Module):
+    """A module that multiplies by its weight [out, in]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._faster: _Blocked | _FewRows | None = None
+
+    @abstractmethod
+    def product_weight(self) -> Tensor:
+        """[out, in]"""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[rows, out] for x [rows, in]."""
+        if self._faster is None:
+            return F.linear(x, self.product_weight(), bias)
+        return self._faster.multiply(x, self.product_weight(), bias)
+
+    def prepare(self, workspace: "Workspace | None") -> None:
+        """Once the weight is final: choose how to multiply by it. workspace: on GPUs, of `pack_all`."""
+        weight = self.product_weight()
+        if workspace is not None:
+            from workers.kernels.few_rows import MAX_ROWS, num_splits
+
+            self._faster = _FewRows(workspace, MAX_ROWS) if num_splits(*weight.shape) else None
+        elif weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
+            self._faster = _Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
+
+
+class Product(Multiplies):
+    """A weight [out, in] and perhaps a bias [out]."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self._packed: Tensor | None = None
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[rows, out] for x [rows, in]."""
-        if self._packed is None:
-            return F.linear(x, self.weight, bias)
-        return linear_packed(x, self._packed, bias)
-
-    def pack(self) -> None:
-        self._packed = pack_weight(self.weight)
-
-
-def pack_weight(weight: Tensor) -> Tensor | None:
-    """The blocked copy of weight [out, in], or None where it would not help."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch._C._has_mkldnn:
-        return None
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
-    return packed
-
-
-def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b with a weight from `pack_weight`."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return out
+    def product_weight(self) -> Tensor:
+        return self.weight
 
 
 def pack_all(model: nn.Module) -> None:
-    """Pack every product in `model`."""
-    for module in model.modules():
-        if isinstance(module, Packable):
-            module.pack()
+    """Prepare every product in `model`, whose weights are final."""
+    modules = [m for m in model.modules() if isinstance(m, Multiplies)]
+    workspace, weight = None, modules[0].product_weight()
+    if weight.is_cuda and weight.itemsize == 2:
+        from workers.kernels.few_rows import Workspace
+
+        shapes = [(m.product_weight().shape[0], m.product_weight().shape[1]) for m in modules]
+        workspace = Workspace.create(shapes, weight.device)
+    for module in modules:
+        module.prepare(workspace)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.layers.linear import check_shape
-from workers.layers.product import Packable, linear_packed, pack_weight
+from workers.layers.product import Multiplies
 from workers.tp import TPGroup
 
 
@@ -92,7 +92,7 @@ class VocabEmbedding(nn.Module):
         self.shard.load_rows(self.weight.data, part, full)
 
 
-class LMHead(Packable):
+class LMHead(Multiplies):
     """Logits of this rank's vocabulary shard; may share its weight with the embedding."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup, tied: VocabEmbedding | None = None) -> None:
@@ -100,11 +100,8 @@ class LMHead(Packable):
         self.shard = VocabShard(vocab_size, group)
         self._tied = (tied,)  # in a tuple: the embedding is not this module's child
         self.own = None if tied else nn.Parameter(torch.empty(self.shard.size, hidden_size), requires_grad=False)
-        self._packed: Tensor | None = None
 
-    @property
-    def weight(self) -> Tensor:
-        """[shard size, hidden_size]"""
+    def product_weight(self) -> Tensor:
         tied = self._tied[0]
         if self.own is not None:
             return self.own
@@ -113,15 +110,10 @@ class LMHead(Packable):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[rows, shard size] logits of hidden [rows, hidden_size]."""
-        if self._packed is None:
-            return self.shard.mask_padding(F.linear(hidden, self.weight))
-        return self.shard.mask_padding(linear_packed(hidden, self._packed, None))
-
-    def pack(self) -> None:
-        self._packed = pack_weight(self.weight)
+        return self.shard.mask_padding(self.multiply(hidden, None))
 
     def load(self, part: str, kind: str, full: Tensor) -> None:
-        self.shard.load_rows(self.weight.data, part, full)
+        self.shard.load_rows(self.product_weight().data, part, full)
 
 
 def _argmax(logits: Tensor) -> Tensor:

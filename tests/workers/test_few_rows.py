@@ -1,0 +1,82 @@
+"""The product of few rows against torch's: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which
+`tests/attention/test_triton_interpreter.py` starts in a process of its own."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.kernels.few_rows import MAX_ROWS, Workspace, few_rows, num_splits  # noqa: E402
+
+pytestmark = MARKS
+
+SHAPES = [(96, 512), (70, 384), (64, 128)] if INTERPRETED else [
+    (6144, 4096), (4096, 14336), (28672, 4096), (32001, 4096), (70, 384), (64, 128), (4096, 12288)
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_product_of_few_rows_is_torchs(dtype: torch.dtype, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    workspace = Workspace.create(SHAPES, DEVICE)
+    for n, k in SHAPES:
+        weight = torch.randn(n, k, generator=generator).to(DEVICE, dtype)
+        b = torch.randn(n, generator=generator).to(DEVICE, dtype) if bias else None
+        for rows in (1, 3, MAX_ROWS):
+            # rows of a wider tensor, as the heads of a packed product are
+            x = torch.randn(rows, 2 * k, generator=generator).to(DEVICE, dtype)[:, :k]
+            out = few_rows(x, weight, b, workspace)
+            expected = x.double() @ weight.double().T + (b.double() if b is not None else 0.0)
+            # one rounding to 8 (bfloat16) or 11 bits: 2^-9 and 2^-12 of a value at most, less on average
+            error = float((out.double() - expected).norm() / expected.norm())
+            assert error < (2e-3 if dtype == torch.bfloat16 else 3e-4), (n, k, rows, error)
+        assert int(workspace.tickets.abs().sum()) == 0
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    generator = torch.Generator().manual_seed(4)
+    n, k = SHAPES[0]
+    workspace = Workspace.create([(n, k)], DEVICE)
+    weight = torch.randn(n, k, generator=generator).to(DEVICE, torch.float16)
+    x = torch.randn(MAX_ROWS, k, generator=generator).to(DEVICE, torch.float16)
+    whole = few_rows(x, weight, None, workspace)
+    for rows in (1, 5):
+        assert torch.equal(few_rows(x[:rows], weight, None, workspace), whole[:rows])
+
+
+@pytest.mark.parametrize("n,k,splits", [(6144, 4096, 4), (28672, 4096, 1), (4096, 14336, 4), (64, 128, 1), (64, 100, 0)])
+def test_splits_fill_the_device_and_divide_k(n: int, k: int, splits: int) -> None:
+    assert num_splits(n, k) == splits
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a graph needs a GPU")
+def test_replays_of_a_chain_of_products_are_the_same_bits() -> None:
+    """Programs launched early must not read what the kernel in front has not written: 300 replays with new inputs."""
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    k = 4096
+    weights = [torch.randn(k, k, generator=generator, device=DEVICE).div(64).bfloat16() for _ in range(6)]
+    workspace = Workspace.create([(k, k)], DEVICE)
+    x = torch.empty(4, k, dtype=torch.bfloat16, device=DEVICE)
+
+    def chain() -> torch.Tensor:
+        y = x
+        for weight in weights:
+            y = few_rows(y, weight, None, workspace)
+        return y
+
+    x.normal_(generator=generator)
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for _ in range(300):
+        x.normal_(generator=generator)
+        graph.replay()
+        y = x
+        for weight in weights:
+            y = few_rows(y, weight, None, workspace)
+            torch.cuda.synchronize()
+        assert torch.equal(out, y)
