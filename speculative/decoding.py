@@ -14,8 +14,8 @@ from torch import Tensor
 from attention.metadata import Mode, TailBatch, causal_mask, to_device, token_indices
 from speculative.acceptance import Accepted, accept, accept_synthetic
 from speculative.config import SpeculativeConfig
-from speculative.drafter import Drafter, DraftRunner
-from speculative.tree import Tree, TreeTable, bare_roots
+from speculative.drafter import DraftBatch, Drafter, DraftRunner
+from speculative.tree import RoundRows, Tree
 from workers.config import PLAIN, RoundShape
 from workers.decoding import PromptChunks, StepBatch, StepTensors, begin_finals
 from workers.model_runner import TargetRunner
@@ -35,13 +35,15 @@ def round_shape(config: SpeculativeConfig) -> RoundShape:
 
 @dataclass(frozen=True)
 class _Verified:
-    """The round's requests after verification. length: [B] committed KV before it. features: [B, W, F] of the target
-    for the draft."""
+    """The round's requests after verification. length: [B] committed KV before it. features: [B * D, F] of the target
+    on the accepted path, as deep as it can be, for the draft. newest: [B] int64, of these the row whose token is the
+    newest but one."""
 
     length: Tensor
     accepted: Accepted
     commit: Commit
     features: Tensor
+    newest: Tensor
 
 
 class EagleDecoding:
@@ -56,9 +58,9 @@ class EagleDecoding:
         self._draft = draft
         self._slots = slots
         self._sampler = sampler
-        self._trees = TreeTable(slots.padding_slot, config.num_draft_tokens, slots.device)
         self._drafter = Drafter(config, draft, slots, sampler)
         self._shapes = (PLAIN, round_shape(config))
+        self._causal = {rows: causal_mask(1, rows, slots.device) for rows in (1, config.num_steps + 1)}
 
     @property
     def shapes(self) -> Sequence[RoundShape]:
@@ -67,34 +69,33 @@ class EagleDecoding:
     def step(self, batch: StepBatch) -> StepTensors:
         chunks = batch.chunks
         width = self._shapes[batch.shape].width
-        tree = self._trees.read(batch.slots, width)
-        length = self._slots.seq_len[batch.slots]
-        hidden, features = self._run_target(batch, tree, length)
+        rows = self._drafter.trees.read(batch.slots, width, self._slots.seq_len)
+        page_table = self._slots.page_table[batch.slots]
+        hidden, features = self._run_target(batch, rows, page_table)
         num_tail = batch.slots.shape[0] * width
         logits = self._target.model.lm_head(self._emitting_rows(hidden, num_tail, chunks))
         verified = None
         sampled_round = sampled_first = None
         if batch.num_requests:
-            sampled_round = self._choose(logits[:num_tail], batch, tree, length)
-            verified = self._accept(batch, tree, sampled_round.tokens, length, features[:num_tail])
+            sampled_round = self._choose(logits[:num_tail], batch, rows)
+            verified = self._accept(batch, rows, sampled_round.tokens, page_table, features[:num_tail])
         first = None
         if chunks is not None and chunks.finals:
             begin_finals(self._slots, chunks)
             sampled_first = self._choose_first(logits[num_tail:], batch, chunks)
             first = self._slots.commit(chunks.final_slots, sampled_first.tokens, torch.ones_like(chunks.final_slots))
-        self._extend_and_draft(batch, verified, first, features[num_tail:])
+        self._extend_and_draft(batch, verified, first, page_table, features[num_tail:])
         return self._result(batch, verified, first, (sampled_round, sampled_first))
 
-    def _run_target(self, batch: StepBatch, tree: Tree, length: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_target(self, batch: StepBatch, rows: RoundRows, page_table: Tensor) -> tuple[Tensor, Tensor]:
         """Final hidden states and draft features of all rows of the step."""
-        width = tree.tokens.shape[1]
+        width = rows.tree.tokens.shape[1]
         tail = positions = None
         if batch.num_requests:
             mode = Mode.VERIFY if width > 1 else Mode.DECODE
-            page_table = self._slots.page_table[batch.slots]
-            tail = TailBatch(mode, width, width, length, tree.masks, page_table, batch.max_kv_len)
-            positions = (length.long().unsqueeze(1) + tree.depths).flatten()
-        ids = tree.tokens.clamp_min(0).flatten()
+            tail = TailBatch(mode, width, width, rows.length, rows.tree.masks, page_table, batch.max_kv_len)
+            positions = rows.positions
+        ids = rows.ids
         if batch.chunks is not None:
             ids = torch.cat((ids, batch.chunks.ids))
         out = self._target.forward(ids, tail, positions, batch.chunks.batch if batch.chunks else None)
@@ -107,9 +108,12 @@ class EagleDecoding:
             return hidden
         return torch.cat((hidden[:num_tail], hidden[num_tail + chunks.final_rows]))
 
-    def _choose(self, logits: Tensor, batch: StepBatch, tree: Tree, length: Tensor) -> Sampled:
+    def _choose(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
         """The target's token behind every node: [B, W]."""
-        positions = length.long().unsqueeze(1) + tree.depths + 1
+        tree = rows.tree
+        positions = rows.positions.view(tree.tokens.shape)
+        if batch.needs.random or batch.needs.shaping:  # else nothing depends on them
+            positions = positions + 1
         if not batch.needs.shaping:
             return self._sampler.sample(logits, Rows(batch.slots, positions), batch.needs)
         # the root is already counted as output; the other nodes of a row's path are not yet
@@ -122,22 +126,29 @@ class EagleDecoding:
         positions = self._slots.seq_len[chunks.final_slots].long().unsqueeze(1) + 1
         return self._sampler.sample(logits, Rows(chunks.final_slots, positions), batch.needs)
 
-    def _accept(self, batch: StepBatch, tree: Tree, chosen: Tensor, length: Tensor, features: Tensor) -> _Verified:
+    def _accept(
+        self, batch: StepBatch, rows: RoundRows, chosen: Tensor, page_table: Tensor, features: Tensor
+    ) -> _Verified:
         """Accept, commit, and move the accepted path's KV to the front of the tail."""
-        slots, width = self._slots, tree.tokens.shape[1]
+        slots, tree = self._slots, rows.tree
+        width = tree.tokens.shape[1]
         depth = min(self._config.num_steps, width - 1)
-        features = features.view(batch.num_requests, width, -1)
         synthetic = self._config.synthetic_acceptance_length if width > 1 else None
         if chosen.is_cuda and slots.output_counts is None:
             from speculative.kernels.accept_commit import accept_commit
 
-            accepted, commit = accept_commit(batch.slots, tree, chosen, slots, depth, synthetic)
+            accepted, commit, newest = accept_commit(batch.slots, tree, chosen, slots, depth, synthetic)
         else:
-            accepted = self._accepted(batch.slots, tree, chosen, length, depth, synthetic)
+            accepted = self._accepted(batch.slots, tree, chosen, rows.length, depth, synthetic)
             commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
+            row = torch.arange(batch.slots.shape[0], device=slots.device) * (depth + 1)
+            newest = row + (commit.counts - 1).clamp_min(0)
+        # a chain's path is its nodes in their order; rows behind the last accepted are read by nobody
         if self._config.top_k > 1 and width > 1:
-            self._move_path(batch, length, accepted.path)
-        return _Verified(length, accepted, commit, features)
+            self._move_path(rows.length, accepted.path, page_table)
+            row = torch.arange(batch.slots.shape[0], device=slots.device).unsqueeze(1) * width
+            features = features.index_select(0, (accepted.path + row).flatten())
+        return _Verified(rows.length, accepted, commit, features, newest)
 
     def _accepted(
         self, slots: Tensor, tree: Tree, chosen: Tensor, length: Tensor, depth: int, synthetic: float | None
@@ -147,61 +158,57 @@ class EagleDecoding:
             return accept(tree, chosen, enabled, depth)
         return accept_synthetic(tree, chosen, enabled, depth, synthetic, self._slots.seed[slots], length.long())
 
-    def _move_path(self, batch: StepBatch, length: Tensor, path: Tensor) -> None:
+    def _move_path(self, length: Tensor, path: Tensor, page_table: Tensor) -> None:
         """Target KV of the accepted nodes from their tree columns to columns 0, 1, ... (columns behind the last
         accepted one receive copies of the root, which nobody reads)."""
-        page_table = self._slots.page_table[batch.slots]
         pool, start = self._target.pool, length.long().unsqueeze(1)
         front = start + torch.arange(path.shape[1], device=path.device)
         source = token_indices(page_table, start + path, pool.page_size)
         pool.move(source.flatten(), token_indices(page_table, front, pool.page_size).flatten())
 
     def _extend_and_draft(
-        self, batch: StepBatch, verified: _Verified | None, first: Commit | None, chunk_features: Tensor
+        self, batch: StepBatch, verified: _Verified | None, first: Commit | None, page_table: Tensor,
+        chunk_features: Tensor,
     ) -> None:
         """Bring the draft's KV up to the committed tokens, then draft the next trees of all that emitted."""
         chunks = batch.chunks
         ids, features, tail = [], [], None
         if verified is not None:
-            accepted = verified.accepted
-            rows = accepted.path.shape[1]
-            index = accepted.path.unsqueeze(2).expand(-1, -1, verified.features.shape[2])
-            features.append(verified.features.gather(1, index).flatten(0, 1))
-            ids.append(accepted.tokens.flatten())
-            mask = causal_mask(batch.num_requests, rows, self._slots.device)
-            page_table = self._slots.page_table[batch.slots]
+            rows = verified.accepted.path.shape[1]
+            features.append(verified.features)
+            ids.append(verified.accepted.tokens.flatten())
+            mask = self._causal[rows].expand(batch.num_requests, rows)
             tail = TailBatch(Mode.DRAFT_EXTEND, rows, rows, verified.length, mask, page_table, batch.max_kv_len)
         if chunks is not None:
             features.append(chunk_features)
             ids.append(_shifted_ids(chunks, first))
         context = self._draft.context(tail, None, chunks.batch if chunks else None)
         head = self._draft.model
-        hidden = head(torch.cat(ids), head.combine(torch.cat(features)), context)
-        self._draft_next(batch, self._last_rows(hidden, verified, chunks))
+        hidden = head(_joined(ids), head.combine(_joined(features)), context)
+        self._draft_next(batch, self._newest_rows(hidden, verified, chunks), page_table)
 
     @staticmethod
-    def _last_rows(hidden: Tensor, verified: _Verified | None, chunks: PromptChunks | None) -> Tensor:
+    def _newest_rows(hidden: Tensor, verified: _Verified | None, chunks: PromptChunks | None) -> Tensor:
         """[B + F, H]: the state behind each newest token."""
-        last, num_tail = [], 0
+        newest, num_tail = [], 0
         if verified is not None:
-            batch, rows = verified.accepted.path.shape
-            num_tail = batch * rows
-            index = (verified.commit.counts - 1).clamp_min(0)
-            last.append(hidden[:num_tail].view(batch, rows, -1)[torch.arange(batch, device=hidden.device), index])
+            num_tail = verified.accepted.tokens.numel()
+            newest.append(hidden.index_select(0, verified.newest))
         if chunks is not None:
-            last.append(hidden[num_tail + chunks.final_rows])
-        return last[0] if len(last) == 1 else torch.cat(last)
+            newest.append(hidden[num_tail + chunks.final_rows])
+        return _joined(newest)
 
-    def _draft_next(self, batch: StepBatch, hidden: Tensor) -> None:
-        chunks = batch.chunks
-        slots = batch.slots if chunks is None else torch.cat((batch.slots, chunks.final_slots))
+    def _draft_next(self, batch: StepBatch, hidden: Tensor, page_table: Tensor) -> None:
+        slots = batch.slots
+        if batch.chunks is not None:
+            slots = torch.cat((batch.slots, batch.chunks.final_slots))
+            page_table = self._slots.page_table[slots]
         if not slots.shape[0]:
             return
         if batch.speculates:
-            tree = self._drafter.draft(slots, hidden, batch.max_kv_len, batch.needs)
+            self._drafter.draft(DraftBatch(slots, hidden, page_table, batch.max_kv_len, batch.needs))
         else:
-            tree = bare_roots(self._slots.bonus[slots], self._config.num_draft_tokens)
-        self._trees.write(slots, tree)
+            self._drafter.draft_nothing(slots)
 
     def _result(
         self, batch: StepBatch, verified: _Verified | None, first: Commit | None,
@@ -225,7 +232,7 @@ class EagleDecoding:
         if not tokens:
             empty = batch.slots.new_zeros(0)
             return StepTensors(empty.view(0, 1), empty, empty, empty, None)
-        return StepTensors(torch.cat(tokens), torch.cat(counts), torch.cat(finish), torch.cat(accepted),
+        return StepTensors(_joined(tokens), _joined(counts), _joined(finish), _joined(accepted),
                            self._logprobs(batch, verified, first, sampled, columns))
 
     @staticmethod
@@ -246,6 +253,11 @@ class EagleDecoding:
             logits.append(sampled[1].logits.expand(-1, columns, -1))
             tokens.append(F.pad(first.tokens, (0, columns - 1)))
         return logprobs_of(torch.cat(logits), torch.cat(tokens), batch.needs.num_logprobs) if logits else None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts below each other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _shifted_ids(chunks: PromptChunks, first: Commit | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.metadata import Mode, TailBatch
 from speculative.config import SpeculativeConfig
 from speculative.heads import DraftHead
-from speculative.tree import Candidates, Tree, best_tree, chain
+from speculative.tree import Candidates, Children, TreeTable, bare_roots, candidate_depths, chain, grow
 from workers.model_runner import ModelRunner
 from workers.sampler import Rows, Sampler, SamplingNeeds
 from workers.slots import SlotTable
@@ -24,105 +24,82 @@ class DraftRunner(ModelRunner[DraftHead]):
 
 
 @dataclass(frozen=True)
-class _Level:
-    """The expanded nodes of one depth: tokens, scores, candidate index, mask of tail columns, all [B, k]; hidden
-    [B, k, H]: the state that each token was drafted from."""
+class DraftBatch:
+    """Requests that get new trees. slots: [B] int64. hidden: [B, H], the recurrent state behind the newest token.
+    page_table: [B, max_pages] int32. max_kv_len: host-side bound of their lengths."""
 
-    tokens: Tensor
-    scores: Tensor
-    candidate: Tensor
-    mask: Tensor
+    slots: Tensor
     hidden: Tensor
+    page_table: Tensor
+    max_kv_len: int
+    needs: SamplingNeeds
 
 
 class Drafter:
-    """Drafts trees of one shape for the slots it is given."""
+    """Drafts trees of one shape for the slots it is given, and keeps them."""
 
     def __init__(self, config: SpeculativeConfig, runner: DraftRunner, slots: SlotTable, sampler: Sampler) -> None:
         self._config = config
         self._runner = runner
         self._slots = slots
         self._sampler = sampler
+        self.trees = TreeTable(slots.padding_slot, config.num_draft_tokens, config.top_k == 1, slots.device)
         shard = runner.model.lm_head.shard
         own = torch.arange(shard.first, shard.first + shard.size, device=slots.device)
         self._noise_ids = runner.model.to_target(own.clamp_max(shard.vocab_size - 1))
-        self._bit = torch.ones((), dtype=torch.int64, device=slots.device) << torch.arange(63, device=slots.device)
+        steps = torch.arange(1, config.num_steps + 1, device=slots.device)
+        # step s of a chain sees the s tail columns up to its own: [num_steps, 1, 1]
+        self._chain_masks = ((torch.ones_like(steps) << steps) - 1).view(-1, 1, 1)
+        self._depths = torch.tensor(candidate_depths(config.num_steps, config.top_k), device=slots.device)
 
-    def draft(self, slots: Tensor, hidden: Tensor, max_kv_len: int, needs: SamplingNeeds) -> Tree:
-        """Trees for slots [B] int64 whose newest token is committed; hidden [B, H]: the recurrent state behind it."""
+    def draft(self, batch: DraftBatch) -> None:
+        """New trees for requests whose newest token is committed."""
         if self._config.top_k == 1:
-            return self._draft_chain(slots, hidden, max_kv_len, needs)
-        return self._draft_tree(slots, hidden, max_kv_len, needs)
+            self._draft_chain(batch)
+        else:
+            self._draft_tree(batch)
 
-    def _draft_chain(self, slots: Tensor, hidden: Tensor, max_kv_len: int, needs: SamplingNeeds) -> Tree:
-        length, page_table = self._slots.seq_len[slots], self._slots.page_table[slots]
-        head, steps = self._runner.model, self._config.num_steps
+    def draft_nothing(self, slots: Tensor) -> None:
+        """Trees of slots [B] int64 that are their newest token alone."""
+        self.trees.write(slots, bare_roots(self._slots.bonus[slots], self._config.num_draft_tokens))
+
+    def _draft_chain(self, batch: DraftBatch) -> None:
+        slots, length = batch.slots, self._slots.seq_len[batch.slots]
+        head, hidden, steps = self._runner.model, batch.hidden, self._config.num_steps
         tokens: list[Tensor] = []
         for step in range(1, steps + 1):
-            position = length.long().unsqueeze(1) + step
-            logits = self._scores(hidden, Rows(slots, position), needs)
+            logits = self._scores(hidden, batch, length, step, 1)
             tokens.append(head.to_target(head.lm_head.shard.argmax(logits)))
             if step < steps:
-                mask = (self._bit[step] - 1).expand(slots.shape[0], 1)
-                batch = TailBatch(Mode.DRAFT_DECODE, 1, step, length, mask, page_table, max_kv_len)
-                hidden = head(tokens[-1], hidden, self._runner.context(batch))
-        return chain(self._slots.bonus[slots], torch.stack(tokens, dim=1))
+                mask = self._chain_masks[step - 1].expand(slots.shape[0], 1)
+                tail = TailBatch(Mode.DRAFT_DECODE, 1, step, length, mask, batch.page_table, batch.max_kv_len)
+                hidden = head(tokens[-1], hidden, self._runner.context(tail))
+        self.trees.write(slots, chain(self._slots.bonus[slots], torch.stack(tokens, dim=1)))
 
-    def _draft_tree(self, slots: Tensor, hidden: Tensor, max_kv_len: int, needs: SamplingNeeds) -> Tree:
-        length, page_table = self._slots.seq_len[slots], self._slots.page_table[slots]
-        batch, k, steps = slots.shape[0], self._config.top_k, self._config.num_steps
-        position = length.long().unsqueeze(1)
-        scores, tokens = self._best(hidden, Rows(slots, position + 1), needs)
-        found = [Candidates(tokens, scores, torch.full_like(tokens, -1), tokens.new_ones(k), 1)]
-        level = _Level(tokens, scores, torch.arange(k, device=slots.device).expand(batch, k),
-                       self._bit[:k].expand(batch, k), hidden.unsqueeze(1).expand(batch, k, -1))
-        for step in range(1, steps):
-            tail = TailBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, page_table, max_kv_len)
-            rope_positions = (position + step - 1).expand(batch, k).flatten()
-            context = self._runner.context(tail, rope_positions)
-            # contiguous: a head may add to the state in place, and the first level's is one row seen k times
-            hidden = level.hidden.flatten(0, 1).contiguous()
-            state = self._runner.model(level.tokens.flatten(), hidden, context)
-            rows = Rows(slots, (position + step + 1).expand(batch, k))
-            child_scores, child_tokens = self._best(state, rows, needs)
-            child_scores = (child_scores.view(batch, k, k) + level.scores.unsqueeze(2)).flatten(1)
-            child_tokens = child_tokens.view(batch, k * k)
-            parents = level.candidate.repeat_interleave(k, dim=1)
-            found.append(Candidates(child_tokens, child_scores, parents, tokens.new_full((k * k,), step + 1), step + 1))
-            level = self._expand(found, level, state.view(batch, k, -1), step)
-        return best_tree(self._slots.bonus[slots], _concatenate(found), self._config.num_draft_tokens)
+    def _draft_tree(self, batch: DraftBatch) -> None:
+        length, k, state = self._slots.seq_len[batch.slots], self._config.top_k, batch.hidden
+        candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._config.num_steps)
+        level = grow(candidates, None, self._best(state, batch, length, 1, 1), first=0, first_bit=0)
+        for step in range(1, self._config.num_steps):
+            tail = TailBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, batch.page_table, batch.max_kv_len)
+            positions = (length.long() + (step - 1)).repeat_interleave(k, output_size=k * length.shape[0])
+            context = self._runner.context(tail, positions)
+            # rows of their own, which a head may change in place
+            state = self._runner.model(level.tokens.flatten(), state.index_select(0, level.parent), context)
+            children = self._best(state, batch, length, step + 1, k)
+            level = grow(candidates, level, children, first=k + (step - 1) * k * k, first_bit=step * k)
+        self.trees.write_best(batch.slots, self._slots.bonus, candidates)
 
-    def _expand(self, found: list[Candidates], level: _Level, state: Tensor, step: int) -> _Level:
-        """The k best of the k * k children drafted last."""
-        k, children = self._config.top_k, found[-1]
-        first_candidate = k + (step - 1) * k * k
-        scores, chosen = children.scores.topk(k, dim=1)
-        parent = chosen // k
-        return _Level(
-            tokens=children.tokens.gather(1, chosen),
-            scores=scores,
-            candidate=chosen + first_candidate,
-            mask=level.mask.gather(1, parent) | self._bit[step * k : step * k + k],
-            hidden=state.gather(1, parent.unsqueeze(2).expand(-1, -1, state.shape[2])),
-        )
-
-    def _scores(self, hidden: Tensor, rows: Rows, needs: SamplingNeeds) -> Tensor:
-        """[rows, shard size] logits, with the target's noise where requests are random."""
+    def _scores(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Tensor:
+        """[B * rows, shard size] logits of tokens at `depth`, with the target's noise where requests are random."""
         logits = self._runner.model.logits(hidden)
-        return self._sampler.perturb(logits, rows, self._noise_ids) if needs.random else logits
+        if not batch.needs.random:
+            return logits
+        positions = (length.long() + depth).unsqueeze(1).expand(-1, rows)
+        return self._sampler.perturb(logits, Rows(batch.slots, positions), self._noise_ids)
 
-    def _best(self, hidden: Tensor, rows: Rows, needs: SamplingNeeds) -> tuple[Tensor, Tensor]:
-        """The top_k log-probabilities [rows, k] and target token ids [rows, k] behind hidden [rows, H]."""
+    def _best(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Children:
+        """The top_k tokens behind hidden [B * rows, H], at `depth` of the trees."""
         head = self._runner.model
-        scores, ids = head.lm_head.shard.topk_log_softmax(self._scores(hidden, rows, needs), self._config.top_k)
-        return scores, head.to_target(ids)
-
-
-def _concatenate(found: list[Candidates]) -> Candidates:
-    return Candidates(
-        tokens=torch.cat([c.tokens for c in found], dim=1),
-        scores=torch.cat([c.scores for c in found], dim=1),
-        parents=torch.cat([c.parents for c in found], dim=1),
-        depths=torch.cat([c.depths for c in found]),
-        max_depth=found[-1].max_depth,
-    )
+        scores = self._scores(hidden, batch, length, depth, rows)
+        return Children(*head.lm_head.shard.topk_log_softmax(scores, self._config.top_k), head.target_ids)

@@ -15,7 +15,7 @@ from workers.layers.decoder_layer import MLP, Attention
 from workers.layers.linear import check_shape
 from workers.layers.norm import RMSNorm
 from workers.layers.product import Product
-from workers.layers.rotary import RotaryTable
+from workers.layers.rotary import Angles, RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.decoder import DecoderOutput
 from workers.tp import TPGroup
@@ -85,9 +85,17 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
         self.mlp = MLP(model, group)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
-        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
-        attended = self.self_attn(both, cos, sin, context)
+    def input(self, ids: Tensor, hidden: Tensor, embedding: VocabEmbedding) -> Tensor:
+        """[rows, 2 * hidden_size]: the norms of the embeddings of ids [rows] int64 and of hidden, side by side."""
+        if hidden.is_cuda and embedding.shard.group.size == 1:
+            from speculative.kernels.head_input import head_input
+
+            norms = self.input_layernorm, self.hidden_norm
+            return head_input(ids, embedding.weight, hidden, norms[0].weight, norms[1].weight, norms[0].eps)
+        return torch.cat((self.input_layernorm(embedding(ids)), self.hidden_norm(hidden)), dim=-1)
+
+    def forward(self, both: Tensor, hidden: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        attended = self.self_attn(both, angles, context)
         normed, residual = self.post_attention_layernorm.add(attended, hidden)
         out: Tensor = residual + self.mlp(normed)
         return out
@@ -112,8 +120,8 @@ class Eagle3Head(DraftHead):
         return combined
 
     def forward(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        cos, sin = self.rotary.at(context.positions)
-        out: Tensor = self.midlayer(self.embed_tokens(ids), hidden, cos, sin, context)
+        both = self.midlayer.input(ids, hidden, self.embed_tokens)
+        out: Tensor = self.midlayer(both, hidden, self.rotary.at(context.positions), context)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -131,8 +139,8 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
         self.mlp = MLP(model, group)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
-        normed, residual = self.post_attention_layernorm.add(self.self_attn(x, cos, sin, context), x)
+    def forward(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        normed, residual = self.post_attention_layernorm.add(self.self_attn(x, angles, context), x)
         out: Tensor = residual + self.mlp(normed)
         return out
 
@@ -154,9 +162,8 @@ class EagleHead(DraftHead):
         return features
 
     def forward(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        cos, sin = self.rotary.at(context.positions)
         x = self.fc(torch.cat((self.embed_tokens(ids), hidden), dim=-1))
-        out: Tensor = self.layers[0](x, cos, sin, context)
+        out: Tensor = self.layers[0](x, self.rotary.at(context.positions), context)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

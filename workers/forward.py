@@ -8,7 +8,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared
 from attention.kv_pool import KVPool
 from attention.metadata import ChunkBatch, TailBatch, chunk_kv_slots, tail_kv_slots
-from workers.layers.rotary import rotate
+from workers.layers.rotary import Angles, rotate
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class ForwardContext:
     chunks: Prepared | None
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], scale: float
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles, scale: float
     ) -> Tensor:
-        """Rotate q [rows, q_heads, head_dim] and k by `angles` (cos and sin of `RotaryTable.at`), write k and v
+        """Rotate q [rows, q_heads, head_dim] and k by `angles`, write k and v
         [rows, kv_heads, head_dim] of a layer and attend q to it. On a GPU q is rotated in place."""
         kv = self.pool.layer(layer)
         if q.is_cuda:
             from attention.kernels.early_launch import launches_early
             from attention.kernels.rope_store import rope_store
 
-            rope_store(q, k, v, *angles, kv, self.kv_slots, pdl=launches_early(q.device))
+            rope_store(q, k, v, angles.cos, angles.sin, angles.index, kv, self.kv_slots, pdl=launches_early(q.device))
         else:
-            q = rotate(q, *angles)
-            self.pool.store(layer, self.kv_slots, rotate(k, *angles), v)
+            q = rotate(q, angles)
+            self.pool.store(layer, self.kv_slots, rotate(k, angles), v)
         if self.chunks is None:
             assert self.tail is not None
             return self.tail.forward(q, kv, scale)

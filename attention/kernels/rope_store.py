@@ -13,8 +13,8 @@ from attention.kv_pool import LayerKV
 
 
 @triton.jit
-def _rope_store(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_pool_ptr, v_pool_ptr, slot_ptr, q_row_stride, q_head_stride,
-                k_row_stride, k_head_stride, v_row_stride, v_head_stride, angle_stride, GROUP: tl.constexpr,
+def _rope_store(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, position_ptr, k_pool_ptr, v_pool_ptr, slot_ptr, q_row_stride,
+                q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride, GROUP: tl.constexpr,
                 GROUP_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
@@ -22,8 +22,8 @@ def _rope_store(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_pool_ptr, v_pool_ptr, s
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     half, d, g = tl.arange(0, D // 2), tl.arange(0, D), tl.arange(0, GROUP_PADDED)[:, None]
-    cos = tl.load(cos_ptr + row * angle_stride + half).to(tl.float32)
-    sin = tl.load(sin_ptr + row * angle_stride + half).to(tl.float32)
+    angle = tl.load(position_ptr + row) * (D // 2) + half
+    cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
     q = q_ptr + row * q_row_stride + (head * GROUP + g) * q_head_stride + half[None, :]
     x = tl.load(q, mask=g < GROUP, other=0.0).to(tl.float32)
     y = tl.load(q + D // 2, mask=g < GROUP, other=0.0).to(tl.float32)
@@ -38,30 +38,32 @@ def _rope_store(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_pool_ptr, v_pool_ptr, s
     tl.store(v_pool_ptr + target + d, v.to(v_pool_ptr.dtype.element_ty))
 
 
-def rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, kv_slots: Tensor,
-               pdl: bool = False) -> None:
+def rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: LayerKV,
+               kv_slots: Tensor, pdl: bool = False) -> None:
     """Rotate q [rows, q_heads, head_dim] in place; write rotated k and v [rows, kv_heads, head_dim] to `kv`.
 
-    q, k and v may be views of one packed product (last stride 1). cos, sin: [rows, 1, head_dim / 2] or
-    [rows, head_dim / 2], of one row stride. kv_slots: [rows] int64 token indices; rows that share one (padding) leave
+    q, k and v may be views of one packed product (last stride 1). cos, sin: [max_position, head_dim / 2] float32,
+    contiguous; positions: [rows] int64, the rows' lines in them. kv_slots: [rows] int64 token indices; rows that share
+    one (padding) leave
     any one of their values. k and v themselves stay as they are. pdl: launch before the previous kernel ends (compute
     capability 9 or later).
     """
     rows, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
-    assert q.stride(2) == k.stride(2) == v.stride(2) == cos.stride(-1) == sin.stride(-1) == 1
-    assert cos.stride(0) == sin.stride(0) and cos.numel() == sin.numel() == rows * head_dim // 2
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape[-1] == head_dim // 2 and positions.is_contiguous()
     assert kv.k.is_contiguous() and kv.v.is_contiguous() and kv_slots.is_contiguous()
     _rope_store[(rows, num_kv_heads)](
-        q, k, v, cos, sin, kv.k, kv.v, kv_slots, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
-        v.stride(1), cos.stride(0), GROUP=group, GROUP_PADDED=triton.next_power_of_2(group), KV_HEADS=num_kv_heads,
+        q, k, v, cos, sin, positions, kv.k, kv.v, kv_slots, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1), GROUP=group, GROUP_PADDED=triton.next_power_of_2(group), KV_HEADS=num_kv_heads,
         D=head_dim, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
     )
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, kv_slots: Tensor) -> None:
+def reference(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: LayerKV,
+              kv_slots: Tensor) -> None:
     """The same in torch."""
-    cos, sin = (x.reshape(k.shape[0], 1, -1).float() for x in (cos, sin))
+    cos, sin = (x[positions].unsqueeze(1) for x in (cos, sin))
     rotated = []
     for x in (q, k):
         first, second = x.float().chunk(2, dim=-1)

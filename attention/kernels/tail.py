@@ -33,8 +33,9 @@ def _merge_rows(part_ptr, lse_ptr, out_ptr, requests_ptr, ROWS: tl.constexpr, GR
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        # What comes next is a product, which reads only weights before it waits.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if count > 1:
         d = tl.arange(0, D)
         stride = COLUMNS * BLOCK_M

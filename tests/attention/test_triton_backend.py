@@ -195,13 +195,14 @@ def test_rope_store_equals_its_reference(group: int, head_dim: int, dtype: torch
     torch.manual_seed(5)
     rows, heads = 7, 2
     packed = torch.randn((rows, (group + 2) * heads, head_dim), device=DEVICE).to(dtype)
-    angles = torch.rand((rows, 1, head_dim // 2), device=DEVICE) * 6
+    angles = torch.rand((40, head_dim // 2), device=DEVICE) * 6
+    positions = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=DEVICE)
     slots = torch.tensor([3, 60, 17, 0, 0, 21, 5], device=DEVICE)  # padding shares index 0
     results = []
     for function in (rope_store.rope_store, rope_store.reference):
         q, k, v = packed.clone().split([group * heads, heads, heads], dim=1)
         pool = torch.zeros((2, 5, 16, heads, head_dim), dtype=dtype, device=DEVICE)
-        function(q, k, v, angles.cos(), angles.sin(), LayerKV(pool[0], pool[1]), slots)
+        function(q, k, v, angles.cos(), angles.sin(), positions, LayerKV(pool[0], pool[1]), slots)
         pool.view(2, -1, heads, head_dim)[:, 0] = 0
         results += [q, pool]
     # The rotation is one multiply-add in float32 rounded to the type: two units in the last place of values below 8.

@@ -96,6 +96,6 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     pointers = {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}
     assert compiled(tail._merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
-    pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64"}
+    pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64", "position_ptr": "i64"}
     constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "PDL": True}
     assert compiled(rope_store._rope_store, tmp_path, pointers, constants, 1, 1)[0] == 0

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ("tests/attention/test_triton_backend.py", "tests/speculative/test_round_kernels.py")
+FILES = ("tests/attention/test_triton_backend.py", "tests/speculative/test_round_kernels.py",
+         "tests/speculative/test_draft_kernels.py", "tests/workers/test_few_rows.py")
 
 
 @pytest.mark.slow

@@ -153,12 +153,12 @@ def bench_rope_store(clock: Clock, memory: Tensor, sizes: list[int]) -> list[dic
         layers = layer_views(memory, 32, rows // PAGE + 1)
         packed = torch.randn((32, rows, HEADS + 2 * KV_HEADS, DIM), device=memory.device, dtype=memory.dtype)
         parts = [p.split([HEADS, KV_HEADS, KV_HEADS], 1) for p in packed]
-        cos, sin = torch.randn((2, rows, 1, DIM // 2), device=memory.device)
-        slots = torch.arange(rows, device=memory.device) + PAGE
+        cos, sin = torch.randn((2, rows, DIM // 2), device=memory.device)
+        row = torch.arange(rows, device=memory.device)
 
         def run(function: Callable[..., None], **options: bool) -> None:
             for part, layer in zip(parts, layers, strict=True):  # noqa: B023
-                function(*part, cos, sin, layer, slots, **options)  # noqa: B023
+                function(*part, cos, sin, row, layer, row + PAGE, **options)  # noqa: B023
 
         graphs = [captured(lambda: run(rope_store.rope_store, pdl=True)), captured(lambda: run(rope_store.reference))]
         fused, torch_us, _ = clock.medians(*(graph.replay for graph in graphs))

@@ -53,7 +53,7 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
                                                            tree_on.masks)))
         chosen_on = torch.cat((chosen, chosen[:2])).to(DEVICE)
         fused, plain = filled_table(batch, turn), filled_table(batch, turn)
-        accepted, commit = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
+        accepted, commit, newest = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
         enabled = plain.speculative[slots] & ~plain.finished[slots]
         if synthetic is None:
             expected = accept(pad, chosen_on, enabled, steps)
@@ -63,6 +63,8 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         wanted = plain.commit(slots, expected.tokens, expected.num_drafts + 1)
         assert torch.equal(accepted.num_drafts, expected.num_drafts)
         assert torch.equal(commit.counts, wanted.counts) and torch.equal(commit.finish, wanted.finish)
+        row = torch.arange(batch + 2, device=DEVICE) * (steps + 1)
+        assert torch.equal(newest, row + (wanted.counts - 1).clamp_min(0))
         valid = torch.arange(steps + 1, device=DEVICE) <= expected.num_drafts.unsqueeze(1)
         assert torch.equal(accepted.path[valid], expected.path[valid])
         assert torch.equal(accepted.tokens[valid], expected.tokens[valid])

@@ -123,14 +123,19 @@ def test_synthetic_acceptance_has_the_wanted_mean(length: float, top_k: int) -> 
         assert all(tree.parents[b, child] == parent for parent, child in zip(path, path[1:], strict=False))
 
 
-def test_tree_table_gives_back_what_was_written() -> None:
-    table = TreeTable(4, 3, torch.device("cpu"))
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_tree_table_gives_back_what_was_written(is_chain: bool) -> None:
+    table = TreeTable(4, 3, is_chain, torch.device("cpu"))
+    seq_len = torch.tensor([10, 11, 12, 13, 14], dtype=torch.int32)
     tree = chain(torch.tensor([7, 8]), torch.tensor([[1, 2], [3, 4]]))
     table.write(torch.tensor([3, 0]), tree)
-    back = table.read(torch.tensor([0, 3, 1]), 3)
-    assert back.tokens[:2].tolist() == [[8, 3, 4], [7, 1, 2]]
-    assert back.tokens[2, 1:].tolist() == [NO_TOKEN, NO_TOKEN]
-    assert table.read(torch.tensor([3]), 1).masks.tolist() == [[1]]
+    back = table.read(torch.tensor([0, 3, 1]), 3, seq_len)
+    assert back.tree.tokens[:2].tolist() == [[8, 3, 4], [7, 1, 2]]
+    assert back.tree.tokens[2, 1:].tolist() == [NO_TOKEN, NO_TOKEN]
+    assert back.length.tolist() == [10, 13, 11]
+    assert back.positions.tolist() == [10, 11, 12, 13, 14, 15, 11, 12, 13]
+    assert back.ids.tolist() == [8, 3, 4, 7, 1, 2, 0, 0, 0]
+    assert table.read(torch.tensor([3]), 1, seq_len).tree.masks.tolist() == [[1]]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.kernels.few_rows import MAX_ROWS, Workspace, few_rows, num_splits  # noqa: E402
+from workers.kernels.few_rows import MAX_ROWS, Workspace, few_rows, few_rows_tiles  # noqa: E402
 
 pytestmark = MARKS
 
@@ -24,7 +24,7 @@ def test_product_of_few_rows_is_torchs(dtype: torch.dtype, bias: bool) -> None:
     for n, k in SHAPES:
         weight = torch.randn(n, k, generator=generator).to(DEVICE, dtype)
         b = torch.randn(n, generator=generator).to(DEVICE, dtype) if bias else None
-        for rows in (1, 3, MAX_ROWS):
+        for rows in (1, 16, 17, MAX_ROWS):
             # rows of a wider tensor, as the heads of a packed product are
             x = torch.randn(rows, 2 * k, generator=generator).to(DEVICE, dtype)[:, :k]
             out = few_rows(x, weight, b, workspace)
@@ -42,13 +42,23 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     weight = torch.randn(n, k, generator=generator).to(DEVICE, torch.float16)
     x = torch.randn(MAX_ROWS, k, generator=generator).to(DEVICE, torch.float16)
     whole = few_rows(x, weight, None, workspace)
-    for rows in (1, 5):
+    for rows in (33, 50):
         assert torch.equal(few_rows(x[:rows], weight, None, workspace), whole[:rows])
 
 
-@pytest.mark.parametrize("n,k,splits", [(6144, 4096, 4), (28672, 4096, 1), (4096, 14336, 4), (64, 128, 1), (64, 100, 0)])
-def test_splits_fill_the_device_and_divide_k(n: int, k: int, splits: int) -> None:
-    assert num_splits(n, k) == splits
+@pytest.mark.parametrize("rows,n,k,splits", [
+    (1, 6144, 4096, 4), (17, 6144, 4096, 2), (64, 6144, 4096, 2), (4, 28672, 4096, 1), (4, 4096, 14336, 4),
+    (1, 64, 128, 1),
+])
+def test_splits_fill_the_device_and_divide_k(rows: int, n: int, k: int, splits: int) -> None:
+    tiles = few_rows_tiles(rows, n, k)
+    assert tiles is not None and tiles.splits == splits
+    assert k % splits == 0 and (k // splits - tiles.head) % tiles.block_k == 0
+
+
+@pytest.mark.parametrize("rows,n,k", [(65, 64, 128), (1, 64, 100)])
+def test_what_does_not_fit_the_tiles_is_left_to_the_library(rows: int, n: int, k: int) -> None:
+    assert few_rows_tiles(rows, n, k) is None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a graph needs a GPU")

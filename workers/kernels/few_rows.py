@@ -8,7 +8,7 @@ depend on nothing, and only then waits for x.
 
 The tile is W's, [BLOCK_N, BLOCK_K] times x^T of at least 16 rows, so that the matrix unit's 64 rows are W's. K is cut
 into splits that together fill the device; the program that finishes a tile last adds its splits in their order, so that
-equal inputs give equal bits. A row's result depends on neither the other rows nor, up to 16, their number.
+equal inputs give equal bits. A row's result depends on the other rows only by which of the table's sizes they fill.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from torch import Tensor
 from attention.kernels.early_launch import launches_early
 from attention.kernels.online_softmax import INTERPRETED
 
-MAX_ROWS = 16  # beyond them the library's products are faster, see tests/bench/RESULTS.md
-MAX_PROGRAMS = 400  # three for each multiprocessor of an H200
-BLOCK_N, BLOCK_K = 64, 128
+MAX_ROWS = 64  # beyond them the library's products are as fast, see tests/bench/RESULTS.md
+BLOCK_N = 64
+MAX_SPLITS = 16
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -76,6 +76,33 @@ def _few_rows(x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, ticket_ptr, rows, x_str
 
 
 @dataclass(frozen=True)
+class FewRowsTiles:
+    """How up to block_m rows are multiplied. block_k: columns of a step. head: columns of W read before the wait.
+    stages: Triton's."""
+
+    block_m: int
+    block_k: int
+    splits: int
+    head: int
+    stages: int
+
+
+def few_rows_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
+    """The table, measured on an H200 (tests/bench/RESULTS.md), for a weight [n, k]; None if it does not fit."""
+    if rows > MAX_ROWS or k % 128:
+        return None
+    block_m = max(16, triton.next_power_of_2(rows))
+    programs, head, stages = {16: (400, 256, 3), 32: (256, 256, 3), 64: (200, 128, 4)}[block_m]
+    splits, tiles = 1, triton.cdiv(n, BLOCK_N)
+    while 2 * splits * tiles <= programs and k % (2 * splits * 128) == 0 and splits < MAX_SPLITS:
+        splits *= 2
+    if splits > 1 and k // splits > head:
+        return FewRowsTiles(block_m, 128, splits, head, stages)
+    # A long span hides the wait for its first columns by itself, and a head costs it a stage's shared memory.
+    return FewRowsTiles(block_m, *{16: (128, splits, 0, 4), 32: (64, splits, 128, 3), 64: (64, splits, 0, 3)}[block_m])
+
+
+@dataclass(frozen=True)
 class Workspace:
     """part: float32 partial sums. tickets: int32, zero between launches. Serves any number of products that run one
     after another on one stream."""
@@ -86,39 +113,32 @@ class Workspace:
     @staticmethod
     def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
         """For weights of these shapes [N, K]."""
-        tiles = max((triton.cdiv(n, BLOCK_N) for n, _ in shapes), default=0)
+        cells = num_tiles = 0
+        for n, k in shapes:
+            for tiles in (few_rows_tiles(rows, n, k) for rows in (16, 32, 64)):
+                if tiles is not None and tiles.splits > 1:
+                    num_tiles = max(num_tiles, triton.cdiv(n, BLOCK_N))
+                    cells = max(cells, triton.cdiv(n, BLOCK_N) * tiles.splits * BLOCK_N * tiles.block_m)
         return Workspace(
-            torch.empty(max(MAX_PROGRAMS, tiles) * BLOCK_N * MAX_ROWS, dtype=torch.float32, device=device),
-            torch.zeros(tiles, dtype=torch.int32, device=device),
+            torch.empty(cells, dtype=torch.float32, device=device),
+            torch.zeros(num_tiles, dtype=torch.int32, device=device),
         )
-
-
-def num_splits(n: int, k: int) -> int:
-    """Into how many spans K is cut for a weight [n, k]; 0 if its shape does not fit the tiles."""
-    if k % BLOCK_K:
-        return 0
-    splits, tiles = 1, triton.cdiv(n, BLOCK_N)
-    while 2 * splits * tiles <= MAX_PROGRAMS and k % (2 * splits * BLOCK_K) == 0 and splits < 16:
-        splits *= 2
-    return splits
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
     """[rows, N] x W^T + b in x's dtype, for x [rows, K] of at most MAX_ROWS rows, last stride 1, and W [N, K]
-    contiguous, both of a 16-bit type; `num_splits(N, K)` must not be 0.
+    contiguous, both of a 16-bit type; K must be a multiple of 128. workspace: made for this shape.
 
-    Tiles from a table, measured on an H200 (tests/bench/RESULTS.md). Reference: `torch.nn.functional.linear`.
+    Reference: `torch.nn.functional.linear`.
     """
     rows, (n, k) = x.shape[0], weight.shape
-    splits, pdl = num_splits(n, k), launches_early(x.device)
-    assert splits > 0 and rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
-    span = k // splits
-    # A long span hides the wait for its first columns by itself, and the head's shared memory costs it a stage.
-    head = 2 * BLOCK_K if splits > 1 and span > 2 * BLOCK_K else 0
+    tiles, pdl = few_rows_tiles(rows, n, k), launches_early(x.device)
+    assert tiles is not None and x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    _few_rows[(triton.cdiv(n, BLOCK_N), splits)](
-        x, weight, bias, out, workspace.part, workspace.tickets, rows, x.stride(0), N=n, K=k, BLOCK_M=MAX_ROWS,
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLITS=splits, SPAN=span, HEAD=head, HAS_BIAS=bias is not None, PDL=pdl,
-        UPCAST=INTERPRETED, num_warps=4, num_stages=3 if head else 4, **({"launch_pdl": True} if pdl else {}),
+    _few_rows[(triton.cdiv(n, BLOCK_N), tiles.splits)](
+        x, weight, bias, out, workspace.part, workspace.tickets, rows, x.stride(0), N=n, K=k, BLOCK_M=tiles.block_m,
+        BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, SPAN=k // tiles.splits, HEAD=tiles.head,
+        HAS_BIAS=bias is not None, PDL=pdl, UPCAST=INTERPRETED, num_warps=4, num_stages=tiles.stages,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out

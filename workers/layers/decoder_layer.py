@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from workers.forward import ForwardContext
 from workers.layers.linear import ColumnLinear, RowLinear, kv_head_span, rank_span
 from workers.layers.norm import RMSNorm
+from workers.layers.rotary import Angles
 from workers.model_config import ModelConfig
 from workers.tp import TPGroup
 
@@ -30,13 +31,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = context.attend(self.layer, q, k, v, (cos, sin), self.scale)
+        out = context.attend(self.layer, q, k, v, angles, self.scale)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected
 
@@ -76,10 +77,10 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, group)
 
     def forward(
-        self, normed: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext
+        self, normed: Tensor, residual: Tensor, angles: Angles, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """From the residual stream [rows, hidden] and its input norm: what this layer's MLP adds to the stream, and
         the stream before that. The caller adds, together with the next norm."""
-        attended = self.self_attn(normed, cos, sin, context)
+        attended = self.self_attn(normed, angles, context)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(normed), residual

@@ -67,9 +67,10 @@ class Multiplies(nn.Module):
         """Once the weight is final: choose how to multiply by it. workspace: on GPUs, of `pack_all`."""
         weight = self.product_weight()
         if workspace is not None:
-            from workers.kernels.few_rows import MAX_ROWS, num_splits
+            from workers.kernels.few_rows import MAX_ROWS, few_rows_tiles
 
-            self._faster = _FewRows(workspace, MAX_ROWS) if num_splits(*weight.shape) else None
+            fits = few_rows_tiles(1, weight.shape[0], weight.shape[1]) is not None
+            self._faster = _FewRows(workspace, MAX_ROWS) if fits else None
         elif weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
             self._faster = _Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
 

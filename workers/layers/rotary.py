@@ -1,11 +1,21 @@
 """Rotary position embedding (arXiv 2104.09864), in the half-split layout of Hugging Face checkpoints."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workers.model_config import RopeConfig
+
+
+@dataclass(frozen=True)
+class Angles:
+    """cos and sin of the rows of a pass: row i's are cos[index[i]], [head_dim / 2] float32; index: [rows] int64."""
+
+    cos: Tensor
+    sin: Tensor
+    index: Tensor
 
 
 class RotaryTable:
@@ -18,13 +28,18 @@ class RotaryTable:
         self._cos = angles.cos().to(device)
         self._sin = angles.sin().to(device)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [rows, 1, head_dim / 2] float32, at positions [rows] int64."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+    def at(self, positions: Tensor) -> Angles:
+        """The angles at positions [rows] int64. On a CPU they are looked up here, once for all layers; on a GPU by the
+        kernel that rotates."""
+        if positions.is_cuda:
+            return Angles(self._cos, self._sin, positions)
+        rows = torch.arange(positions.shape[0])
+        return Angles(self._cos[positions], self._sin[positions], rows)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [rows, heads, head_dim] turned by its rows' angles; same shape and dtype."""
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """x [rows, heads, head_dim] turned by its rows' angles, one for each row in order; same shape and dtype."""
+    cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

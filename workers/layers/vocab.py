@@ -47,10 +47,10 @@ class VocabShard:
         vocabulary, of logits [rows, size]; the same on every rank. One gather of 2 k + 1 numbers per row and rank."""
         k = min(k, self.vocab_size)
         local_k = min(k, logits.shape[-1])
-        norm = torch.logsumexp(logits.float(), -1)
-        value, index = logits.float().topk(local_k, -1)
+        best, index, norm = _topk_log_softmax(logits, local_k)
         if self.group.size == 1:
-            return value - norm.unsqueeze(-1), index
+            return best, index
+        value = best + norm.unsqueeze(-1)
         packed = torch.cat((norm.double().unsqueeze(-1), value.double(), (index + self.first).double()), dim=-1)
         gathered = self.group.all_gather(packed)
         norms, values, ids = gathered[..., :1], gathered[..., 1 : 1 + local_k], gathered[..., 1 + local_k :]
@@ -123,3 +123,15 @@ def _argmax(logits: Tensor) -> Tensor:
 
         return argmax(logits)
     return logits.argmax(-1)
+
+
+def _topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest of log_softmax(logits) [rows, k] float32, best first, their columns, and logsumexp [rows]."""
+    if logits.is_cuda:
+        from workers.kernels.topk import MAX_K, topk_log_softmax
+
+        if k <= MAX_K:
+            return topk_log_softmax(logits, k)
+    norm = torch.logsumexp(logits.float(), -1)
+    value, index = logits.float().topk(k, -1)
+    return value - norm.unsqueeze(-1), index, norm

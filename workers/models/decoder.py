@@ -55,7 +55,7 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""
         residual = self.embed_tokens(ids)
-        cos, sin = self.rotary.at(context.positions)
+        angles = self.rotary.at(context.positions)
         captured = residual.new_empty((ids.shape[0], len(self.capture), self.config.hidden_size))
         added: Tensor | None = None
         for i, layer in enumerate(self.layers):
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
             normed, residual = (norm(residual), residual) if added is None else norm.add(added, residual)
             if i in self.capture:  # a copy: the stream is changed in place
                 captured[:, self.capture.index(i)] = residual
-            added, residual = layer(normed, residual, cos, sin, context)
+            added, residual = layer(normed, residual, angles, context)
         assert added is not None, "a model has layers"
         hidden, _ = self.norm.add(added, residual)
         return DecoderOutput(hidden, captured.flatten(1) if self.capture else None)

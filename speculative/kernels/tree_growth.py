@@ -1,0 +1,118 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Growing and cutting a draft tree, one launch per level and one for the cut, instead of a dozen and fifty. Called by
+`speculative.drafter` on GPUs; its torch code is the reference."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from speculative.tree import MAX_CUT_CANDIDATES, Candidates, Children, Level
+
+
+@triton.jit
+def _grow(score_ptr, id_ptr, map_ptr, above_score_ptr, above_candidate_ptr, above_mask_ptr, found_token_ptr,
+          found_score_ptr, found_parent_ptr, token_ptr, level_score_ptr, candidate_ptr, mask_ptr, parent_ptr,
+          num_candidates, first, first_bit, HAS_MAP: tl.constexpr, ROOT: tl.constexpr, PARENTS: tl.constexpr,
+          K: tl.constexpr, CHILDREN: tl.constexpr):
+    b = tl.program_id(0)
+    child = tl.arange(0, CHILDREN)
+    there = child < PARENTS * K
+    parent = child // K
+    score = tl.load(score_ptr + b * PARENTS * K + child, mask=there, other=float("-inf"))
+    token = tl.load(id_ptr + b * PARENTS * K + child, mask=there, other=0)
+    if HAS_MAP:
+        token = tl.load(map_ptr + token, mask=there, other=0)
+    above = child * 0 - 1
+    if not ROOT:
+        score += tl.load(above_score_ptr + b * PARENTS + parent, mask=there, other=0.0)
+        above = tl.load(above_candidate_ptr + b * PARENTS + parent, mask=there, other=0)
+    out = b * num_candidates + first + child
+    tl.store(found_token_ptr + out, token, mask=there)
+    tl.store(found_score_ptr + out, score, mask=there)
+    tl.store(found_parent_ptr + out, above.to(tl.int64), mask=there)
+    left = score
+    for i in tl.static_range(K):
+        best = tl.max(left, 0)
+        chosen = tl.min(tl.where((left == best) & there, child, CHILDREN), 0)
+        chosen = tl.minimum(chosen, PARENTS * K - 1)
+        here = child == chosen
+        bit = (tl.full([1], 1, tl.int64) << (first_bit + i)).sum(0)
+        seen = bit
+        if not ROOT:
+            seen = bit | tl.load(above_mask_ptr + b * PARENTS + chosen // K)
+        tl.store(token_ptr + b * K + i, tl.sum(tl.where(here, token, 0), 0))
+        tl.store(level_score_ptr + b * K + i, best)
+        tl.store(candidate_ptr + b * K + i, (first + chosen).to(tl.int64))
+        tl.store(mask_ptr + b * K + i, seen)
+        tl.store(parent_ptr + b * K + i, (b * PARENTS + chosen // K).to(tl.int64))
+        left = tl.where(here, float("-inf"), left)
+
+
+def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
+    """`speculative.tree.grow` on a GPU."""
+    k = children.ids.shape[1]
+    parents = 1 if above is None else k
+    batch, device = candidates.tokens.shape[0], candidates.tokens.device
+    tokens, candidate, mask = torch.empty((3, batch, k), dtype=torch.int64, device=device).unbind(0)
+    level = Level(tokens, torch.empty((batch, k), dtype=torch.float32, device=device), candidate, mask,
+                  torch.empty(batch * k, dtype=torch.int64, device=device))
+    over = above or level
+    assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous()
+    _grow[(batch,)](
+        children.log_probabilities, children.ids, children.target_ids, over.scores, over.candidate, over.mask,
+        candidates.tokens, candidates.scores, candidates.parents, level.tokens, level.scores, level.candidate,
+        level.mask, level.parent, candidates.tokens.shape[1], first, first_bit,
+        HAS_MAP=children.target_ids is not None, ROOT=above is None, PARENTS=parents, K=k,
+        CHILDREN=triton.next_power_of_2(parents * k), num_warps=1,
+    )
+    return level
+
+
+@triton.jit
+def _cut(found_token_ptr, found_score_ptr, found_parent_ptr, depth_ptr, slot_ptr, bonus_ptr, bonus_stride, token_ptr,
+         parent_ptr, tree_depth_ptr, mask_ptr, num_candidates, W: tl.constexpr, CANDIDATES: tl.constexpr,
+         MAX_DEPTH: tl.constexpr):
+    b = tl.program_id(0)
+    c = tl.arange(0, CANDIDATES)
+    there = c < num_candidates
+    base = b * num_candidates
+    score = tl.load(found_score_ptr + base + c, mask=there, other=float("-inf"))
+    parent = tl.load(found_parent_ptr + base + c, mask=there, other=-1).to(tl.int32)
+    # of equal scores the one drafted first wins, so that a kept node's parent is kept too
+    before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (c[None, :] < c[:, None]))
+    rank = tl.sum((before & there[None, :]).to(tl.int32), 1)
+    kept = (rank < W - 1) & there
+    place = tl.cumsum(kept.to(tl.int32), 0)  # node 0 is the root
+    is_parent = parent[:, None] == c[None, :]
+    parent_place = tl.sum(tl.where(is_parent, place[None, :], 0), 1)
+    own = tl.where(kept, tl.full([CANDIDATES], 1, tl.int64) << place.to(tl.int64), 0)
+    mask = own | 1
+    for _ in tl.static_range(MAX_DEPTH - 1):
+        mask = own | 1 | tl.sum(tl.where(is_parent, mask[None, :], 0), 1)
+    slot = tl.load(slot_ptr + b)
+    out = slot * W + place
+    tl.store(token_ptr + out, tl.load(found_token_ptr + base + c, mask=there, other=0), mask=kept)
+    tl.store(parent_ptr + out, parent_place.to(tl.int64), mask=kept)
+    tl.store(tree_depth_ptr + out, tl.load(depth_ptr + c, mask=there, other=0), mask=kept)
+    tl.store(mask_ptr + out, mask, mask=kept)
+    tl.store(token_ptr + slot * W, tl.load(bonus_ptr + slot * bonus_stride))
+    tl.store(parent_ptr + slot * W, slot * 0)
+    tl.store(tree_depth_ptr + slot * W, slot * 0)
+    tl.store(mask_ptr + slot * W, slot * 0 + 1)
+
+
+def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[Tensor]) -> None:
+    """`speculative.tree.best_tree` for slots [B] int64 under bonus [num_slots + 1] int64, written into fields: tokens,
+    parents, depths, masks [num_slots + 1, W] int64. At most MAX_CUT_CANDIDATES candidates."""
+    batch, num_candidates = candidates.scores.shape
+    width = fields[0].shape[1]
+    assert num_candidates <= MAX_CUT_CANDIDATES
+    assert all(f.is_contiguous() and f.shape == fields[0].shape for f in fields)
+    _cut[(batch,)](
+        candidates.tokens, candidates.scores, candidates.parents, candidates.depths, slots, bonus, bonus.stride(0),
+        *fields, num_candidates, W=width, CANDIDATES=max(16, triton.next_power_of_2(num_candidates)),
+        MAX_DEPTH=candidates.max_depth, num_warps=4,
+    )

@@ -1,0 +1,97 @@
+"""The fused steps of drafting against their torch references: on a GPU, or under Triton's interpreter
+(TRITON_INTERPRET=1), which `tests/attention/test_triton_interpreter.py` starts in a process of its own."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from speculative.kernels import head_input, read_trees, tree_growth  # noqa: E402
+from speculative.tree import Candidates, Children, Level, TreeTable, best_tree, candidate_depths, grow  # noqa: E402
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.kernels import topk  # noqa: E402
+
+pytestmark = MARKS
+CPU = torch.device("cpu")
+
+
+def children(rows: int, k: int, vocab: int, generator: torch.Generator, mapped: bool) -> Children:
+    """Log-probabilities of quarters, so that many are equal."""
+    scores = -torch.randint(1, 12, (rows, k), generator=generator).float().sort(1).values / 4
+    ids = torch.stack([torch.randperm(vocab, generator=generator)[:k] for _ in range(rows)])
+    return Children(scores, ids, torch.randperm(3 * vocab, generator=generator)[:vocab] if mapped else None)
+
+
+def moved(c: Children) -> Children:
+    return Children(c.log_probabilities.to(DEVICE), c.ids.to(DEVICE),
+                    None if c.target_ids is None else c.target_ids.to(DEVICE))
+
+
+@pytest.mark.parametrize("top_k,steps,width", [(4, 5, 8), (2, 2, 4), (3, 4, 16), (8, 4, 32), (10, 3, 60)])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_tree_grown_and_cut_by_kernels_is_the_reference_s(top_k: int, steps: int, width: int, mapped: bool) -> None:
+    batch, generator = 5, torch.Generator().manual_seed(top_k)
+    depths = torch.tensor(candidate_depths(steps, top_k))
+    plain = Candidates.empty(batch, depths, steps)
+    fused = Candidates.empty(batch, depths.to(DEVICE), steps)
+    above: Level | None = None
+    above_fused: Level | None = None
+    for step in range(steps):
+        found = children(batch * (top_k if step else 1), top_k, 50, generator, mapped)
+        first = 0 if step == 0 else top_k + (step - 1) * top_k**2
+        above = grow(plain, above, found, first, step * top_k)
+        above_fused = tree_growth.grow(fused, above_fused, moved(found), first, step * top_k)
+        for name in ("tokens", "scores", "candidate", "mask", "parent"):
+            assert torch.equal(getattr(above, name), getattr(above_fused, name).cpu()), (step, name)
+    for name in ("tokens", "scores", "parents"):
+        assert torch.equal(getattr(plain, name), getattr(fused, name).cpu()), name
+    slots, bonus = torch.tensor([4, 0, 6, 1, 3]), torch.arange(7) + 900
+    table = TreeTable(6, width, False, DEVICE)
+    tree_growth.cut(fused, slots.to(DEVICE), bonus.to(DEVICE), table._fields)
+    expected = best_tree(bonus[slots], plain, width)
+    for field, wanted in zip(table._fields, (expected.tokens, expected.parents, expected.depths, expected.masks),
+                             strict=True):
+        assert torch.equal(field[slots.to(DEVICE)].cpu(), wanted)
+    assert table._fields[0][2].tolist() == [0] + [-1] * (width - 1)  # others' trees stay
+
+
+@pytest.mark.parametrize("width", [1, 3, 5])
+def test_trees_are_read_as_torch_reads_them(width: int) -> None:
+    table, other = TreeTable(9, 5, False, CPU), TreeTable(9, 5, False, DEVICE)
+    generator = torch.Generator().manual_seed(width)
+    for ours, theirs in zip(table._fields, other._fields, strict=True):
+        ours.copy_(torch.randint(-1, 60, ours.shape, generator=generator))
+        theirs.copy_(ours)
+    slots, seq_len = torch.tensor([2, 9, 0, 9]), torch.arange(10, dtype=torch.int32) * 7
+    expected = table.read(slots, width, seq_len)
+    rows = read_trees.read_trees(other._fields, slots.to(DEVICE), width, seq_len.to(DEVICE))
+    for name in ("tokens", "parents", "depths", "masks"):
+        assert torch.equal(getattr(rows.tree, name).cpu(), getattr(expected.tree, name)), name
+    for name in ("length", "ids", "positions"):
+        assert torch.equal(getattr(rows, name).cpu(), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("rows,size,k", [(1, 128256, 4), (40, 32000, 10), (3, 17, 4), (2, 4097, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_topk_of_log_softmax_is_torch_s(rows: int, size: int, k: int, dtype: torch.dtype) -> None:
+    if INTERPRETED and (size > 40000 or dtype == torch.bfloat16):
+        pytest.skip("too large, or computed on raw bits, under the interpreter")
+    torch.manual_seed(size)
+    logits = (torch.randn((rows, size), device=DEVICE) * 3).to(dtype)
+    logits[0, size // 2] = logits[0].max()  # equals: the smaller column comes first
+    best, ids, norms = topk.topk_log_softmax(logits, k)
+    expected = topk.reference(logits, k)
+    assert torch.equal(ids, expected[1])
+    # sums of up to 128,256 float32 terms in another order
+    torch.testing.assert_close(best, expected[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(norms, expected[2], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows,size", [(1, 4096), (5, 896), (33, 64)])
+def test_head_input_is_both_norms(rows: int, size: int) -> None:
+    torch.manual_seed(size)
+    table, hidden = torch.randn((70, size), device=DEVICE), torch.randn((rows, size), device=DEVICE)
+    weights = (torch.rand((2, size), device=DEVICE) + 0.5).unbind(0)
+    ids = torch.randint(0, 70, (rows,), device=DEVICE)
+    ours = head_input.head_input(ids, table, hidden, *weights, 1e-5)
+    torch.testing.assert_close(ours, head_input.reference(ids, table, hidden, *weights, 1e-5))
