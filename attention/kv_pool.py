@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.metadata import token_indices
+
 
 @dataclass(frozen=True)
 class LayerKV:
@@ -56,6 +58,22 @@ class KVPool:
         """
         self._k_tokens[layer].index_copy_(0, kv_slots, k)
         self._v_tokens[layer].index_copy_(0, kv_slots, v)
+
+    def move_path(self, page_table: Tensor, length: Tensor, path: Tensor) -> None:
+        """Copy, in all layers and in place, what stands path[b, j] positions behind length[b] to j positions behind it.
+
+        page_table: [B, max_pages] int32. length: [B] int32. path: [B, D] int64, for instance the accepted nodes of a
+        tree; whose trailing zeros leave copies of the first that nobody reads.
+        """
+        if path.is_cuda:
+            from attention.kernels.move_path import move_path
+
+            move_path(self.k, self.v, page_table, length, path)
+            return
+        start = length.long().unsqueeze(1)
+        front = start + torch.arange(path.shape[1], device=path.device)
+        source = token_indices(page_table, start + path, self.page_size)
+        self.move(source.flatten(), token_indices(page_table, front, self.page_size).flatten())
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the tokens at indices source [n] int64 to target [n] in all layers, in place.

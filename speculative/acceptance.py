@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speculative.tree import Tree
 from workers.sampler import gumbel_noise
+from workers.slots import Commit
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,30 @@ class Accepted:
     path: Tensor
     num_drafts: Tensor
     tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A round's acceptance and what follows from it. path_rows: [B, D + 1] int64, the path among all [B * W] rows.
+    newest: [B] int64, of the [B * (D + 1)] rows of the paths the one that the newest token was chosen behind.
+    reported: [B] int64, accepted drafts for the statistics, -1 where none were verified."""
+
+    accepted: Accepted
+    commit: Commit
+    path_rows: Tensor
+    newest: Tensor
+    reported: Tensor
+
+
+def verdict_of(accepted: Accepted, commit: Commit, width: int, speculative: Tensor) -> Verdict:
+    """For trees of `width` nodes; speculative: [B] bool, whether the request wants drafts."""
+    batch, columns = accepted.path.shape
+    row = torch.arange(batch, device=speculative.device)
+    verified = speculative & (commit.counts > 0) & (width > 1)
+    return Verdict(
+        accepted, commit, accepted.path + width * row.unsqueeze(1), row * columns + (commit.counts - 1).clamp_min(0),
+        torch.where(verified, accepted.num_drafts, -1),
+    )
 
 
 def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accepted:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.metadata import Mode, TailBatch, causal_mask, to_device, token_indices
-from speculative.acceptance import Accepted, accept, accept_synthetic
+from attention.metadata import Mode, TailBatch, causal_mask, to_device
+from speculative.acceptance import Accepted, Verdict, accept, accept_synthetic, verdict_of
 from speculative.config import SpeculativeConfig
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.tree import RoundRows, Tree
@@ -36,14 +36,19 @@ def round_shape(config: SpeculativeConfig) -> RoundShape:
 @dataclass(frozen=True)
 class _Verified:
     """The round's requests after verification. length: [B] committed KV before it. features: [B * D, F] of the target
-    on the accepted path, as deep as it can be, for the draft. newest: [B] int64, of these the row whose token is the
-    newest but one."""
+    on the accepted path, as deep as it can be, for the draft."""
 
     length: Tensor
-    accepted: Accepted
-    commit: Commit
+    verdict: Verdict
     features: Tensor
-    newest: Tensor
+
+    @property
+    def accepted(self) -> Accepted:
+        return self.verdict.accepted
+
+    @property
+    def commit(self) -> Commit:
+        return self.verdict.commit
 
 
 class EagleDecoding:
@@ -137,18 +142,16 @@ class EagleDecoding:
         if chosen.is_cuda and slots.output_counts is None:
             from speculative.kernels.accept_commit import accept_commit
 
-            accepted, commit, newest = accept_commit(batch.slots, tree, chosen, slots, depth, synthetic)
+            verdict = accept_commit(batch.slots, tree, chosen, slots, depth, synthetic)
         else:
             accepted = self._accepted(batch.slots, tree, chosen, rows.length, depth, synthetic)
             commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
-            row = torch.arange(batch.slots.shape[0], device=slots.device) * (depth + 1)
-            newest = row + (commit.counts - 1).clamp_min(0)
+            verdict = verdict_of(accepted, commit, width, slots.speculative[batch.slots])
         # a chain's path is its nodes in their order; rows behind the last accepted are read by nobody
         if self._config.top_k > 1 and width > 1:
-            self._move_path(rows.length, accepted.path, page_table)
-            row = torch.arange(batch.slots.shape[0], device=slots.device).unsqueeze(1) * width
-            features = features.index_select(0, (accepted.path + row).flatten())
-        return _Verified(rows.length, accepted, commit, features, newest)
+            self._target.pool.move_path(page_table, rows.length, verdict.accepted.path)
+            features = features.index_select(0, verdict.path_rows.flatten())
+        return _Verified(rows.length, verdict, features)
 
     def _accepted(
         self, slots: Tensor, tree: Tree, chosen: Tensor, length: Tensor, depth: int, synthetic: float | None
@@ -157,14 +160,6 @@ class EagleDecoding:
         if synthetic is None:
             return accept(tree, chosen, enabled, depth)
         return accept_synthetic(tree, chosen, enabled, depth, synthetic, self._slots.seed[slots], length.long())
-
-    def _move_path(self, length: Tensor, path: Tensor, page_table: Tensor) -> None:
-        """Target KV of the accepted nodes from their tree columns to columns 0, 1, ... (columns behind the last
-        accepted one receive copies of the root, which nobody reads)."""
-        pool, start = self._target.pool, length.long().unsqueeze(1)
-        front = start + torch.arange(path.shape[1], device=path.device)
-        source = token_indices(page_table, start + path, pool.page_size)
-        pool.move(source.flatten(), token_indices(page_table, front, pool.page_size).flatten())
 
     def _extend_and_draft(
         self, batch: StepBatch, verified: _Verified | None, first: Commit | None, page_table: Tensor,
@@ -193,7 +188,7 @@ class EagleDecoding:
         newest, num_tail = [], 0
         if verified is not None:
             num_tail = verified.accepted.tokens.numel()
-            newest.append(hidden.index_select(0, verified.newest))
+            newest.append(hidden.index_select(0, verified.verdict.newest))
         if chunks is not None:
             newest.append(hidden[num_tail + chunks.final_rows])
         return _joined(newest)
@@ -220,10 +215,7 @@ class EagleDecoding:
             tokens.append(verified.commit.tokens)
             counts.append(verified.commit.counts)
             finish.append(verified.commit.finish)
-            verifies = self._slots.speculative[batch.slots] & (verified.commit.counts > 0)
-            if self._shapes[batch.shape].width == 1:
-                verifies = torch.zeros_like(verifies)
-            accepted.append(torch.where(verifies, verified.accepted.num_drafts, -1))
+            accepted.append(verified.verdict.reported)
         if first is not None:
             tokens.append(F.pad(first.tokens, (0, columns - 1)))
             counts.append(first.counts)

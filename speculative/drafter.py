@@ -50,6 +50,9 @@ class Drafter:
         steps = torch.arange(1, config.num_steps + 1, device=slots.device)
         # step s of a chain sees the s tail columns up to its own: [num_steps, 1, 1]
         self._chain_masks = ((torch.ones_like(steps) << steps) - 1).view(-1, 1, 1)
+        # [num_steps - 1, 1, top_k]: step s's rows stand s - 1 behind the committed length
+        levels = torch.arange(config.num_steps - 1, device=slots.device)
+        self._level_positions = levels.view(-1, 1, 1).expand(-1, 1, config.top_k).contiguous()
         self._depths = torch.tensor(candidate_depths(config.num_steps, config.top_k), device=slots.device)
 
     def draft(self, batch: DraftBatch) -> None:
@@ -79,11 +82,12 @@ class Drafter:
     def _draft_tree(self, batch: DraftBatch) -> None:
         length, k, state = self._slots.seq_len[batch.slots], self._config.top_k, batch.hidden
         candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._config.num_steps)
+        # [num_steps - 1, B * k]: a level's nodes stand side by side in the text, one behind the other in the tail
+        positions = (length.long().unsqueeze(1) + self._level_positions).flatten(1)
         level = grow(candidates, None, self._best(state, batch, length, 1, 1), first=0, first_bit=0)
         for step in range(1, self._config.num_steps):
             tail = TailBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, batch.page_table, batch.max_kv_len)
-            positions = (length.long() + (step - 1)).repeat_interleave(k, output_size=k * length.shape[0])
-            context = self._runner.context(tail, positions)
+            context = self._runner.context(tail, positions[step - 1])
             # rows of their own, which a head may change in place
             state = self._runner.model(level.tokens.flatten(), state.index_select(0, level.parent), context)
             children = self._best(state, batch, length, step + 1, k)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Acceptance and commit in one launch instead of about forty-five. Called by `speculative.decoding` on GPUs.
 
-Reference: `speculative.acceptance.accept`, then `workers.slots.SlotTable.commit`.
+Reference: `speculative.acceptance.accept`, then `workers.slots.SlotTable.commit` and `verdict_of`.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.acceptance import Accepted
+from speculative.acceptance import Accepted, Verdict
 from speculative.tree import Tree
 from workers.slots import Commit, SlotTable
 
@@ -33,7 +33,8 @@ def _synthetic(depth, mask, node, inside, wanted, W: tl.constexpr):
 def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chosen_ptr, slot_ptr, seq_len_ptr,
                    bonus_ptr, bonus_stride, max_len_ptr, max_len_stride, finished_ptr, finished_stride,
                    speculative_ptr, speculative_stride, stop_ptr, seed_ptr, seed_stride, certain, share, path_ptr,
-                   out_ptr, accepted_ptr, count_ptr, finish_ptr, newest_ptr, W: tl.constexpr, W_PADDED: tl.constexpr,
+                   out_ptr, accepted_ptr, count_ptr, finish_ptr, row_ptr,
+                   newest_ptr, reported_ptr, W: tl.constexpr, W_PADDED: tl.constexpr,
                    COLUMNS: tl.constexpr, STOPS: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr,
                    SYNTHETIC: tl.constexpr):
     b = tl.program_id(0)
@@ -73,6 +74,7 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
         below = tl.sum(tl.where(accepted & (depth == j + 1), token, 0), 0)
         emitted = tl.where(j < num_drafts, below, tl.sum(tl.where(node == index, chosen, 0), 0))
         tl.store(path_ptr + b * COLUMNS + j, index)
+        tl.store(row_ptr + b * COLUMNS + j, b * W + index)
         tl.store(out_ptr + b * COLUMNS + j, emitted)
         is_stop = tl.max((stops == emitted).to(tl.int32), 0) > 0
         first_stop = tl.where(is_stop & (first_stop == COLUMNS), j, first_stop)
@@ -86,6 +88,8 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
     tl.store(accepted_ptr + b, num_drafts)
     tl.store(count_ptr + b, count)
     tl.store(finish_ptr + b, finish)
+    wants = tl.load(speculative_ptr + slot * speculative_stride).to(tl.int1)
+    tl.store(reported_ptr + b, tl.where(wants & (count > 0) & (W > 1), num_drafts, -1))
     tl.store(newest_ptr + b, (b * COLUMNS + tl.maximum(count - 1, 0)).to(tl.int64))
     # Padding rows share a slot that is finished for ever: all of them store what is there already.
     tl.store(seq_len_ptr + slot, (length + count).to(tl.int32))
@@ -95,26 +99,27 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
 
 def accept_commit(
     slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
-) -> tuple[Accepted, Commit, Tensor]:
+) -> Verdict:
     """What `accept` (or `accept_synthetic` with a length) and `SlotTable.commit` return for slots [B] int64, trees and
-    choices [B, W] int64, and [B] int64, the rows of the newest accepted nodes among all [B * (max_depth + 1)] of the
-    paths; changes the table in place. Not for tables that count tokens for penalties."""
+    choices [B, W] int64, as a verdict; changes the table in place. Not for tables that count tokens for penalties."""
     from workers.plan import FINISH_LENGTH, FINISH_STOP
 
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = (tree.tokens, tree.parents, tree.depths, tree.masks)
     assert all(f.stride(1) == 1 and f.stride(0) == fields[0].stride(0) and f.dtype == torch.int64 for f in fields)
     assert chosen.is_contiguous() and table.output_counts is None and width <= 63
-    path, tokens = torch.empty((2, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)
-    num_drafts, counts, finish, newest = torch.empty((4, batch), dtype=torch.int64, device=chosen.device).unbind(0)
+    path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)
+    facts = torch.empty((5, batch), dtype=torch.int64, device=chosen.device)
+    num_drafts, counts, finish, newest, reported = facts.unbind(0)
     certain = int(synthetic_length - 1) if synthetic_length is not None else 0
     share = synthetic_length - 1 - certain if synthetic_length is not None else 0.0
     finished, speculative = table.finished.view(torch.int8), table.speculative.view(torch.int8)
     _accept_commit[(batch,)](
         *fields, fields[0].stride(0), chosen, slots, table.seq_len, table.bonus, table.bonus.stride(0), table.max_len,
         table.max_len.stride(0), finished, finished.stride(0), speculative, speculative.stride(0), table.stop_ids,
-        table.seed, table.seed.stride(0), certain, share, path, tokens, num_drafts, counts, finish, newest, W=width,
+        table.seed, table.seed.stride(0), certain, share, path, tokens, num_drafts, counts, finish, rows, newest,
+        reported, W=width,
         W_PADDED=triton.next_power_of_2(width), COLUMNS=columns, STOPS=table.stop_ids.shape[1], STOP=FINISH_STOP,
         LENGTH=FINISH_LENGTH, SYNTHETIC=synthetic_length is not None, num_warps=1,
     )
-    return Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish), newest
+    return Verdict(Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish), rows, newest, reported)

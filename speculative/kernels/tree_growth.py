@@ -73,35 +73,37 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
 
 @triton.jit
 def _cut(found_token_ptr, found_score_ptr, found_parent_ptr, depth_ptr, slot_ptr, bonus_ptr, bonus_stride, token_ptr,
-         parent_ptr, tree_depth_ptr, mask_ptr, num_candidates, W: tl.constexpr, CANDIDATES: tl.constexpr,
-         MAX_DEPTH: tl.constexpr):
+         parent_ptr, tree_depth_ptr, mask_ptr, num_candidates, W: tl.constexpr, NODES: tl.constexpr,
+         CANDIDATES: tl.constexpr, MAX_DEPTH: tl.constexpr):
     b = tl.program_id(0)
     c = tl.arange(0, CANDIDATES)
     there = c < num_candidates
     base = b * num_candidates
     score = tl.load(found_score_ptr + base + c, mask=there, other=float("-inf"))
-    parent = tl.load(found_parent_ptr + base + c, mask=there, other=-1).to(tl.int32)
     # of equal scores the one drafted first wins, so that a kept node's parent is kept too
     before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (c[None, :] < c[:, None]))
-    rank = tl.sum((before & there[None, :]).to(tl.int32), 1)
-    kept = (rank < W - 1) & there
-    place = tl.cumsum(kept.to(tl.int32), 0)  # node 0 is the root
-    is_parent = parent[:, None] == c[None, :]
-    parent_place = tl.sum(tl.where(is_parent, place[None, :], 0), 1)
-    own = tl.where(kept, tl.full([CANDIDATES], 1, tl.int64) << place.to(tl.int64), 0)
+    kept = (tl.sum((before & there[None, :]).to(tl.int32), 1) < W - 1) & there
+    place = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0), 0)  # node 0 is the root
+    node = tl.arange(0, NODES)
+    inside = (node > 0) & (node < W)
+    candidate = tl.sum(tl.where(place[None, :] == node[:, None], c[None, :], 0), 1)
+    above = tl.load(found_parent_ptr + base + candidate, mask=inside, other=-1).to(tl.int32)
+    parent = tl.sum(tl.where(c[None, :] == above[:, None], place[None, :], 0), 1)
+    own = tl.full([NODES], 1, tl.int64) << node.to(tl.int64)
+    is_parent = parent[:, None] == node[None, :]
     mask = own | 1
     for _ in tl.static_range(MAX_DEPTH - 1):
         mask = own | 1 | tl.sum(tl.where(is_parent, mask[None, :], 0), 1)
     slot = tl.load(slot_ptr + b)
-    out = slot * W + place
-    tl.store(token_ptr + out, tl.load(found_token_ptr + base + c, mask=there, other=0), mask=kept)
-    tl.store(parent_ptr + out, parent_place.to(tl.int64), mask=kept)
-    tl.store(tree_depth_ptr + out, tl.load(depth_ptr + c, mask=there, other=0), mask=kept)
-    tl.store(mask_ptr + out, mask, mask=kept)
-    tl.store(token_ptr + slot * W, tl.load(bonus_ptr + slot * bonus_stride))
-    tl.store(parent_ptr + slot * W, slot * 0)
-    tl.store(tree_depth_ptr + slot * W, slot * 0)
-    tl.store(mask_ptr + slot * W, slot * 0 + 1)
+    out = slot * W + node
+    root = node == 0
+    token = tl.load(found_token_ptr + base + candidate, mask=inside, other=0)
+    token = tl.where(root, tl.load(bonus_ptr + slot * bonus_stride), token)
+    depth = tl.load(depth_ptr + candidate, mask=inside, other=0)
+    tl.store(token_ptr + out, token, mask=node < W)
+    tl.store(parent_ptr + out, parent.to(tl.int64), mask=node < W)
+    tl.store(tree_depth_ptr + out, depth, mask=node < W)
+    tl.store(mask_ptr + out, mask, mask=node < W)
 
 
 def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[Tensor]) -> None:
@@ -113,6 +115,6 @@ def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[T
     assert all(f.is_contiguous() and f.shape == fields[0].shape for f in fields)
     _cut[(batch,)](
         candidates.tokens, candidates.scores, candidates.parents, candidates.depths, slots, bonus, bonus.stride(0),
-        *fields, num_candidates, W=width, CANDIDATES=max(16, triton.next_power_of_2(num_candidates)),
-        MAX_DEPTH=candidates.max_depth, num_warps=4,
+        *fields, num_candidates, W=width, NODES=triton.next_power_of_2(width),
+        CANDIDATES=max(16, triton.next_power_of_2(num_candidates)), MAX_DEPTH=candidates.max_depth, num_warps=4,
     )

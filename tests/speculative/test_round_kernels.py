@@ -6,9 +6,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.kernels import tail_rows  # noqa: E402
-from attention.metadata import Mode, TailBatch, causal_mask  # noqa: E402
-from speculative.acceptance import accept, accept_synthetic  # noqa: E402
+from attention.kernels import move_path, tail_rows  # noqa: E402
+from attention.kv_pool import KVPool  # noqa: E402
+from attention.metadata import Mode, TailBatch, causal_mask, token_indices  # noqa: E402
+from speculative.acceptance import accept, accept_synthetic, verdict_of  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
@@ -53,7 +54,8 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
                                                            tree_on.masks)))
         chosen_on = torch.cat((chosen, chosen[:2])).to(DEVICE)
         fused, plain = filled_table(batch, turn), filled_table(batch, turn)
-        accepted, commit, newest = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
+        verdict = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
+        accepted, commit = verdict.accepted, verdict.commit
         enabled = plain.speculative[slots] & ~plain.finished[slots]
         if synthetic is None:
             expected = accept(pad, chosen_on, enabled, steps)
@@ -63,10 +65,11 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         wanted = plain.commit(slots, expected.tokens, expected.num_drafts + 1)
         assert torch.equal(accepted.num_drafts, expected.num_drafts)
         assert torch.equal(commit.counts, wanted.counts) and torch.equal(commit.finish, wanted.finish)
-        row = torch.arange(batch + 2, device=DEVICE) * (steps + 1)
-        assert torch.equal(newest, row + (wanted.counts - 1).clamp_min(0))
+        judged = verdict_of(expected, wanted, width, plain.speculative[slots])
+        assert torch.equal(verdict.newest, judged.newest) and torch.equal(verdict.reported, judged.reported)
         valid = torch.arange(steps + 1, device=DEVICE) <= expected.num_drafts.unsqueeze(1)
         assert torch.equal(accepted.path[valid], expected.path[valid])
+        assert torch.equal(verdict.path_rows[valid], judged.path_rows[valid])
         assert torch.equal(accepted.tokens[valid], expected.tokens[valid])
         for name in ("seq_len", "bonus", "finished"):
             assert torch.equal(getattr(fused, name), getattr(plain, name)), name
@@ -81,6 +84,32 @@ def test_rows_of_a_tail_are_where_torch_puts_them(rows: int, tail: int, page_siz
     batch = TailBatch(Mode.VERIFY, rows, tail, prefix, causal_mask(4, rows, DEVICE), table, 70)
     ours, expected = tail_rows.tail_rows(batch, page_size), tail_rows.reference(batch, page_size)
     assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+
+
+@pytest.mark.parametrize("page_size,heads,dim", [(1, 2, 16), (16, 8, 128), (4, 3, 32)])
+def test_a_path_moves_to_the_front_as_torch_moves_it(page_size: int, heads: int, dim: int) -> None:
+    """Sources and targets overlap, and the pages are in no order."""
+    layers, batch, pages = (2, 3, 24) if INTERPRETED else (5, 7, 60)
+    generator = torch.Generator().manual_seed(page_size)
+    pool = KVPool(layers, pages, page_size, heads, dim, torch.float32, torch.device("cpu"))
+    pool.k.normal_(generator=generator)
+    pool.v.normal_(generator=generator)
+    other = KVPool(layers, pages, page_size, heads, dim, torch.float32, DEVICE)
+    other.k.copy_(pool.k)
+    other.v.copy_(pool.v)
+    table = (torch.randperm(pages, generator=generator)[: batch * (pages // batch)] + 1).view(batch, -1).int()
+    length = torch.tensor([0, 2, 1, 3, 1, 0, 2][:batch], dtype=torch.int32)
+    paths = torch.tensor([[0, 1, 3, 4], [0, 2, 3, 0], [0, 0, 0, 0], [0, 3, 4, 0], [0, 1, 2, 3], [0, 4, 0, 0],
+                          [0, 2, 0, 0]])[:batch]
+    pool.move_path(table, length, paths)
+    move_path.move_path(other.k, other.v, table.to(DEVICE), length.to(DEVICE), paths.to(DEVICE))
+    for b in range(batch):
+        kept = int((paths[b] > 0).sum()) + 1
+        positions = int(length[b]) + torch.arange(kept).unsqueeze(0)
+        where = token_indices(table[b : b + 1], positions, page_size).flatten()
+        for ours, theirs in ((other.k, pool.k), (other.v, pool.v)):
+            assert torch.equal(ours.cpu().view(layers, -1, heads * dim)[:, where],
+                               theirs.view(layers, -1, heads * dim)[:, where])
 
 
 @pytest.mark.parametrize("rows,size", [(1, 128256), (7, 5000), (64, 32000), (3, 17)])

@@ -1,0 +1,46 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Moves the KV of an accepted path to the front of its tree in one launch instead of sixteen. Called by
+`attention.kv_pool` on GPUs; its torch code is the reference."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _move_path(k_ptr, v_ptr, table_ptr, length_ptr, path_ptr, table_stride, layer_stride, PAGE: tl.constexpr,
+               TOKEN: tl.constexpr, ROWS: tl.constexpr, ROWS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    b, layer, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row, column = tl.arange(0, ROWS_PADDED), block * BLOCK + tl.arange(0, BLOCK)
+    step = tl.load(path_ptr + b * ROWS + row, mask=row < ROWS, other=0)
+    # trailing zeros, and nodes that are in their place, stay
+    moves = (row < ROWS) & (step > row)
+    start = tl.load(length_ptr + b).to(tl.int64)
+    table = table_ptr + b * table_stride
+    source, target = start + step, start + row
+    source = tl.load(table + source // PAGE, mask=moves, other=0).to(tl.int64) * PAGE + source % PAGE
+    target = tl.load(table + target // PAGE, mask=moves, other=0).to(tl.int64) * PAGE + target % PAGE
+    mask = moves[:, None] & (column < TOKEN)[None, :]
+    offset = layer * layer_stride + column[None, :]
+    k = tl.load(k_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
+    v = tl.load(v_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
+    # a path's sources and targets overlap: all are read before any is written
+    tl.debug_barrier()
+    tl.store(k_ptr + offset + target[:, None] * TOKEN, k, mask=mask)
+    tl.store(v_ptr + offset + target[:, None] * TOKEN, v, mask=mask)
+
+
+def move_path(k: Tensor, v: Tensor, page_table: Tensor, length: Tensor, path: Tensor) -> None:
+    """`attention.kv_pool.KVPool.move_path` for pools k, v [layers, pages, page_size, kv_heads, head_dim]."""
+    layers, _, page_size, num_kv_heads, head_dim = k.shape
+    batch, rows = path.shape
+    token = num_kv_heads * head_dim
+    assert k.is_contiguous() and v.is_contiguous() and path.is_contiguous() and length.is_contiguous()
+    assert page_table.stride(1) == 1
+    block = min(triton.next_power_of_2(token), BLOCK)
+    _move_path[(batch, layers, triton.cdiv(token, block))](
+        k, v, page_table, length, path, page_table.stride(0), k.stride(0), PAGE=page_size, TOKEN=token, ROWS=rows,
+        ROWS_PADDED=triton.next_power_of_2(rows), BLOCK=block, num_warps=4,
+    )
