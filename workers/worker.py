@@ -25,7 +25,8 @@ class RanksDisagreeError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Emitted:
-    """A step's outcome on the host, or on its way there: rows [n, M + 3] int64 of tokens, count, finish, accepted."""
+    """A step's outcome on the host, or on its way there: rows [n, M + 3] int64 of tokens, count, finish, accepted.
+    Nothing of it stays on the device, where the next replay of a captured round writes to the same place."""
 
     rows: Tensor
     logprobs: Logprobs | None
@@ -38,11 +39,13 @@ class _Emitted:
         rows = torch.cat((tensors.tokens, torch.stack(columns, dim=1)), dim=1)
         if not rows.is_cuda:
             return _Emitted(rows, tensors.logprobs, None)
-        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        host.copy_(rows, non_blocking=True)
+        logprobs = tensors.logprobs
+        if logprobs is not None:
+            logprobs = Logprobs(*(_start_copy(t) for t in (logprobs.chosen, logprobs.top_ids, logprobs.top)))
+        host = _start_copy(rows)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return _Emitted(host, tensors.logprobs, copied)
+        return _Emitted(host, logprobs, copied)
 
     def is_here(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
@@ -50,6 +53,12 @@ class _Emitted:
     def wait(self) -> None:
         if self.copied is not None:
             self.copied.synchronize()
+
+
+def _start_copy(tensor: Tensor) -> Tensor:
+    """A pinned copy on the host, which is there once the stream has come this far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -143,13 +152,14 @@ class Worker:
         tensors = pending.emitted.logprobs
         if tensors is None:
             return {}
-        chosen, top_ids, top = tensors.chosen.tolist(), tensors.top_ids.tolist(), tensors.top.tolist()
         out = {}
         for entry, k in enumerate(pending.num_logprobs):
             if k >= 0:
+                count = counts[entry]
+                top_ids, top = tensors.top_ids[entry, :count, :k], tensors.top[entry, :count, :k]
                 out[entry] = tuple(
-                    TokenLogprobs(chosen[entry][j], tuple(top_ids[entry][j][:k]), tuple(top[entry][j][:k]))
-                    for j in range(counts[entry])
+                    TokenLogprobs(chosen, tuple(ids), tuple(values)) for chosen, ids, values in
+                    zip(tensors.chosen[entry, :count].tolist(), top_ids.tolist(), top.tolist(), strict=True)
                 )
         return out
 
