@@ -139,7 +139,7 @@ class EagleDecoding:
         width = tree.tokens.shape[1]
         depth = min(self._config.num_steps, width - 1)
         synthetic = self._config.synthetic_acceptance_length if width > 1 else None
-        if chosen.is_cuda and slots.output_counts is None:
+        if chosen.is_cuda:
             from speculative.kernels.accept_commit import accept_commit
 
             verdict = accept_commit(batch.slots, tree, chosen, slots, depth, synthetic)

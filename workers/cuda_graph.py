@@ -1,9 +1,13 @@
-"""A strategy's rounds as CUDA graphs: one graph per (round shape, batch bucket, whether any request is random).
+"""A strategy's rounds as CUDA graphs: one graph per (round shape, batch bucket, kind of sampling).
 
 `GraphedDecoding` wraps any `DecodingStrategy`, which it knows nothing about: what a step reads and writes lives in
 device tensors by slot, so a captured round needs one input, the slots, and its outputs are tensors it always writes to
-the same place. Steps that carry prompt chunks, or need whole logits (filters, penalties, log-probabilities), run
-eagerly.
+the same place. Greedy and random rounds are captured at start. Those with filters, penalties or log-probabilities are
+captured when the first batch wants them, on every rank in the same step, as all have the same plan. Steps that carry
+prompt chunks run eagerly.
+
+Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
+and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
 """
 
 from collections.abc import Sequence
@@ -14,10 +18,17 @@ from torch import Tensor
 
 from workers.config import RoundShape
 from workers.decoding import DecodingStrategy, StepBatch, StepTensors
-from workers.sampler import SamplingNeeds
+from workers.sampler import Logprobs, SamplingNeeds
 from workers.slots import SlotTable
 
 _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
+
+
+@dataclass(frozen=True)
+class _Key:
+    shape: int
+    bucket: int
+    needs: SamplingNeeds
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class GraphedDecoding:
         self._slots = slots
         self._buckets = tuple(sorted(buckets))
         self._max_kv_len = max_kv_len
-        self._captured: dict[tuple[int, int, bool], _Captured] = {}
+        self._captured: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -58,12 +69,19 @@ class GraphedDecoding:
         """Capture every bucket of every shape, largest first so that smaller ones reuse its memory."""
         for bucket in reversed(self._buckets):
             for shape in range(len(self.shapes)):
-                self._captured[shape, bucket, random] = self._capture(shape, bucket, random)
+                self._round(_Key(shape, bucket, SamplingNeeds(random)))
 
-    def _capture(self, shape: int, bucket: int, random: bool) -> _Captured:
-        slots = torch.full((bucket,), self._slots.padding_slot, dtype=torch.int64, device=self._slots.device)
-        needs = SamplingNeeds(random=random, full_logits=False, shaping=False, num_logprobs=-1)
-        batch = StepBatch(slots, (), shape, self._max_kv_len, None, needs, speculates=shape > 0)
+    def _round(self, key: _Key) -> _Captured:
+        """The graph of `key`, captured now if this is its first use; running requests wait for it."""
+        if key not in self._captured:
+            self._captured[key] = self._capture(key)
+        return self._captured[key]
+
+    def _capture(self, key: _Key) -> _Captured:
+        # a graph that shapes logits must count tokens, and the counts' addresses must not change any more
+        assert self._slots.output_counts is not None or not key.needs.shaping
+        slots = torch.full((key.bucket,), self._slots.padding_slot, dtype=torch.int64, device=self._slots.device)
+        batch = StepBatch(slots, (), key.shape, self._max_kv_len, None, key.needs, speculates=key.shape > 0)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -77,26 +95,28 @@ class GraphedDecoding:
         return _Captured(graph, slots, output)
 
     def step(self, batch: StepBatch) -> StepTensors:
-        captured = self._find(batch)
-        if captured is None:
+        key = self._key(batch)
+        if key is None:
             return self._inner.step(batch)
-        num_requests, out = batch.num_requests, captured.output
+        captured, num_requests = self._round(key), batch.num_requests
         captured.slots[:num_requests] = batch.slots
         captured.slots[num_requests:] = self._slots.padding_slot
         captured.graph.replay()
-        return StepTensors(
-            out.tokens[:num_requests], out.counts[:num_requests], out.finish[:num_requests],
-            out.accepted[:num_requests], None,
-        )
+        return _first(captured.output, num_requests)
 
-    def _find(self, batch: StepBatch) -> _Captured | None:
-        """The graph that runs `batch`, or None if it must run eagerly."""
-        if batch.chunks is not None or batch.needs.full_logits:
+    def _key(self, batch: StepBatch) -> _Key | None:
+        """Which graph runs `batch`, or None if it must run eagerly."""
+        if batch.chunks is not None:
             return None
         if batch.speculates != (batch.shape > 0) and len(self.shapes) > 1:
             return None
         bucket = next((size for size in self._buckets if size >= batch.num_requests), None)
-        if bucket is None:
-            return None
-        exact = self._captured.get((batch.shape, bucket, batch.needs.random))
-        return exact or self._captured.get((batch.shape, bucket, True))
+        return None if bucket is None else _Key(batch.shape, bucket, batch.needs.captured)
+
+
+def _first(out: StepTensors, count: int) -> StepTensors:
+    """What the first `count` requests emitted."""
+    logprobs = out.logprobs
+    if logprobs is not None:
+        logprobs = Logprobs(logprobs.chosen[:count], logprobs.top_ids[:count], logprobs.top[:count])
+    return StepTensors(out.tokens[:count], out.counts[:count], out.finish[:count], out.accepted[:count], logprobs)

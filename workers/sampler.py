@@ -3,17 +3,27 @@
 A random token is argmax(logits / temperature + gumbel noise), which is an exact draw from the softmax (Gumbel-max).
 The noise is a hash of (seed, position, token id), so the choice at a position depends on the text before it alone:
 speculation verifies it by equality, and a request gives the same tokens with and without speculation, alone and in a
-batch, and after a preemption.
+batch, and after a preemption. What is here runs on a CPU; on a GPU the kernels that it names do the same in one pass,
+with logarithms that differ in the last bits, so that the two devices may draw otherwise at a near tie.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from workers.filters import MAX_GAP, gap_limits, gaps
 from workers.layers.vocab import VocabShard
 from workers.slots import SlotFacts, SlotTable
+
+if TYPE_CHECKING:
+    from workers.kernels.filters import Limits
+    from workers.kernels.noise import Draws
+
+
+MAX_LOGPROBS = 20  # most likely tokens that a request may ask for, as OpenAI's API has it
 
 
 @dataclass(frozen=True)
@@ -21,18 +31,30 @@ class SamplingNeeds:
     """What a step's requests need; known on the host, so that greedy batches pay for nothing else."""
 
     random: bool
-    full_logits: bool
-    shaping: bool
-    num_logprobs: int  # -1: none
+    filtered: bool = False
+    shaping: bool = False
+    num_logprobs: int = -1  # -1: none
 
     @staticmethod
     def of(facts: Sequence[SlotFacts]) -> "SamplingNeeds":
         return SamplingNeeds(
             random=any(f.is_random for f in facts),
-            full_logits=any(f.needs_full_logits for f in facts),
+            filtered=any(f.is_filtered for f in facts),
             shaping=any(f.shapes_logits for f in facts),
             num_logprobs=max((f.sampling.logprobs for f in facts), default=-1),
         )
+
+    @property
+    def full_logits(self) -> bool:
+        """Whether choosing tokens takes the whole vocabulary on one rank, not a reduction over shards."""
+        return self.filtered or self.shaping or self.num_logprobs >= 0
+
+    @property
+    def captured(self) -> "SamplingNeeds":
+        """These needs or more, of six kinds only: what a captured round serves. Rows that need less lose little."""
+        if not self.full_logits:
+            return SamplingNeeds(self.random)
+        return SamplingNeeds(True, True, self.shaping, MAX_LOGPROBS if self.num_logprobs >= 0 else -1)
 
 
 @dataclass(frozen=True)
@@ -49,7 +71,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sampled:
-    """tokens: [B, R] int64. logits: [B, R, vocab] float32 as the model gave them, if log-probabilities are wanted."""
+    """tokens: [B, R] int64. logits: [B, R, vocab] as the model gave them, if log-probabilities are wanted."""
 
     tokens: Tensor
     logits: Tensor | None
@@ -65,7 +87,15 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """Log-probabilities under logits [N, M, vocab] of tokens [N, M], and the k largest."""
+    """Log-probabilities under logits [N, M, vocab] of tokens [N, M], and the k largest (or all that there are)."""
+    k = min(k, logits.shape[-1])
+    if logits.is_cuda:
+        from workers.kernels.logprobs import norms_and_top
+
+        norms, top, top_ids = (t.view(*tokens.shape, *t.shape[1:]) for t in norms_and_top(logits.flatten(0, 1), k))
+        chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
+        return Logprobs(chosen - norms, top_ids, top - norms.unsqueeze(-1))
+    logits = logits.float()
     log_probability = torch.log_softmax(logits, dim=-1)
     top, top_ids = log_probability.topk(k, dim=-1)
     return Logprobs(log_probability.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), top_ids, top)
@@ -99,27 +129,53 @@ class Sampler:
     def __init__(self, slots: SlotTable, shard: VocabShard) -> None:
         self._slots = slots
         self._shard = shard
-        self._ids = torch.arange(shard.first, shard.first + shard.size, device=slots.device)
-        self._all_ids = torch.arange(shard.vocab_size, device=slots.device)
 
     def sample(self, logits: Tensor, rows: Rows, needs: SamplingNeeds) -> "Sampled":
         """Tokens from logits [B * R, shard size] of this rank."""
         shape = rows.positions.shape
-        if needs.full_logits:
-            raw = full = self._shard.gather_logits(logits).float()
-            if needs.shaping:
-                full = self._shape(full.view(*shape, -1), rows).view(full.shape)
-            if needs.random:
-                full = self._perturb(self._filter(full, rows), rows, self._all_ids)
-            return Sampled(full.argmax(-1).view(shape), raw.view(*shape, -1) if needs.num_logprobs >= 0 else None)
+        if not needs.full_logits:
+            tokens = self._draw_sharded(logits, rows) if needs.random else self._shard.argmax(logits)
+            return Sampled(tokens.view(shape), None)
+        raw = logits = self._shard.gather_logits(logits)
+        if needs.shaping:
+            logits = self._shaped(logits, rows)
         if needs.random:
-            logits = self._perturb(logits.float(), rows, self._ids)
-        return Sampled(self._shard.argmax(logits).view(shape), None)
+            _, tokens = self._draw(logits, rows, 0, needs.filtered)
+        else:
+            tokens = argmax(logits)
+        return Sampled(tokens.view(shape), raw.view(*shape, -1) if needs.num_logprobs >= 0 else None)
 
     def perturb(self, logits: Tensor, rows: Rows, ids: Tensor) -> Tensor:
-        """logits [B * R, n] of tokens `ids` [n] as the draft should see them: what `sample` takes the largest of.
-        A draft that uses the target's own noise proposes the token that the target would draw."""
+        """logits [B * R, n] of tokens `ids` [n] as the draft should see them: what `sample` takes the largest of, but
+        for filters. A draft that uses the target's own noise proposes the token that the target would draw."""
+        if logits.is_cuda:
+            from workers.kernels.noise import perturb
+
+            return perturb(logits, self._draws(rows), ids)
         return self._perturb(logits.float(), rows, ids)
+
+    def _draw_sharded(self, logits: Tensor, rows: Rows) -> Tensor:
+        """[B * R] int64 token ids drawn from this and the other ranks' logits [B * R, shard size]."""
+        shard = self._shard
+        value, index = self._draw(logits, rows, shard.first, filtered=False)
+        if shard.group.size == 1:
+            return index
+        # float64 carries both the float32 value and an id below 2^53 exactly
+        gathered = shard.group.all_gather(torch.stack((value.double(), (index + shard.first).double()), dim=-1))
+        best = gathered[..., 0].argmax(0, keepdim=True)
+        return gathered[..., 1].gather(0, best).squeeze(0).long()
+
+    def _draw(self, logits: Tensor, rows: Rows, first: int, filtered: bool) -> tuple[Tensor, Tensor]:
+        """The largest noisy logit [B * R] and its column [B * R] int64, of tokens first, first + 1, ..."""
+        if logits.is_cuda:
+            from workers.kernels.choose import choose
+
+            return choose(logits, self._draws(rows), first, self._limits(logits, rows) if filtered else None)
+        logits = logits.float()
+        ids = torch.arange(first, first + logits.shape[1], device=logits.device)
+        noisy = self._perturb(self._filter(logits, rows) if filtered else logits, rows, ids)
+        value, index = noisy.max(-1)
+        return value, index
 
     def _perturb(self, logits: Tensor, rows: Rows, ids: Tensor) -> Tensor:
         """logits / temperature + noise; greedy rows (temperature 0) unchanged."""
@@ -133,21 +189,31 @@ class Sampler:
 
     def _filter(self, logits: Tensor, rows: Rows) -> Tensor:
         """Tokens outside top-k, top-p and min-p to minus infinity; logits [B * R, vocab] float32 before temperature."""
-        slots, width = rows.slots, rows.positions.shape[1]
-        temperature = self._slots.temperature[slots]
-        top_k = torch.where(self._slots.top_k[slots] > 0, self._slots.top_k[slots], self._slots.vocab_size)
-        per_row = [t.repeat_interleave(width).unsqueeze(1)
-                   for t in (torch.where(temperature > 0, temperature, 1.0), top_k, self._slots.top_p[slots],
-                             self._slots.min_p[slots])]
-        temperature, top_k, top_p, min_p = per_row
-        ordered, order = torch.sort(logits / temperature, dim=-1, descending=True, stable=True)
-        rank = torch.arange(logits.shape[-1], device=logits.device)
-        probability = torch.softmax(ordered.masked_fill(rank >= top_k, float("-inf")), dim=-1)
-        mass_before = probability.cumsum(-1) - probability
-        keep = (rank < top_k) & ((mass_before < top_p) | (top_p >= 1)) & (probability >= min_p * probability[:, :1])
-        keep[:, 0] = True
-        kept = torch.zeros_like(keep).scatter_(1, order, keep)
-        return logits.masked_fill(~kept, float("-inf"))
+        table, slots = self._slots, rows.slots.repeat_interleave(rows.positions.shape[1])
+        temperature = table.temperature[slots]
+        gap = gaps(logits, torch.where(temperature > 0, temperature, 1.0))
+        limit = gap_limits(gap, table.top_k[slots], table.top_p[slots], table.min_p[slots])
+        limit = torch.where(temperature > 0, limit, MAX_GAP)
+        return logits.masked_fill(gap > limit.unsqueeze(1), float("-inf"))
+
+    def _draws(self, rows: Rows) -> "Draws":
+        from workers.kernels.noise import Draws
+
+        return Draws(rows.slots, rows.positions, self._slots.temperature, self._slots.seed)
+
+    def _limits(self, logits: Tensor, rows: Rows) -> "Limits":
+        from workers.kernels.filters import Filters, find_limits
+
+        table = self._slots
+        return find_limits(logits, rows.slots, Filters(table.temperature, table.top_k, table.top_p, table.min_p))
+
+    def _shaped(self, logits: Tensor, rows: Rows) -> Tensor:
+        """`_shape` of logits [B * R, vocab]."""
+        if logits.is_cuda:
+            from workers.kernels.shaping import shape
+
+            return shape(logits, rows.slots, rows.positions, self._slots, rows.path, rows.path_tokens)
+        return self._shape(logits.float().view(*rows.positions.shape, -1), rows).flatten(0, 1)
 
     def _shape(self, logits: Tensor, rows: Rows) -> Tensor:
         """Penalties, bias and forbidden stop tokens applied to logits [B, R, vocab] float32."""
@@ -169,3 +235,12 @@ class Sampler:
         stop.scatter_(1, torch.where(ids >= 0, ids, logits.shape[2]), True)
         shaped = shaped.masked_fill(early.unsqueeze(-1) & stop[:, None, :-1], float("-inf"))
         return torch.where(table.shapes_logits[slots].view(-1, 1, 1), shaped, logits)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """[rows] int64: the column of the largest of logits [rows, n]."""
+    if logits.is_cuda:
+        from workers.kernels.argmax import argmax as fast_argmax
+
+        return fast_argmax(logits)
+    return logits.argmax(-1)

@@ -26,11 +26,10 @@ class SlotFacts:
         return self.sampling.temperature > 0
 
     @property
-    def needs_full_logits(self) -> bool:
-        """Whether choosing its token takes the whole vocabulary on one rank, not a reduction over shards."""
+    def is_filtered(self) -> bool:
+        """Whether some tokens are out of question for its draw."""
         s = self.sampling
-        filtered = self.is_random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-        return filtered or self.shapes_logits or s.logprobs >= 0
+        return self.is_random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
 
     @property
     def shapes_logits(self) -> bool:
@@ -147,10 +146,19 @@ class SlotTable:
         self.seq_len[slots] = new_length.int()
         self.bonus[slots] = torch.where(was_finished, self.bonus[slots], last)
         self.finished[slots] = was_finished | (finish > 0)
-        if self.output_counts is not None:
-            valid = (column < counts.unsqueeze(1)).int()
-            self.output_counts.index_put_((slots.unsqueeze(1), tokens), valid, accumulate=True)
+        self.count_output(slots, tokens, counts)
         return Commit(tokens, counts, finish)
+
+    def count_output(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Count tokens [B, M], of which counts [B] are valid, as output of slots [B], all int64; nothing before the
+        first request whose penalties look at counts. A round captured before then does not count, which is right as
+        long as none of its requests shapes logits."""
+        if self.output_counts is None:
+            return
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        place = slots.unsqueeze(1) * self.vocab_size + tokens
+        valid = (column < counts.unsqueeze(1)).int()
+        self.output_counts.view(-1).scatter_add_(0, place.flatten(), valid.flatten())
 
 
 def _signed(seed: int) -> int:

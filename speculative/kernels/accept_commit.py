@@ -11,14 +11,8 @@ from torch import Tensor
 
 from speculative.acceptance import Accepted, Verdict
 from speculative.tree import Tree
+from workers.kernels.noise import mix
 from workers.slots import Commit, SlotTable
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 33 & 0x7FFFFFFF)) * -49064778989728563
-    x = (x ^ (x >> 33 & 0x7FFFFFFF)) * -4265267296055464877
-    return x ^ (x >> 33 & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -57,7 +51,7 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
     accepted = ((mask & matching) == mask) & inside
     if SYNTHETIC:
         seed = tl.load(seed_ptr + slot * seed_stride)
-        hashed = _mix(_mix(seed + length * -7046029254386353131) + 7046029254386353131)
+        hashed = mix(mix(seed + length * -7046029254386353131) + 7046029254386353131)
         uniform = 1.0 - ((hashed >> 32 & 0xFFFFFFFF).to(tl.float32) + 0.5) / 4294967296.0
         wanted = tl.where(enabled, certain + (uniform < share).to(tl.int64), 0)
         accepted = _synthetic(depth, mask, node, inside, wanted, W) & inside
@@ -101,13 +95,13 @@ def accept_commit(
     slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
 ) -> Verdict:
     """What `accept` (or `accept_synthetic` with a length) and `SlotTable.commit` return for slots [B] int64, trees and
-    choices [B, W] int64, as a verdict; changes the table in place. Not for tables that count tokens for penalties."""
+    choices [B, W] int64, as a verdict; changes the table in place."""
     from workers.plan import FINISH_LENGTH, FINISH_STOP
 
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = (tree.tokens, tree.parents, tree.depths, tree.masks)
     assert all(f.stride(1) == 1 and f.stride(0) == fields[0].stride(0) and f.dtype == torch.int64 for f in fields)
-    assert chosen.is_contiguous() and table.output_counts is None and width <= 63
+    assert chosen.is_contiguous() and width <= 63
     path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)
     facts = torch.empty((5, batch), dtype=torch.int64, device=chosen.device)
     num_drafts, counts, finish, newest, reported = facts.unbind(0)
@@ -118,8 +112,8 @@ def accept_commit(
         *fields, fields[0].stride(0), chosen, slots, table.seq_len, table.bonus, table.bonus.stride(0), table.max_len,
         table.max_len.stride(0), finished, finished.stride(0), speculative, speculative.stride(0), table.stop_ids,
         table.seed, table.seed.stride(0), certain, share, path, tokens, num_drafts, counts, finish, rows, newest,
-        reported, W=width,
-        W_PADDED=triton.next_power_of_2(width), COLUMNS=columns, STOPS=table.stop_ids.shape[1], STOP=FINISH_STOP,
-        LENGTH=FINISH_LENGTH, SYNTHETIC=synthetic_length is not None, num_warps=1,
+        reported, W=width, W_PADDED=triton.next_power_of_2(width), COLUMNS=columns, STOPS=table.stop_ids.shape[1],
+        STOP=FINISH_STOP, LENGTH=FINISH_LENGTH, SYNTHETIC=synthetic_length is not None, num_warps=1,
     )
+    table.count_output(slots, tokens, counts)
     return Verdict(Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish), rows, newest, reported)

@@ -1,11 +1,13 @@
 """Sampling: exact draws, filters and penalties against plain Python, and independence of everything but the text."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from scipy import stats
 
+from workers.filters import gap_limits, gaps
 from workers.layers.vocab import VocabShard
 from workers.plan import SamplingParams, SlotInit, pack_i32
 from workers.sampler import Rows, Sampler, SamplingNeeds, gumbel_noise, logprobs_of
@@ -59,18 +61,22 @@ def test_tokens_are_drawn_from_the_softmax(temperature: float) -> None:
 
 
 def allowed(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Token ids that the filters keep, one by one."""
-    weights = torch.softmax(logits.double() / temperature, 0)
-    order = sorted(range(VOCAB), key=lambda i: -weights[i].item())
-    order = order[:top_k] if top_k else order
-    total = sum(weights[i].item() for i in order)
-    kept, before = set(), 0.0
-    for i in order:
-        share = weights[i].item() / total
-        if (before < top_p or top_p >= 1) and share >= min_p * weights[order[0]].item() / total:
-            kept.add(i)
-        before += share
-    return kept | {order[0]}
+    """Token ids that the filters keep, one group of equal gaps after the other."""
+    scale = (torch.tensor(2.0**18) / torch.tensor(temperature)).item()
+    gap = [min(int(torch.tensor(max(logits.tolist()) - x) * scale), 2**24 - 1) for x in logits.tolist()]
+    groups = [[i for i in range(len(gap)) if gap[i] == g] for g in sorted(set(gap))]
+    weight = [math.exp(-g / 2.0**18) for g in gap]
+    left: list[list[int]] = []
+    for group in groups:
+        if not top_k or sum(map(len, left)) < top_k:
+            left.append(group)
+    total = sum(weight[i] for group in left for i in group)
+    kept: set[int] = set()
+    for group in left:
+        before = sum(weight[i] for i in kept) / total
+        if not kept or ((before < top_p or top_p >= 1) and weight[group[0]] >= min_p):
+            kept |= set(group)
+    return kept
 
 
 @pytest.mark.parametrize("filters", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (9, 0.8, 0.05), (1, 1.0, 0.0)])
@@ -80,6 +86,44 @@ def test_filters_keep_exactly_what_they_should(filters: tuple[int, float, float]
     sampling = SamplingParams(1, 1.3, top_k, top_p, min_p, seed=4)
     seen = set(draws(sampling, logits, 20000).tolist())
     assert seen == allowed(logits, 1.3, top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_of_equal_logits_stay_or_go_together(seed: int) -> None:
+    """Logits of few values, as bfloat16 gives them, in any order: what is kept is a set of values."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(40, generator=generator).mul(4).round() / 2
+    shuffled = torch.randperm(40, generator=generator)
+    for temperature, top_k, top_p, min_p in (
+        (1.0, 3, 1.0, 0.0), (0.6, 0, 0.7, 0.0), (2.0, 11, 0.9, 0.1), (1.0, 0, 0.0, 0.0), (1.0, 0, 1.0, 1.0),
+        (0.01, 1000, 0.99, 0.0), (50.0, 0, 0.3, 0.9),
+    ):
+        filters = torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+        gap = gaps(logits.unsqueeze(0), torch.tensor([temperature]))
+        kept = gap <= gap_limits(gap, *filters).unsqueeze(1)
+        assert set(kept[0].nonzero().flatten().tolist()) == allowed(logits, temperature, top_k, top_p, min_p)
+        assert kept[0].sum() >= min(max(top_k, 1), 40) or top_p < 1 or min_p > 0
+        other = gaps(logits[shuffled].unsqueeze(0), torch.tensor([temperature]))
+        assert torch.equal((other <= gap_limits(other, *filters).unsqueeze(1))[0], kept[0][shuffled])
+
+
+def test_filters_of_a_greedy_request_change_nothing() -> None:
+    sampler, _, _ = sampler_with(SamplingParams(1, 0.0, top_k=1, top_p=0.1, min_p=0.9), SamplingParams(1, 1.0))
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8))
+    rows = Rows(torch.tensor([0, 1]), torch.zeros(2, 1, dtype=torch.int64))
+    assert torch.equal(sampler._filter(logits, rows), logits)
+
+
+def test_captured_rounds_come_in_six_kinds() -> None:
+    """A graph may do more than its requests need, never less."""
+    kinds = set()
+    for random, filtered, shaping, k in itertools.product((False, True), (False, True), (False, True), (-1, 0, 7)):
+        needs = SamplingNeeds(random, filtered, shaping, k)
+        kinds.add(needs.captured)
+        assert needs.captured.random >= random and needs.captured.filtered >= filtered
+        assert needs.captured.shaping == shaping and needs.captured.num_logprobs >= k
+        assert needs.captured.captured == needs.captured and needs.captured.full_logits == needs.full_logits
+    assert len(kinds) == 6
 
 
 def test_a_token_depends_on_its_seed_and_position_alone() -> None:

@@ -23,13 +23,25 @@ def _partial(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _combine(value_ptr, index_ptr, out_ptr, parts, size, PARTS: tl.constexpr):
+def _combine(value_ptr, index_ptr, best_ptr, out_ptr, parts, size, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     value = tl.load(value_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
     index = tl.load(index_ptr + row * parts + part, mask=part < parts, other=size)
-    best = tl.min(tl.where(value == tl.max(value, 0), index, size), 0)
+    largest = tl.max(value, 0)
+    best = tl.min(tl.where(value == largest, index, size), 0)
+    tl.store(best_ptr + row, largest)
     tl.store(out_ptr + row, tl.where(best < size, best, 0).to(tl.int64))
+
+
+def combine(values: Tensor, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The largest of values [rows, parts] float32, and of indices [rows, parts] int32 the smallest at which it is,
+    [rows] int64; 0 where no index is below `size`."""
+    rows, parts = values.shape
+    best = torch.empty(rows, dtype=torch.float32, device=values.device)
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
+    _combine[(rows,)](values, indices, best, out, parts, size, PARTS=triton.next_power_of_2(parts), num_warps=1)
+    return best, out
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -40,7 +52,5 @@ def argmax(x: Tensor) -> Tensor:
     parts = triton.cdiv(size, BLOCK)
     values = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
     indices = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
-    out = torch.empty(rows, dtype=torch.int64, device=x.device)
     _partial[(rows, parts)](x, values, indices, size, x.stride(0), BLOCK=BLOCK, num_warps=8)
-    _combine[(rows,)](values, indices, out, parts, size, PARTS=triton.next_power_of_2(parts), num_warps=1)
-    return out
+    return combine(values, indices, size)[1]

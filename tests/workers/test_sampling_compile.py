@@ -1,0 +1,46 @@
+"""Compiles the sampling kernels for Hopper without a GPU: no spills, and registers for several programs at once."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
+
+from tests.attention import test_triton_compile as compiling  # noqa: E402
+from workers.kernels import argmax, choose, filters, logprobs, noise, shaping  # noqa: E402
+
+pytestmark = compiling.pytestmark
+
+POINTERS = dict.fromkeys(("slot_ptr", "position_ptr", "seed_ptr", "id_ptr", "top_k_ptr", "min_len_ptr", "stop_ptr",
+                          "path_token_ptr"), "i64")
+POINTERS |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "peak_ptr", "sum_ptr", "before_sum_ptr",
+                           "needed_ptr", "value_ptr", "best_ptr", "out_ptr", "bias_ptr", "penalty_ptr", "norm_ptr",
+                           "row_peak_ptr"), "fp32")
+POINTERS |= dict.fromkeys(("path_ptr", "prompt_ptr", "shapes_ptr"), "i8")
+SEARCH = {"PARTS": 32, "PART": filters.PART, "TILE": filters.TILE}
+CASES: list[tuple[Any, dict[str, Any], int]] = [
+    (filters._peaks, {"BLOCK": filters.PART}, 8),
+    (filters._narrow, {**SEARCH, "BY_MASS": False}, 4),
+    (filters._narrow, {**SEARCH, "BY_MASS": True}, 4),
+    (filters._limits, {"PARTS": 32}, 1),
+    (choose._choose, {"FILTERED": False, "PART": 4 * choose.TILE, "TILE": choose.TILE}, 4),
+    (choose._choose, {"FILTERED": True, "PART": choose.TILE, "TILE": choose.TILE}, 4),
+    (noise._perturb, {"BLOCK": noise.BLOCK}, 4),
+    (shaping._shape, {"NODES": 16, "STOPS": 64, "BLOCK": shaping.BLOCK}, 4),
+    (logprobs._summarize, {"PART": logprobs.PART, "BLOCK": logprobs.BLOCK}, 4),
+    (argmax._partial, {"BLOCK": argmax.BLOCK}, 8),
+    (argmax._combine, {"PARTS": 128}, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kernel,constants,warps", CASES, ids=lambda case: getattr(case, "__name__", None))
+def test_sampling_kernels_fit_hopper(kernel: Any, constants: dict[str, Any], warps: int, dtype: str,
+                                     tmp_path: Path) -> None:
+    spills, shared, ptx = compiling.compiled(kernel, tmp_path, POINTERS | {"x_ptr": dtype}, constants, warps, 3)
+    assert spills == 0
+    assert shared <= compiling.SHARED_PER_SM // 8
+    assert "atom" not in ptx and "red.global" not in ptx  # sums in one order, so that a draw can be repeated
+    assert not re.search(r"\.f64", ptx)

@@ -1,0 +1,217 @@
+"""The sampling kernels against their torch references: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1),
+which `tests/attention/test_triton_interpreter.py` starts in a process of its own."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from speculative.acceptance import accept  # noqa: E402
+from speculative.kernels.accept_commit import accept_commit  # noqa: E402
+from speculative.tree import chain  # noqa: E402
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.filters import MAX_GAP, gap_limits, gaps  # noqa: E402
+from workers.kernels.choose import choose  # noqa: E402
+from workers.kernels.filters import Filters, Limits, find_limits  # noqa: E402
+from workers.kernels.logprobs import norms_and_top  # noqa: E402
+from workers.kernels.noise import Draws, perturb  # noqa: E402
+from workers.kernels.shaping import shape  # noqa: E402
+from workers.layers.vocab import VocabShard  # noqa: E402
+from workers.plan import SamplingParams, SlotInit, pack_i32  # noqa: E402
+from workers.sampler import Rows, Sampler  # noqa: E402
+from workers.slots import SlotTable  # noqa: E402
+from workers.tp import SOLO  # noqa: E402
+
+pytestmark = MARKS
+
+# temperature, top_k, top_p, min_p: each filter alone, all pairs, none, and their ends
+FILTERS = [
+    (0.0, 5, 0.9, 0.1), (1.0, 0, 1.0, 0.0), (0.7, 3, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 0, 1.0, 0.05),
+    (0.6, 50, 0.8, 0.0), (2.0, 40, 1.0, 0.02), (1.0, 0, 0.95, 0.1), (0.5, 7, 0.5, 0.01), (1.0, 10**6, 0.999, 0.0),
+    (1.0, 1, 1.0, 0.0), (1.0, 0, 0.0, 0.0), (1.0, 0, 1.0, 1.0),
+]
+SIZES = [17, 5000] if INTERPRETED else [17, 4096, 5000, 32000, 128256, 151936]
+
+
+def table(size: int, device: torch.device = DEVICE) -> SlotTable:
+    """One slot per entry of FILTERS, in another order than theirs; slot numbers are those of FILTERS."""
+    slots = SlotTable(len(FILTERS), 4, size, device)
+    for i, (temperature, top_k, top_p, min_p) in enumerate(FILTERS):
+        sampling = SamplingParams(9, temperature, top_k, top_p, min_p, seed=i * 7919 - 3)
+        slots._init_slot(SlotInit(i, 0, 5, 14, sampling))
+    return slots
+
+
+def logits_of(rows: int, size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Some rows flat, some peaked, some with many ties, some with forbidden tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn((rows, size), generator=generator) * torch.tensor([1.0, 3.0, 8.0]).repeat(rows)[:rows, None]
+    logits[1::4] = (logits[1::4] * 4).round() / 4
+    logits[2::4, ::3] = float("-inf")
+    return logits.to(dtype).to(DEVICE)
+
+
+def filters_of(slots: SlotTable) -> Filters:
+    return Filters(slots.temperature, slots.top_k, slots.top_p, slots.min_p)
+
+
+def kept_by_reference(logits: Tensor, slots: SlotTable, of: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, n]: what each row keeps, and the gaps."""
+    temperature, filtered = slots.temperature[of], slots.temperature[of] > 0
+    gap = gaps(logits.float(), torch.where(filtered, temperature, 1.0))
+    limit = gap_limits(gap, slots.top_k[of], slots.top_p[of], slots.min_p[of])
+    return gap <= torch.where(filtered, limit, MAX_GAP).unsqueeze(1), gap
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("width", [3] if INTERPRETED else [1, 3])
+def test_limits_keep_what_the_sort_keeps(size: int, width: int) -> None:
+    slots = table(size)
+    who = torch.randperm(len(FILTERS) + 1, generator=torch.Generator().manual_seed(size)).to(DEVICE)  # and padding
+    of = who.repeat_interleave(width)
+    for dtype in (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16):
+        logits = logits_of(len(of), size, size + width, dtype)
+        limits = find_limits(logits, who, filters_of(slots))
+        expected, gap = kept_by_reference(logits, slots, of)
+        kept = (gap <= limits.gaps.unsqueeze(1)) | limits.peaks.isinf().unsqueeze(1)
+        for row, slot in enumerate(of.tolist()):
+            difference = int((kept[row] != expected[row]).sum())
+            # float32 sums of up to 151,936 masses against float64: top-p's last token is decided to 1e-5 of the mass
+            mass = torch.exp(gap[row].double() / -262144.0)
+            doubtful = float(mass[kept[row] != expected[row]].sum() / mass.sum())
+            assert difference == 0 or (slot < len(FILTERS) and FILTERS[slot][2] < 1 and doubtful < 1e-5), (row, slot)
+
+
+def test_a_rows_limit_does_not_depend_on_its_neighbours() -> None:
+    size = 5000 if INTERPRETED else 128256
+    slots = table(size)
+    who = torch.arange(len(FILTERS), device=DEVICE)
+    logits = logits_of(len(FILTERS), size, 1)
+    together = find_limits(logits, who, filters_of(slots))
+    for i in (3, 5, 8):
+        alone = find_limits(logits[i : i + 1], who[i : i + 1], filters_of(slots))
+        assert torch.equal(alone.gaps, together.gaps[i : i + 1]) and torch.equal(alone.peaks, together.peaks[i : i + 1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_draws_are_those_of_torch_up_to_near_ties(size: int) -> None:
+    """Noise in float32 differs from float64's by less than 1e-6 where it is largest."""
+    slots, width, first = table(size), 2, 1000
+    who = torch.arange(len(FILTERS), device=DEVICE)
+    positions = torch.randint(0, 10**6, (1, width), device=DEVICE).expand(len(FILTERS), -1)  # strides of zero
+    logits = logits_of(len(FILTERS) * width, size, size)
+    draws = Draws(who, positions, slots.temperature, slots.seed)
+    rows = Rows(who.cpu(), positions.cpu())
+    on_cpu = Sampler(table(size, torch.device("cpu")), VocabShard(size, SOLO))
+    expected = on_cpu._perturb(logits.cpu(), rows, torch.arange(first, first + size))
+    noisy = perturb(logits, draws, torch.arange(first, first + size, device=DEVICE)).cpu()
+    finite = expected.isfinite()
+    torch.testing.assert_close(noisy[finite], expected[finite], atol=5e-6, rtol=1e-6)
+    kept, _ = kept_by_reference(logits, slots, who.repeat_interleave(width))
+    for limits, scores in ((None, expected), (find_limits(logits, who, filters_of(slots)),
+                                              expected.masked_fill(~kept.cpu(), float("-inf")))):
+        value, column = choose(logits, draws, first, limits)
+        chosen, best = scores.gather(1, column.cpu().unsqueeze(1)).squeeze(1), scores.amax(1)
+        torch.testing.assert_close(chosen, best, atol=5e-6, rtol=1e-6)
+        torch.testing.assert_close(value.cpu(), best, atol=5e-6, rtol=1e-6)
+        assert (column.cpu() == scores.argmax(1)).float().mean() > 0.9
+
+
+def test_every_path_on_a_device_draws_the_same() -> None:
+    """Filtered and not, one row and many, and the draft's scores: the same bits."""
+    size = 5000 if INTERPRETED else 128256
+    slots = table(size)
+    who = torch.full((12,), 1, device=DEVICE)  # the slot without filters
+    positions = torch.arange(24, device=DEVICE).view(12, 2)
+    logits, ids = logits_of(24, size, 3), torch.arange(size, device=DEVICE)
+    draws = Draws(who, positions, slots.temperature, slots.seed)
+    value, column = choose(logits, draws, 0)
+    all_kept = Limits(torch.full_like(value, float("inf")), torch.full_like(value, MAX_GAP).int())
+    filtered = choose(logits, draws, 0, all_kept)
+    assert torch.equal(filtered[0], value) and torch.equal(filtered[1], column)
+    noisy = perturb(logits, draws, ids)
+    assert torch.equal(noisy.amax(1), value) and torch.equal(noisy.gather(1, column.unsqueeze(1)).squeeze(1), value)
+    for row in (0, 5, 23):
+        draw = dataclasses.replace(draws, slots=who[:1], positions=positions.view(-1, 1)[row : row + 1])
+        alone = choose(logits[row : row + 1], draw, 0)
+        assert torch.equal(alone[0], value[row : row + 1]) and torch.equal(alone[1], column[row : row + 1])
+
+
+def shaping_table(size: int, device: torch.device) -> SlotTable:
+    """Slot 0 has penalties, 1 nothing, 2 biases and min_tokens, 3 everything."""
+    slots = SlotTable(4, 4, size, device)
+    generator = torch.Generator().manual_seed(2)
+    some = [torch.randint(0, size, (40,), generator=generator).tolist() for _ in range(2)]
+    params = (
+        SamplingParams(9, 0.0, presence_penalty=-1.0, frequency_penalty=0.3, repetition_penalty=0.8),
+        SamplingParams(9, 0.0),
+        SamplingParams(9, 0.0, logit_bias={i: float(i) for i in range(9)}, min_tokens=2, stop_token_ids=(1,)),
+        SamplingParams(9, 0.0, presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1.5, min_tokens=3,
+                       logit_bias={4: 2.0, size - 1: -100.0}, stop_token_ids=(3, size - 2)),
+    )
+    for i, sampling in enumerate(params):
+        slots._init_slot(SlotInit(i, 0, 5, 14, sampling, pack_i32(some[0]), pack_i32(some[1])))
+    return slots
+
+
+@pytest.mark.parametrize("size", SIZES[:3])
+@pytest.mark.parametrize("nodes", [0, 1, 7])
+def test_shaping_is_that_of_torch(size: int, nodes: int) -> None:
+    generator = torch.Generator().manual_seed(nodes)
+    width = max(1, nodes)
+    slots = torch.tensor([3, 0, 1, 4, 2, 4])  # 4 is padding
+    positions = torch.randint(4, 10, (6, width), generator=generator)
+    logits = torch.randn((6 * width, size), generator=generator) * 4
+    path = torch.rand((6, width, nodes), generator=generator) < 0.5 if nodes else None
+    tokens = torch.randint(-1, 8, (6, nodes), generator=generator) if nodes else None
+    on_cpu = Sampler(shaping_table(size, torch.device("cpu")), VocabShard(size, SOLO))
+    expected = on_cpu._shaped(logits, Rows(slots, positions, path, tokens))
+    ours = shape(logits.to(DEVICE), slots.to(DEVICE), positions.to(DEVICE), shaping_table(size, DEVICE),
+                 None if path is None else path.to(DEVICE), None if tokens is None else tokens.to(DEVICE))
+    # one rounding fewer, of numbers up to 100
+    torch.testing.assert_close(ours.cpu(), expected, atol=1e-5, rtol=1e-6)
+    assert bool((expected == float("-inf")).any())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("k", [1, 20])
+def test_top_log_probabilities_are_those_of_torch(size: int, k: int) -> None:
+    k = min(k, size)
+    logits = logits_of(8, size, k)[[0, 1, 3, 4, 5, 7]]  # without those that forbid tokens
+    norms, top, ids = norms_and_top(logits, k)
+    # sums of up to 151,936 float32 exponentials in another order
+    torch.testing.assert_close(norms, torch.logsumexp(logits, -1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(top, logits.topk(k, -1).values)
+    assert torch.equal(logits.gather(1, ids), top)
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+def test_fused_acceptance_counts_what_it_emits() -> None:
+    """Counts of output tokens after a round, with requests that stop, finish and do not speculate among them."""
+    batch, steps, size = 9, 3, 50
+    generator = torch.Generator().manual_seed(4)
+    drafted = torch.randint(0, 5, (batch, steps), generator=generator)
+    tree = chain(torch.zeros(batch, dtype=torch.int64), drafted)
+    tree = type(tree)(*(f.contiguous().to(DEVICE) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
+    chosen = torch.randint(0, 5, (batch, steps + 1), generator=generator).to(DEVICE)
+    chosen[::2, 0] = tree.tokens[::2, 1]
+
+    def filled() -> SlotTable:
+        slots = SlotTable(batch, 4, size, DEVICE)
+        for i in range(batch):
+            sampling = SamplingParams(9, 0.0, frequency_penalty=1.0, stop_token_ids=(i % 6,), speculative=i != 4)
+            slots._init_slot(SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
+        slots.finished[2] = True
+        return slots
+
+    fused, plain = filled(), filled()
+    who = torch.arange(batch, device=DEVICE)
+    accept_commit(who, tree, chosen, fused, steps)
+    accepted = accept(tree, chosen, plain.speculative[who] & ~plain.finished[who], steps)
+    plain.commit(who, accepted.tokens, accepted.num_drafts + 1)
+    assert fused.output_counts is not None and plain.output_counts is not None
+    assert torch.equal(fused.output_counts, plain.output_counts)
+    assert int(fused.output_counts.sum()) > 2 * batch
