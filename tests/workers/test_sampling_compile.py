@@ -28,7 +28,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (choose._choose, {"FILTERED": False, "PART": 4 * choose.TILE, "TILE": choose.TILE}, 4),
     (choose._choose, {"FILTERED": True, "PART": choose.TILE, "TILE": choose.TILE}, 4),
     (noise._perturb, {"BLOCK": noise.BLOCK}, 4),
-    (shaping._shape, {"NODES": 16, "STOPS": 64, "BLOCK": shaping.BLOCK}, 4),
+    (shaping._shape, {"STOPS": 64, "BLOCK": shaping.BLOCK}, 4),
     (logprobs._summarize, {"PART": logprobs.PART, "BLOCK": logprobs.BLOCK}, 4),
     (argmax._partial, {"BLOCK": argmax.BLOCK}, 8),
     (argmax._combine, {"PARTS": 128}, 1),

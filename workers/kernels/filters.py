@@ -184,8 +184,9 @@ def find_limits(logits: Tensor, slots: Tensor, chosen: Filters) -> Limits:
     head = (logits, logits.stride(0), size, slots, rows // slots.shape[0], chosen.temperature, chosen.top_p)
     top_k = (stride, chosen.top_k, chosen.top_k.stride(0))
     peaks = torch.empty((rows, parts), dtype=torch.float32, device=device)
-    lowest = torch.empty((2, rows), dtype=torch.int32, device=device)
-    sums = torch.empty((2, rows, parts, 8), dtype=torch.float32, device=device)
+    # tensors of their own: where a slice begins would decide which variant of the kernel is compiled
+    lowest = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
+    sums = [torch.empty((rows, parts, 8), dtype=torch.float32, device=device) for _ in range(2)]
     needed = torch.empty(rows, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(parts)
     _peaks[(rows, parts)](*head, chosen.min_p, *top_k, peaks, BLOCK=PART, num_warps=8)

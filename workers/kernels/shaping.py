@@ -11,10 +11,10 @@ from workers.slots import SlotTable
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["width", "position_row", "position_column"])
+@triton.jit(do_not_specialize=["width", "position_row", "position_column", "nodes"])
 def _shape(x_ptr, x_stride, out_ptr, size, slot_ptr, position_ptr, position_row, position_column, width, path_ptr,
-           path_token_ptr, count_ptr, prompt_ptr, bias_ptr, penalty_ptr, penalty_stride, min_len_ptr, min_len_stride,
-           stop_ptr, shapes_ptr, shapes_stride, NODES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr):
+           path_token_ptr, nodes, count_ptr, prompt_ptr, bias_ptr, penalty_ptr, penalty_stride, min_len_ptr,
+           min_len_stride, stop_ptr, shapes_ptr, shapes_stride, STOPS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     request = row // width
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -23,9 +23,9 @@ def _shape(x_ptr, x_stride, out_ptr, size, slot_ptr, position_ptr, position_row,
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if tl.load(shapes_ptr + slot * shapes_stride) != 0:
         count = tl.load(count_ptr + slot * size + column, mask=inside, other=0)
-        for node in range(NODES):
-            on_path = tl.load(path_ptr + row * NODES + node)
-            token = tl.load(path_token_ptr + request * NODES + node)
+        for node in range(nodes):
+            on_path = tl.load(path_ptr + row * nodes + node)
+            token = tl.load(path_token_ptr + request * nodes + node)
             count += ((column == tl.maximum(token, 0)) & (on_path != 0)).to(tl.int32)
         prompt = tl.load(prompt_ptr + slot * size + column, mask=inside, other=0)
         presence = tl.load(penalty_ptr + slot * penalty_stride)
@@ -54,13 +54,14 @@ def shape(
     assert counts is not None and prompt is not None and bias is not None
     assert logits.stride(1) == 1 and counts.shape[1] == size and slots.is_contiguous()
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
-    on_path = slots if path is None else path.contiguous().view(torch.int8)
+    shapes, prompt = table.shapes_logits.view(torch.int8), prompt.view(torch.int8)
+    nodes = 0 if path is None else path.shape[2]
+    on_path = prompt if path is None else path.contiguous().view(torch.int8)
     tokens = slots if path_tokens is None else path_tokens.contiguous()
-    shapes = table.shapes_logits.view(torch.int8)
     _shape[(rows, triton.cdiv(size, BLOCK))](
         logits, logits.stride(0), out, size, slots, positions, *positions.stride(), positions.shape[1], on_path, tokens,
-        counts, prompt.view(torch.int8), bias, table.penalties, table.penalties.stride(0), table.min_len,
-        table.min_len.stride(0), table.stop_ids, shapes, shapes.stride(0), NODES=0 if path is None else path.shape[2],
-        STOPS=table.stop_ids.shape[1], BLOCK=BLOCK, num_warps=4,
+        nodes, counts, prompt, bias, table.penalties, table.penalties.stride(0), table.min_len,
+        table.min_len.stride(0), table.stop_ids, shapes, shapes.stride(0), STOPS=table.stop_ids.shape[1], BLOCK=BLOCK,
+        num_warps=4,
     )
     return out
