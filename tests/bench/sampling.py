@@ -1,0 +1,154 @@
+"""Milliseconds per round by kind of sampling, and microseconds per sampling kernel.
+
+    python -m tests.bench.sampling [--model llama-3.1-8b] [--shapes plain chain] [--batches 1 8 64] [--skip-kernels]
+
+Engines, prompts and method are those of `tests.bench.round`; one engine per shape and batch runs all kinds in turn. The
+dummy weights' logits are nearly flat, so top-p keeps most of the vocabulary and its search takes all passes; the
+kernels are also timed on peaked logits, as a trained model has them. Markdown tables, then one JSON line. Needs a GPU
+for figures that mean anything; `--tiny` tries it on a CPU, without kernels.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+
+from speculative.build import EngineSpec
+from speculative.local import local_engine
+from tests.bench.round import MODELS, SHAPES, Setting, commit, engine_spec, hardware, write_checkpoints
+from workers.local import LocalEngine
+from workers.plan import SamplingParams, SlotInit
+from workers.sampler import Rows, Sampler, SamplingNeeds, logprobs_of
+from workers.slots import SlotTable
+
+KINDS = {
+    "greedy": SamplingParams(1, 0.0),
+    "temperature": SamplingParams(1, 0.8, seed=1),
+    "top-p 0.9": SamplingParams(1, 0.8, top_p=0.9, seed=1),
+    "top-k 50": SamplingParams(1, 0.8, top_k=50, seed=1),
+    "penalties + logprobs": SamplingParams(1, 0.0, presence_penalty=0.5, frequency_penalty=0.2, logprobs=5),
+    "greedy again": SamplingParams(1, 0.0),  # after tokens were counted: must cost what greedy did
+}
+
+
+def timed(engine: LocalEngine, batch: int, setting: Setting, sampling: SamplingParams) -> tuple[float, int]:
+    """Seconds and steps of one whole batch."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(10, 60, (setting.prompt_tokens,), generator=generator).tolist() for _ in range(batch)]
+    steps = engine.scheduler.stats.num_steps
+    started_s = time.perf_counter()
+    engine.generate(prompts, sampling, batch)
+    return time.perf_counter() - started_s, engine.scheduler.stats.num_steps - steps
+
+
+def measure(spec: EngineSpec, shape: str, batch: int, setting: Setting) -> dict[str, dict[str, float]]:
+    """Per kind: ms per round, and the seconds that its first batch took longer than the next, captures included."""
+    results = {}
+    with local_engine(spec) as engine:
+        timed(engine, batch, setting, KINDS["greedy"])
+        for name, kind in KINDS.items():
+            short, whole = replace(kind, max_tokens=1), replace(kind, max_tokens=setting.output_tokens)
+            first_s = timed(engine, batch, setting, replace(kind, max_tokens=16))[0]
+            again_s = timed(engine, batch, setting, replace(kind, max_tokens=16))[0]
+            prefill_s, prefill_steps = min(timed(engine, batch, setting, short) for _ in range(2))
+            best = min(timed(engine, batch, setting, whole) for _ in range(2))
+            ms = (best[0] - prefill_s) / (best[1] - prefill_steps) * 1e3
+            results[name] = {"ms_per_round": ms, "first_use_s": first_s - again_s}
+            print(shape, batch, name, f"{ms:.3f} ms", flush=True)
+    return results
+
+
+def replay_us(step: Callable[[], object]) -> float:
+    """Microseconds of a replay of `step` as a CUDA graph: the median of 21 times of ten replays."""
+    for _ in range(2):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(21):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(10):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 100)
+    return sorted(times)[10]
+
+
+@torch.inference_mode()
+def kernels(rows: int, size: int) -> dict[str, float]:
+    """Microseconds per part of sampling for `rows` bfloat16 rows of a vocabulary of `size`."""
+    from workers.layers.vocab import VocabShard
+    from workers.tp import SOLO
+
+    device = torch.device("cuda")
+    table = SlotTable(len(KINDS), 4, size, device)
+    for i, kind in enumerate(KINDS.values()):
+        table._init_slot(SlotInit(i, 0, 5, 14, kind))
+    sampler, names = Sampler(table, VocabShard(size, SOLO)), list(KINDS)
+    flat = torch.randn((rows, size), device=device)
+    logits = {"flat": flat.bfloat16(), "peaked": (flat * 3).bfloat16()}
+    positions = torch.arange(rows, device=device).unsqueeze(1)
+    out = {}
+    for name, needs in (("greedy", SamplingNeeds(False)), ("temperature", SamplingNeeds(True)),
+                        ("top-p 0.9", SamplingNeeds(True, True)), ("top-k 50", SamplingNeeds(True, True)),
+                        ("penalties + logprobs", SamplingNeeds(False, shaping=True))):
+        where = Rows(torch.full((rows,), names.index(name), device=device), positions)
+        for kind, x in logits.items():
+            out[f"{name}, {kind}"] = replay_us(lambda x=x, where=where, needs=needs: sampler.sample(x, where, needs))
+    tokens, x = torch.zeros((rows, 1), dtype=torch.int64, device=device), logits["flat"]
+    out["20 log-probabilities"] = replay_us(lambda: logprobs_of(x.unsqueeze(1), tokens, 20))
+    where, ids = Rows(torch.full((rows,), 1, device=device), positions), torch.arange(32000, device=device)
+    out["noise for a draft of 32,000"] = replay_us(lambda: sampler.perturb(x[:, :32000].contiguous(), where, ids))
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["plain", "chain"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
+    parser.add_argument("--skip-kernels", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens: a trial on any machine")
+    arguments = parser.parse_args()
+    setting = Setting(40, 24) if arguments.tiny else Setting()
+    results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoints(Path(folder), "tiny" if arguments.tiny else arguments.model)
+        for shape in arguments.shapes:
+            for batch in arguments.batches:
+                spec = engine_spec(
+                    Path(folder), shape, batch, setting, arguments.tensor_parallel, not arguments.no_graphs
+                )
+                results.setdefault(shape, {})[str(batch)] = measure(spec, shape, batch, setting)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+        timed_kernels: dict[str, dict[str, float]] = {}
+        if torch.cuda.is_available() and not arguments.skip_kernels:
+            size = MODELS[arguments.model][6]
+            timed_kernels = {str(rows): kernels(rows, size) for rows in (1, 8, 64, 256)}
+    for shape, by_batch in results.items():
+        print(f"\n| {shape}, ms per round at batch | " + " | ".join(by_batch) + " |")
+        print("| --- |" + " --- |" * len(by_batch))
+        for kind in KINDS:
+            print(f"| {kind} | " + " | ".join(f"{row[kind]['ms_per_round']:.2f}" for row in by_batch.values()) + " |")
+    if timed_kernels:
+        print("\n| us at rows | " + " | ".join(timed_kernels) + " |")
+        print("| --- |" + " --- |" * len(timed_kernels))
+        for kind in next(iter(timed_kernels.values())):
+            print(f"| {kind} | " + " | ".join(f"{row[kind]:.1f}" for row in timed_kernels.values()) + " |")
+    print(json.dumps({"bench": "sampling", "hardware": hardware(), "commit": commit(), "model": arguments.model,
+                      "tensor_parallel": arguments.tensor_parallel, "results": results, "kernels_us": timed_kernels}))
+
+
+if __name__ == "__main__":
+    main()
