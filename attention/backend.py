@@ -1,17 +1,23 @@
-"""What an attention backend is, and the table of those that exist.
+"""What an attention backend is, the table of those that exist, and how the configured ones are chosen.
 
 A backend prepares a batch once per forward pass (`prepare`) and is then called once per layer (`forward`). It never
-allocates per layer what it could prepare, and states whether it must know lengths on the host.
+allocates per layer what it could prepare, and states in which modes it must know lengths on the host.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar
 
 from torch import Tensor
 
 from attention.kv_pool import LayerKV
+from attention.limits import AttentionUse, flashinfer_refusal, torch_refusal, triton_refusal, trtllm_refusal
 from attention.metadata import ChunkBatch, Mode, TailBatch
+
+ALL_MODES = frozenset(Mode)
+TAIL_MODES = ALL_MODES - {Mode.PREFILL}
 
 
 class Prepared(ABC):
@@ -26,16 +32,30 @@ class Prepared(ABC):
 
 
 class AttentionBackend(ABC):
-    """name: as in the configuration. modes: what it can do. needs_cpu_seq_lens: whether `prepare` reads lengths on
-    the host, which costs a device-to-host copy per round on a GPU."""
+    """name: as in the configuration and in `BACKENDS`, which holds the facts about it."""
 
     name: ClassVar[str]
-    modes: ClassVar[frozenset[Mode]]
-    needs_cpu_seq_lens: ClassVar[bool]
 
     @abstractmethod
     def prepare(self, batch: TailBatch | ChunkBatch) -> Prepared:
         """What `forward` needs of a batch; the batch's tensors are read, not kept longer than the pass."""
+
+    def needs_cpu_seq_lens(self, mode: Mode) -> bool:
+        """Whether `prepare` reads a batch's lengths on the host, which waits for the GPU and cannot be captured."""
+        return mode in BACKENDS[self.name].cpu_seq_lens_modes
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """One row of the table. build: makes the backend, importing its libraries. refusal: why it cannot serve a use in
+    one of its `modes`, None if it can. cpu_seq_lens_modes: see `AttentionBackend.needs_cpu_seq_lens`; prompt chunks are
+    never among them, their lengths come with the plan. package: what it imports beyond torch, of the extra `cuda`."""
+
+    build: Callable[[], AttentionBackend]
+    refusal: Callable[[AttentionUse], str | None]
+    modes: frozenset[Mode] = ALL_MODES
+    cpu_seq_lens_modes: frozenset[Mode] = frozenset()
+    package: str | None = None
 
 
 def _torch() -> AttentionBackend:
@@ -50,15 +70,75 @@ def _triton() -> AttentionBackend:
     return TritonBackend()
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": _torch, "triton": _triton}
+def _flashinfer() -> AttentionBackend:
+    from attention.flashinfer_backend import FlashInferBackend
+
+    return FlashInferBackend()
+
+
+def _trtllm() -> AttentionBackend:
+    from attention.trtllm_backend import TrtllmBackend
+
+    return TrtllmBackend()
+
+
+BACKENDS: dict[str, BackendFacts] = {
+    "torch": BackendFacts(_torch, torch_refusal),
+    "triton": BackendFacts(_triton, triton_refusal, package="triton"),
+    "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, cpu_seq_lens_modes=TAIL_MODES, package="flashinfer"),
+    "trtllm": BackendFacts(_trtllm, trtllm_refusal, TAIL_MODES, package="flashinfer"),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the configuration says: `field`, such as "attention.decode", names the backend that serves `use`."""
+
+    field: str
+    name: str
+    use: AttentionUse
+
+
+def choose_backends(choices: Iterable[Choice]) -> dict[Mode, AttentionBackend]:
+    """A backend per mode, one object per name. "auto" is triton on a GPU, torch on a CPU.
+
+    Raises ValueError with field, reason and the backends that can, where one does not exist or cannot serve its use.
+    """
+    made: dict[str, AttentionBackend] = {}
+    chosen = {}
+    for choice in choices:
+        name = choice.name
+        if name == "auto":
+            name = "triton" if choice.use.device == "cuda" else "torch"
+        reason = refusal(name, choice.use)
+        if reason is not None:
+            able = [other for other in BACKENDS if refusal(other, choice.use) is None]
+            raise ValueError(f"{choice.field}={choice.name}: {name} cannot serve {choice.use.mode.value}: {reason}; "
+                             f"{'those that can: ' + ', '.join(able) if able else 'no backend can'}")
+        chosen[choice.use.mode] = made.get(name) or made.setdefault(name, build_backend(name, choice.use.mode))
+    return chosen
+
+
+def refusal(name: str, use: AttentionUse) -> str | None:
+    """Why backend `name` cannot serve `use` in this process, None if it can."""
+    if name not in BACKENDS:
+        return "there is no such backend"
+    facts = BACKENDS[name]
+    reason = facts.refusal(use) if use.mode in facts.modes else _mode_refusal(facts)
+    if reason is None and facts.package is not None and find_spec(facts.package) is None:
+        return f"the package {facts.package} is not installed: pip install 'aerie[cuda]'"
+    return reason
 
 
 def build_backend(name: str, mode: Mode) -> AttentionBackend:
-    """The backend `name`; raises ValueError with the ones that exist if there is none or it cannot do `mode`."""
+    """The backend `name`; raises ValueError with the ones that exist if there is none or it never does `mode`."""
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: does not exist; choose one of {', '.join(sorted(BACKENDS))}")
-    backend = BACKENDS[name]()
-    if mode not in backend.modes:
-        raise ValueError(f"attention backend {name!r}: cannot do {mode.value}; it does "
-                         f"{', '.join(sorted(m.value for m in backend.modes))}")
-    return backend
+    facts = BACKENDS[name]
+    if mode not in facts.modes:
+        raise ValueError(f"attention backend {name!r}: cannot do {mode.value}; {_mode_refusal(facts)}")
+    return facts.build()
+
+
+def _mode_refusal(facts: BackendFacts) -> str:
+    return f"it does {', '.join(sorted(mode.value for mode in facts.modes))} only"

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
 from attention.kv_pool import LayerKV
-from attention.metadata import ChunkBatch, Mode, TailBatch
+from attention.metadata import ChunkBatch, TailBatch
 
 
 class TorchBackend(AttentionBackend):
     name = "torch"
-    modes = frozenset(Mode)
-    needs_cpu_seq_lens = False
 
     def prepare(self, batch: TailBatch | ChunkBatch) -> Prepared:
         return _prepare_tail(batch) if isinstance(batch, TailBatch) else _PreparedChunks(batch)

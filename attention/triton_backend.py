@@ -19,7 +19,7 @@ from attention.kernels.early_launch import launches_early
 from attention.kernels.splits import plan_items
 from attention.kernels.tail import MAX_SPLITS, TailPlan, TailTiles, TailWorkspace, attend_tail, tail_tiles
 from attention.kv_pool import LayerKV
-from attention.metadata import ChunkBatch, Mode, TailBatch
+from attention.metadata import ChunkBatch, TailBatch
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 
@@ -28,8 +28,6 @@ MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, se
 
 class TritonBackend(AttentionBackend):
     name = "triton"
-    modes = frozenset(Mode)
-    needs_cpu_seq_lens = False
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[torch.device, TailTiles, int], TailWorkspace] = {}

@@ -1,6 +1,7 @@
 """From configuration to one rank that executes plans, with or without a draft. `cluster.assembly` calls this; so do
 benchmarks and tests, so that all run the same engine."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attention.config import DraftAttention
-from attention.metadata import Mode
+from speculative.backends import Backends, ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
 from speculative.config import SpeculativeConfig
 from speculative.decoding import EagleDecoding, round_shape
 from speculative.draft_config import DraftConfig, read_draft_config
@@ -18,7 +19,7 @@ from workers.config import PLAIN, RoundShape, WorkerConfig
 from workers.decoding import Autoregressive, DecodingStrategy
 from workers.loading import PoolSize, load_target, pages_that_fit, read_target_config
 from workers.model_config import ModelConfig
-from workers.model_runner import TargetRunner, backends_for, resolve_device, resolve_dtype
+from workers.model_runner import TargetRunner, resolve_device, resolve_dtype
 from workers.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.sampler import Sampler
 from workers.slots import SlotTable
@@ -26,6 +27,8 @@ from workers.tp import SOLO, TPGroup, join_tp_group
 from workers.worker import Worker
 
 WARM_UP_TOKENS = 16
+
+log = logging.getLogger(__name__)
 
 PhaseReport = Callable[[str, float], None]
 
@@ -103,6 +106,7 @@ def build_worker(
     device = resolve_device(spec.worker.model.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    backends, backends_of_draft = _backends(spec, layout, device)
     clock = _Phases(report)
     group = join_tp_group(rank, spec.worker.tensor_parallel, address, device)
     clock.done("process group joined")
@@ -112,23 +116,41 @@ def build_worker(
     clock.done("target loaded")
     page_size = spec.worker.cache.page_size
     pool = PoolSize.of(layout.target, group.size, layout.dtype).make(layout.num_pages, page_size, device)
-    names = spec.worker.attention
-    backends = backends_for({Mode.PREFILL: names.prefill, Mode.DECODE: names.decode, Mode.VERIFY: names.decode}, device)
     target = TargetRunner(model, pool, backends)
     sampler = Sampler(slots, model.lm_head.shard)
     strategy: DecodingStrategy = Autoregressive(target, slots, sampler)
     if spec.speculative is not None and layout.draft is not None:
-        draft = _draft_runner(spec, layout, target, group, device)
+        draft = _draft_runner(spec, layout, target, group, backends_of_draft)
         clock.done("draft loaded")
         strategy = EagleDecoding(spec.speculative, target, draft, slots, sampler)
     clock.done("KV cache allocated")
-    if device.type == "cuda" and spec.worker.cuda_graphs:
+    if _captures(spec, device, needs_cpu_seq_lens(backends, backends_of_draft), rank):
         strategy = _captured(strategy, slots, spec, layout)
         clock.done("CUDA graphs captured")
     worker = Worker(strategy, slots, group, spec.worker.debug)
     _warm_up(worker, layout)
     clock.done("warmed up")
     return worker
+
+
+def _backends(spec: EngineSpec, layout: EngineLayout, device: torch.device) -> tuple[Backends, Backends]:
+    """Of the target and of the draft (none without one); raises ValueError where one cannot do what it is named for."""
+    page_size = spec.worker.cache.page_size
+    shape = ModelShape(layout.target, spec.worker.tensor_parallel, layout.dtype, page_size, device)
+    target = target_backends(spec.worker.attention, shape, spec.speculative)
+    if spec.speculative is None or layout.draft is None:
+        return target, {}
+    shape = ModelShape(layout.draft.model, layout.draft_tp, layout.dtype, page_size, device)
+    return target, draft_backends(spec.draft_attention, shape, spec.speculative)
+
+
+def _captures(spec: EngineSpec, device: torch.device, host_readers: str | None, rank: int) -> bool:
+    """Whether rounds become CUDA graphs; a fallback is logged once, by rank 0."""
+    wanted = device.type == "cuda" and spec.worker.cuda_graphs
+    if wanted and host_readers is not None and rank == 0:
+        log.warning("rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend %s "
+                    "plans there (needs_cpu_seq_lens); triton does not", host_readers)
+    return wanted and host_readers is None
 
 
 def _warm_up(worker: Worker, layout: EngineLayout) -> None:
@@ -168,17 +190,15 @@ def _slot_table(spec: EngineSpec, layout: EngineLayout, device: torch.device) ->
 
 
 def _draft_runner(
-    spec: EngineSpec, layout: EngineLayout, target: TargetRunner, group: TPGroup, device: torch.device
+    spec: EngineSpec, layout: EngineLayout, target: TargetRunner, group: TPGroup, backends: Backends
 ) -> DraftRunner:
     assert spec.speculative is not None and layout.draft is not None
     draft_group = group if layout.draft_tp == group.size else SOLO
+    device = target.pool.k.device
     head = load_draft(
         spec.speculative, layout.draft, spec.worker.model, target.model, draft_group, device, layout.max_position
     )
     size = PoolSize.of(layout.draft.model, draft_group.size, layout.dtype)
-    names = spec.draft_attention
-    modes = {Mode.PREFILL: names.prefill, Mode.DRAFT_EXTEND: names.extend, Mode.DRAFT_DECODE: names.decode}
-    backends = backends_for(modes, device)
     return DraftRunner(head, size.make(layout.num_pages, spec.worker.cache.page_size, device), backends)
 
 

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, build_backend
+from attention.backend import AttentionBackend
 from attention.kv_pool import KVPool
 from attention.metadata import ChunkBatch, Mode, TailBatch
 from workers.forward import ForwardContext, make_context
@@ -38,18 +38,6 @@ class TargetRunner(ModelRunner[Decoder]):
         """ids: [rows] int64, tail rows first."""
         output: DecoderOutput = self.model(ids, self.context(tail, tail_positions, chunks))
         return output
-
-
-def backends_for(names: dict[Mode, str], device: torch.device) -> dict[Mode, AttentionBackend]:
-    """A backend per mode, one object per name; raises ValueError where a name cannot do its mode."""
-    made: dict[str, AttentionBackend] = {}
-    chosen = {}
-    for mode, name in names.items():
-        if name == "auto":
-            name = "triton" if device.type == "cuda" else "torch"
-        backend = build_backend(name, mode)
-        chosen[mode] = made.setdefault(name, backend)
-    return chosen
 
 
 def resolve_device(device: str, rank: int) -> torch.device:

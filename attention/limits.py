@@ -1,0 +1,130 @@
+"""What each attention backend can serve: a plain function per backend over plain facts, and nowhere else.
+
+Nothing here imports a kernel library, so a start can be refused, and the README's matrix printed, on any machine. The
+functions return why a backend cannot serve a use, None if it can.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from attention.metadata import Mode
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+TRITON_CAPABILITY = (8, 0)
+FLASHINFER_CAPABILITY = (8, 0)
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+XQA_MAJORS = (9, 12)
+TRTLLM_GEN_MAJOR = 10
+TRTLLM_PAGE_SIZES = (16, 32, 64)
+TRTLLM_GEN_HEAD_DIMS = (64, 128, 256)
+XQA_MAX_HEAD_DIM = 256
+XQA_MAX_GROUP = 32  # rows of one of its tiles
+
+
+@dataclass(frozen=True)
+class AttentionUse:
+    """What one model does in one mode on one rank.
+
+    num_heads, num_kv_heads: of this rank. device: "cpu" or "cuda"; capability: of the GPU, (major, minor). rows: the
+    most rows of a request in a pass. tree: whether branches share a pass (speculative.top_k above 1). mla: whether it
+    attends to latents.
+    """
+
+    mode: Mode
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: str
+    capability: tuple[int, int] | None = None
+    rows: int = 1
+    tree: bool = False
+    mla: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def mla_refusal(use: AttentionUse) -> str | None:
+    """Multi-head latent attention: asked here for every backend, and nowhere else."""
+    return "no backend attends to latents (MLA) yet" if use.mla else None
+
+
+def torch_refusal(use: AttentionUse) -> str | None:
+    return mla_refusal(use)
+
+
+def triton_refusal(use: AttentionUse) -> str | None:
+    return mla_refusal(use) or _gpu_refusal(use, TRITON_CAPABILITY) or _triton_head_dim_refusal(use.head_dim)
+
+
+def _triton_head_dim_refusal(head_dim: int) -> str | None:
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        return f"head_dim={head_dim}: must be a power of two of at least 16"
+    return None
+
+
+def flashinfer_refusal(use: AttentionUse) -> str | None:
+    reason = mla_refusal(use) or _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use)
+    if reason is None and use.head_dim not in FLASHINFER_HEAD_DIMS:
+        return f"head_dim={use.head_dim}: must be one of {_list(FLASHINFER_HEAD_DIMS)}"
+    return reason
+
+
+def trtllm_refusal(use: AttentionUse) -> str | None:
+    reason = mla_refusal(use) or _gpu_refusal(use, (9, 0)) or _dtype_refusal(use)
+    if reason is not None:
+        return reason
+    if use.mode is Mode.DRAFT_DECODE and use.tree:
+        return "a tree's draft rows see columns of earlier steps, and its masks are only as wide as the rows of a pass"
+    if use.page_size not in TRTLLM_PAGE_SIZES:
+        return f"page_size={use.page_size}: must be one of {_list(TRTLLM_PAGE_SIZES)}"
+    assert use.capability is not None
+    major = use.capability[0]
+    if major == TRTLLM_GEN_MAJOR:
+        return _trtllm_gen_refusal(use)
+    return _xqa_refusal(use) if major in XQA_MAJORS else _capability_refusal(use, "9.x, 10.x or 12.x")
+
+
+def _xqa_refusal(use: AttentionUse) -> str | None:
+    if use.head_dim % 16 or use.head_dim > XQA_MAX_HEAD_DIM:
+        return f"head_dim={use.head_dim}: must be a multiple of 16 up to {XQA_MAX_HEAD_DIM}"
+    if use.group > XQA_MAX_GROUP:
+        return f"{use.group} query heads for a KV head: must be at most {XQA_MAX_GROUP}"
+    return None
+
+
+def _trtllm_gen_refusal(use: AttentionUse) -> str | None:
+    if use.mode is Mode.VERIFY and use.tree:
+        return "a tree's mask: the kernels for compute capability 10.x (trtllm-gen) are causal only"
+    if use.head_dim not in TRTLLM_GEN_HEAD_DIMS:
+        return f"head_dim={use.head_dim}: must be one of {_list(TRTLLM_GEN_HEAD_DIMS)}"
+    return None
+
+
+def _gpu_refusal(use: AttentionUse, least: tuple[int, int]) -> str | None:
+    if use.device != "cuda":
+        return f"device={use.device}: it needs a GPU"
+    assert use.capability is not None
+    return _capability_refusal(use, f"{least[0]}.{least[1]} or later") if use.capability < least else None
+
+
+def _capability_refusal(use: AttentionUse, wanted: str) -> str:
+    assert use.capability is not None
+    return f"compute capability {use.capability[0]}.{use.capability[1]}: must be {wanted}"
+
+
+def _dtype_refusal(use: AttentionUse) -> str | None:
+    return None if use.dtype in HALF_TYPES else f"dtype={_name(use.dtype)}: must be bfloat16 or float16"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _list(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))

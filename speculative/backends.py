@@ -1,0 +1,73 @@
+"""Which attention backend serves which mode of target and draft, as configured, and what that means for rounds. Used by
+`build`; what backends can do is in `attention.limits`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attention.backend import AttentionBackend, Choice, choose_backends
+from attention.config import DraftAttention, TargetAttention
+from attention.limits import AttentionUse
+from attention.metadata import Mode
+from speculative.config import SpeculativeConfig
+from workers.loading import PoolSize
+from workers.model_config import ModelConfig
+
+Backends = dict[Mode, AttentionBackend]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What attention sees of one model on one rank."""
+
+    config: ModelConfig
+    tensor_parallel: int
+    dtype: torch.dtype
+    page_size: int
+    device: torch.device
+
+    def use(self, mode: Mode, rows: int = 1, tree: bool = False) -> AttentionUse:
+        size = PoolSize.of(self.config, self.tensor_parallel, self.dtype)
+        cuda = self.device.type == "cuda"
+        return AttentionUse(
+            mode=mode,
+            num_heads=self.config.num_heads // self.tensor_parallel,
+            num_kv_heads=size.num_kv_heads,
+            head_dim=size.head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            device=self.device.type,
+            capability=torch.cuda.get_device_capability(self.device) if cuda else None,
+            rows=rows,
+            tree=tree,
+        )
+
+
+def target_backends(names: TargetAttention, shape: ModelShape, speculative: SpeculativeConfig | None) -> Backends:
+    """Verification follows decode. Raises ValueError as `choose_backends` does."""
+    choices = [Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
+               Choice("attention.decode", names.decode, shape.use(Mode.DECODE))]
+    if speculative is not None:
+        verify = shape.use(Mode.VERIFY, speculative.num_draft_tokens, tree=speculative.top_k > 1)
+        choices.append(Choice("attention.decode", names.decode, verify))
+    return choose_backends(choices)
+
+
+def draft_backends(names: DraftAttention, shape: ModelShape, speculative: SpeculativeConfig) -> Backends:
+    """Raises ValueError as `choose_backends` does."""
+    k = speculative.top_k
+    return choose_backends([
+        Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
+        Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND, speculative.num_steps + 1)),
+        Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, k, tree=k > 1)),
+    ])
+
+
+def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
+    """The engine's one decision: which backends of a round read lengths on the host, for the log; None if none does,
+    and rounds can be CUDA graphs with nothing copied to the host."""
+    readers = [(mode, backend) for model in models for mode, backend in model.items() if mode is not Mode.PREFILL]
+    if not any(backend.needs_cpu_seq_lens(mode) for mode, backend in readers):
+        return None
+    return ", ".join(sorted({f"{b.name} in {mode.value}" for mode, b in readers if b.needs_cpu_seq_lens(mode)}))

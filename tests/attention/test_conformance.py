@@ -1,0 +1,123 @@
+"""Every backend in every mode against the torch backend in float64, with the padding that production uses, and through
+capture and replay with other lengths. The torch backend itself runs everywhere, in the type that CPUs use; the others
+need a GPU.
+
+A tolerance bounds ||out - expected|| / ||expected|| of one row and head: weights and results are rounded to the cache's
+type, each by at most half a unit in the last place; twice that is bound enough. For float32, sums of up to 10^4 terms.
+
+Where FlashInfer may not compile (FLASHINFER_DISABLE_JIT) a kernel that was not built beforehand is skipped by name.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.backend import BACKENDS, AttentionBackend, build_backend, refusal
+from attention.kv_pool import LayerKV
+from attention.metadata import ChunkBatch, Mode, TailBatch
+from attention.torch_backend import TorchBackend
+from tests.bench.attention import captured
+from tests.support.attention_cases import (
+    LENGTHS,
+    SHAPES,
+    WORKS,
+    Shape,
+    Work,
+    chunk_batch,
+    num_pages,
+    random_pool,
+    random_rows,
+    tail_batch,
+    use_of,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+CASES = [pytest.param(work, shape, id=f"{work.name.replace(' ', '_')}-{shape.name}") for work in WORKS
+         for shape in SHAPES]
+on_gpu = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("work,shape", CASES)
+def test_torch_on_a_cpu(work: Work, shape: Shape) -> None:
+    Conformance("torch", work, dataclasses.replace(shape, dtype=torch.float32), torch.device("cpu")).check()
+
+
+@on_gpu
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "torch"])
+@pytest.mark.parametrize("work,shape", CASES)
+def test_backend_on_a_gpu(name: str, work: Work, shape: Shape) -> None:
+    use = use_of(work, shape, capability=torch.cuda.get_device_capability())
+    reason = refusal(name, use)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    case = Conformance(name, work, shape, torch.device("cuda", 0))
+    with skipping_what_was_not_built():
+        case.check()
+    if work.mode is not Mode.PREFILL and not case.backend.needs_cpu_seq_lens(work.mode):
+        case.check_replay()
+
+
+@contextlib.contextmanager
+def skipping_what_was_not_built() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not (os.environ.get("FLASHINFER_DISABLE_JIT") and "JIT" in str(error)):
+            raise
+        pytest.skip(f"not built: {str(error).splitlines()[0][:200]}")
+
+
+class Conformance:
+    """One backend in one mode on one shape. The batch's tensors stay where they are; `fill` gives them other values."""
+
+    def __init__(self, name: str, work: Work, shape: Shape, device: torch.device) -> None:
+        torch.manual_seed(len(name) + 10 * work.rows + shape.page_size)
+        self.backend: AttentionBackend = build_backend(name, work.mode)
+        self.work, self.shape, self.device = work, shape, device
+        self.kv = random_pool(shape, num_pages(shape.page_size, work.tail), device).layer(0)
+        self.batch: TailBatch | ChunkBatch
+        if work.mode is Mode.PREFILL:
+            self.batch = chunk_batch(shape, device)
+        else:
+            self.batch = dataclasses.replace(tail_batch(work, shape, LENGTHS[0], device), max_kv_len=4096)
+        self.q = random_rows(self.batch.num_rows, shape, device)
+        self.scale = shape.head_dim**-0.5 * 1.25  # not the default of any library
+
+    def run(self) -> Tensor:
+        prepared = self.backend.prepare(self.batch)
+        prepared.forward(self.q, self.kv, self.scale)
+        return prepared.forward(self.q, self.kv, self.scale)  # the second layer finds what the first left
+
+    def check(self) -> None:
+        for lengths in LENGTHS:
+            self.fill(lengths)
+            self.assert_close(self.run())
+
+    def check_replay(self) -> None:
+        outputs: list[Tensor] = []
+        graph = captured(lambda: outputs.append(self.run()))
+        for lengths in (*LENGTHS, LENGTHS[0][::-1]):
+            self.fill(lengths)
+            graph.replay()
+            self.assert_close(outputs[-1])
+
+    def fill(self, lengths: tuple[int, ...]) -> None:
+        """Other requests: lengths, pages, masks and rows, in place."""
+        self.q.copy_(random_rows(self.batch.num_rows, self.shape, self.device))
+        if isinstance(self.batch, TailBatch):
+            other = tail_batch(self.work, self.shape, lengths, self.device)
+            for name in ("prefix_len", "mask", "page_table"):
+                getattr(self.batch, name).copy_(getattr(other, name))
+
+    def assert_close(self, out: Tensor) -> None:
+        assert out.dtype == self.q.dtype and out.is_contiguous() and out.shape == self.q.shape
+        exact = LayerKV(self.kv.k.double(), self.kv.v.double())
+        expected = TorchBackend().prepare(self.batch).forward(self.q.double(), exact, self.scale)
+        error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        tolerance = TOLERANCE[self.shape.dtype]
+        assert error.max() < tolerance, f"relative error {error.max():.2e} at {error.argmax()} of {error.shape}"

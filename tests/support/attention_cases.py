@@ -1,0 +1,147 @@
+"""The uses that every attention backend is compared on, and batches of them as production makes them: pages in any
+order, zeros in a page table behind a request's end, and the padding rows of a captured bucket, whose prefix is 0 and
+whose page table is the dummy page's. Used by the conformance suite, its matrix and the benchmark."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.kv_pool import KVPool
+from attention.limits import AttentionUse
+from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask
+
+NUM_KV_HEADS = 2
+ROWS = 6  # of a verified tree or an accepted path
+TOP_K = 3
+STEPS_BEFORE = 2  # drafting steps whose columns a draft row may see, beside its own
+H200 = (9, 0)
+
+# Of a request's lengths before a pass; the last two are padding. The second set is for a replay: other requests pad.
+LENGTHS = ((1, 17, 63, 200, 1021, 0, 0), (129, 0, 2050, 5, 64, 31, 0))
+CHUNKS = ((0, 40), (33, 1), (5, 130), (1000, 64))  # start and rows
+MAX_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class Work:
+    """A mode with its mask: rows of a request and columns behind its prefix."""
+
+    name: str
+    mode: Mode
+    rows: int = 1
+    tail: int = 1
+    tree: bool = False
+
+
+WORKS = (
+    Work("prefill", Mode.PREFILL),
+    Work("decode", Mode.DECODE),
+    Work("verify a chain", Mode.VERIFY, ROWS, ROWS),
+    Work("verify a tree", Mode.VERIFY, ROWS, ROWS, tree=True),
+    Work("draft_extend", Mode.DRAFT_EXTEND, ROWS, ROWS),
+    Work("draft_decode a chain", Mode.DRAFT_DECODE, 1, STEPS_BEFORE + 1),
+    Work("draft_decode a tree", Mode.DRAFT_DECODE, TOP_K, TOP_K * (STEPS_BEFORE + 1), tree=True),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model and a cache fix."""
+
+    head_dim: int = 128
+    group: int = 4
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        return f"d{self.head_dim}-g{self.group}-p{self.page_size}-{str(self.dtype).removeprefix('torch.')}"
+
+
+# Each value of each dimension with the others usual, then two unusual in all.
+SHAPES = (
+    Shape(), Shape(head_dim=64), Shape(group=1), Shape(group=8), Shape(page_size=1), Shape(page_size=64),
+    Shape(dtype=torch.float16), Shape(64, 8, 64), Shape(128, 1, 1, torch.float16),
+)
+
+
+def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int, int] | None = H200) -> AttentionUse:
+    num_heads, has_capability = shape.group * NUM_KV_HEADS, device == "cuda"
+    return AttentionUse(work.mode, num_heads, NUM_KV_HEADS, shape.head_dim, shape.page_size, shape.dtype, device,
+                        capability if has_capability else None, work.rows, work.tree)
+
+
+def random_pool(shape: Shape, num_pages: int, device: torch.device) -> KVPool:
+    """All pages filled, those of nobody and page 0 too: what a kernel must not read would be seen."""
+    pool = KVPool(1, num_pages, shape.page_size, NUM_KV_HEADS, shape.head_dim, shape.dtype, device)
+    pool.k.normal_()
+    pool.v.normal_()
+    return pool
+
+
+def random_table(lengths: Sequence[int], page_size: int, width: int) -> Tensor:
+    """[len(lengths), width] int32 of distinct pages in random order, zeros behind a request's end. 0: padding."""
+    counts = [-(-n // page_size) for n in lengths]
+    table = torch.zeros((len(lengths), width), dtype=torch.int32)
+    pages = (torch.randperm(sum(counts)) + 1).int().split(counts)
+    for row, mine in zip(table, pages, strict=True):
+        row[: len(mine)] = mine
+    return table
+
+
+def tail_batch(work: Work, shape: Shape, prefixes: Sequence[int], device: torch.device) -> TailBatch:
+    """Requests of these prefixes; prefix 0 makes a padding row."""
+    lengths = [n + work.tail if n else 0 for n in prefixes]
+    table = random_table(lengths, shape.page_size, MAX_LENGTH // shape.page_size)
+    prefix = torch.tensor(prefixes, dtype=torch.int32)
+    max_kv_len = max(prefixes) + work.tail
+    return TailBatch(work.mode, work.rows, work.tail, prefix.to(device), mask_of(work, len(prefixes)).to(device),
+                     table.to(device), max_kv_len)
+
+
+def mask_of(work: Work, num_requests: int) -> Tensor:
+    """[num_requests, rows] int64: as a chain, a path or a random tree has them; branches of a draft tree continue a
+    random node of each step before."""
+    if work.mode is Mode.DRAFT_DECODE:
+        return _draft_mask(work, num_requests)
+    if not work.tree:
+        return causal_mask(num_requests, work.rows, torch.device("cpu")).contiguous()
+    masks = torch.ones((num_requests, work.rows), dtype=torch.int64)
+    for request in masks:
+        for node in range(1, work.rows):
+            parent = int(torch.randint(0, node, ()))
+            request[node] = request[parent] | 1 << node
+    return masks
+
+
+def _draft_mask(work: Work, num_requests: int) -> Tensor:
+    masks = torch.zeros((num_requests, work.rows), dtype=torch.int64)
+    for step in range(work.tail // work.rows):
+        parent = torch.randint(0, work.rows, masks.shape) if step else torch.arange(work.rows).expand(masks.shape)
+        own = torch.arange(step * work.rows, (step + 1) * work.rows)
+        masks = masks.gather(1, parent) | 1 << own
+    return masks
+
+
+def chunk_batch(shape: Shape, device: torch.device) -> ChunkBatch:
+    indptr = [0]
+    for _, rows in CHUNKS:
+        indptr.append(indptr[-1] + rows)
+    lengths = [start + rows for start, rows in CHUNKS]
+    table = random_table(lengths, shape.page_size, MAX_LENGTH // shape.page_size)
+    return ChunkBatch(tuple(indptr), tuple(start for start, _ in CHUNKS), table.to(device))
+
+
+def num_pages(page_size: int, tail: int) -> int:
+    """Enough for each of `LENGTHS` and for `CHUNKS`."""
+    requests = [*LENGTHS, [start + rows for start, rows in CHUNKS]]
+    return max(sum(-(-(n + tail) // page_size) for n in lengths) for lengths in requests)
+
+
+def random_rows(num_rows: int, shape: Shape, device: torch.device) -> Tensor:
+    """[num_rows, heads, head_dim] as a model has them: a part of a packed product."""
+    heads = shape.group * NUM_KV_HEADS
+    packed = torch.randn((num_rows, heads + 2 * NUM_KV_HEADS, shape.head_dim), device=device)
+    return packed.to(shape.dtype)[:, :heads]
