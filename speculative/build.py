@@ -28,7 +28,7 @@ from workers.worker import Worker
 
 WARM_UP_TOKENS = 16
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PhaseReport = Callable[[str, float], None]
 
@@ -148,7 +148,7 @@ def _captures(spec: EngineSpec, device: torch.device, host_readers: str | None, 
     """Whether rounds become CUDA graphs; a fallback is logged once, by rank 0."""
     wanted = device.type == "cuda" and spec.worker.cuda_graphs
     if wanted and host_readers is not None and rank == 0:
-        log.warning("rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend %s "
+        logger.warning("rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend %s "
                     "plans there (needs_cpu_seq_lens); triton does not", host_readers)
     return wanted and host_readers is None
 
