@@ -30,8 +30,8 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class TargetAttention:
-    """Backend names of the target: `prefill` for prompt chunks, `decode` for decoding and tree verification. "auto" is
-    triton on a GPU and torch on a CPU."""
+    """Backend names of the target: `prefill` for prompt chunks, `decode` for decoding and tree verification. One of
+    torch, triton, flashinfer, trtllm (table in `attention.backend`), or "auto": triton on a GPU, torch on a CPU."""
 
     prefill: str = "auto"
     decode: str = "auto"

@@ -26,9 +26,8 @@ XQA_MAX_GROUP = 32  # rows of one of its tiles
 class AttentionUse:
     """What one model does in one mode on one rank.
 
-    num_heads, num_kv_heads: of this rank. device: "cpu" or "cuda"; capability: of the GPU, (major, minor). rows: the
-    most rows of a request in a pass. tree: whether branches share a pass (speculative.top_k above 1). mla: whether it
-    attends to latents.
+    num_heads, num_kv_heads: of this rank. device: "cpu" or "cuda"; capability: of the GPU, (major, minor). tree:
+    whether branches share a pass (speculative.top_k above 1). mla: whether it attends to latents.
     """
 
     mode: Mode
@@ -39,7 +38,6 @@ class AttentionUse:
     dtype: torch.dtype
     device: str
     capability: tuple[int, int] | None = None
-    rows: int = 1
     tree: bool = False
     mla: bool = False
 

@@ -123,7 +123,7 @@ class _Prepared(Prepared):
             bmm1_scale=scale,
             bmm2_scale=1.0,
             kv_layout="NHD",
-            enable_pdl=False,
+            enable_pdl=None,  # as the library finds the device can
             backend=device.kernel,
             q_len_per_req=batch.rows,
             mask=self.mask,

@@ -27,7 +27,7 @@ class ModelShape:
     page_size: int
     device: torch.device
 
-    def use(self, mode: Mode, rows: int = 1, tree: bool = False) -> AttentionUse:
+    def use(self, mode: Mode, tree: bool = False) -> AttentionUse:
         size = PoolSize.of(self.config, self.tensor_parallel, self.dtype)
         cuda = self.device.type == "cuda"
         return AttentionUse(
@@ -39,7 +39,6 @@ class ModelShape:
             dtype=self.dtype,
             device=self.device.type,
             capability=torch.cuda.get_device_capability(self.device) if cuda else None,
-            rows=rows,
             tree=tree,
         )
 
@@ -49,18 +48,16 @@ def target_backends(names: TargetAttention, shape: ModelShape, speculative: Spec
     choices = [Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
                Choice("attention.decode", names.decode, shape.use(Mode.DECODE))]
     if speculative is not None:
-        verify = shape.use(Mode.VERIFY, speculative.num_draft_tokens, tree=speculative.top_k > 1)
-        choices.append(Choice("attention.decode", names.decode, verify))
+        choices.append(Choice("attention.decode", names.decode, shape.use(Mode.VERIFY, speculative.top_k > 1)))
     return choose_backends(choices)
 
 
 def draft_backends(names: DraftAttention, shape: ModelShape, speculative: SpeculativeConfig) -> Backends:
     """Raises ValueError as `choose_backends` does."""
-    k = speculative.top_k
     return choose_backends([
         Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
-        Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND, speculative.num_steps + 1)),
-        Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, k, tree=k > 1)),
+        Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND)),
+        Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, speculative.top_k > 1)),
     ])
 
 

@@ -10,6 +10,7 @@ Where FlashInfer may not compile (FLASHINFER_DISABLE_JIT) a kernel that was not 
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -24,6 +25,7 @@ from attention.torch_backend import TorchBackend
 from tests.bench.attention import captured
 from tests.support.attention_cases import (
     LENGTHS,
+    MAX_LENGTH,
     SHAPES,
     WORKS,
     Shape,
@@ -37,8 +39,9 @@ from tests.support.attention_cases import (
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-CASES = [pytest.param(work, shape, id=f"{work.name.replace(' ', '_')}-{shape.name}") for work in WORKS
-         for shape in SHAPES]
+WIDE = Work("verify a wide tree", Mode.VERIFY, 40, 40, tree=True)  # a mask of more than 32 bits a row
+CASES = [pytest.param(work, shape, id=f"{work.name.replace(' ', '_')}-{shape.name}")
+         for work, shape in (*itertools.product(WORKS, SHAPES), (WIDE, SHAPES[0]))]
 on_gpu = pytest.mark.gpu
 
 
@@ -84,7 +87,7 @@ class Conformance:
         if work.mode is Mode.PREFILL:
             self.batch = chunk_batch(shape, device)
         else:
-            self.batch = dataclasses.replace(tail_batch(work, shape, LENGTHS[0], device), max_kv_len=4096)
+            self.batch = dataclasses.replace(tail_batch(work, shape, LENGTHS[0], device), max_kv_len=MAX_LENGTH)
         self.q = random_rows(self.batch.num_rows, shape, device)
         self.scale = shape.head_dim**-0.5 * 1.25  # not the default of any library
 

@@ -70,7 +70,7 @@ def works(widths: Iterable[int]) -> list[Work]:
 
 def use_of(work: Work, dtype: torch.dtype) -> AttentionUse:
     capability = torch.cuda.get_device_capability()
-    return AttentionUse(work.mode, HEADS, KV_HEADS, DIM, PAGE, dtype, "cuda", capability, work.rows, work.tree)
+    return AttentionUse(work.mode, HEADS, KV_HEADS, DIM, PAGE, dtype, "cuda", capability, work.tree)
 
 
 class Bench:
@@ -107,14 +107,15 @@ class Bench:
 
     def _cases(self, listed: list[Work], context: int, batch: int) -> list[Case]:
         layers = self.layers(context, batch)
-        graphs, keys = [], []
+        passes, keys = [], []  # graphs hold the addresses of what a pass holds
         for number, work in enumerate(listed):
             tail = self.tail(work, context, batch)
             q = torch.randn((tail.num_rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
             for name in NAMES:
                 if refusal(name, use_of(work, q.dtype)) is None:
-                    graphs.append(captured(self._pass(name, tail, q, layers)))
+                    passes.append(self._pass(name, tail, q, layers))
                     keys.append((number, name))
+        graphs = [captured(run) for run in passes]
         *times, _ = self.clock.medians(*(graph.replay for graph in graphs))
         found: list[dict[str, float]] = [{} for _ in listed]
         for (number, name), us in zip(keys, times, strict=True):
@@ -168,11 +169,12 @@ class Bench:
             batch = ChunkBatch(tuple(range(0, count * rows + 1, rows)), (start,) * count, table)
             q = torch.randn((count * rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
             layer = layer_views(self.memory, 1, count * pages)[0]
-            runs = {"triton": captured(self._chunks("triton", batch, q, layer)).replay}
+            runs = {"triton": self._chunks("triton", batch, q, layer)}
             for kernel in ("fa2", "fa3"):
                 with mock.patch.object(flashinfer_backend, "prefill_kernel", lambda mode, device, k=kernel: k):
-                    runs[f"flashinfer {kernel}"] = captured(self._chunks("flashinfer", batch, q, layer)).replay
-            *times, _ = self.clock.medians(*runs.values())
+                    runs[f"flashinfer {kernel}"] = self._chunks("flashinfer", batch, q, layer)
+            graphs = [captured(run) for run in runs.values()]
+            *times, _ = self.clock.medians(*(graph.replay for graph in graphs))
             us = {name: round(t, 1) for name, t in zip(runs, times, strict=True)}
             cases.append(Case(f"prefill at {start}", start + rows, count, rows, us))
             print(cases[-1], flush=True)

@@ -70,7 +70,7 @@ SHAPES = (
 def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int, int] | None = H200) -> AttentionUse:
     num_heads, has_capability = shape.group * NUM_KV_HEADS, device == "cuda"
     return AttentionUse(work.mode, num_heads, NUM_KV_HEADS, shape.head_dim, shape.page_size, shape.dtype, device,
-                        capability if has_capability else None, work.rows, work.tree)
+                        capability if has_capability else None, work.tree)
 
 
 def random_pool(shape: Shape, num_pages: int, device: torch.device) -> KVPool:
@@ -136,6 +136,7 @@ def chunk_batch(shape: Shape, device: torch.device) -> ChunkBatch:
 
 def num_pages(page_size: int, tail: int) -> int:
     """Enough for each of `LENGTHS` and for `CHUNKS`."""
+    assert max(map(max, LENGTHS)) + tail <= MAX_LENGTH
     requests = [*LENGTHS, [start + rows for start, rows in CHUNKS]]
     return max(sum(-(-(n + tail) // page_size) for n in lengths) for lengths in requests)
 
