@@ -97,6 +97,7 @@ class Autoregressive:
         self._target = target
         self._slots = slots
         self._sampler = sampler
+        self._sees_itself = torch.ones((1, 1), dtype=torch.int64, device=slots.device)
 
     @property
     def shapes(self) -> Sequence[RoundShape]:
@@ -104,7 +105,7 @@ class Autoregressive:
 
     def step(self, batch: StepBatch) -> StepTensors:
         slots, chunks = self._slots, batch.chunks
-        tail = decode_batch(slots, batch) if batch.num_requests else None
+        tail = self._tail(batch) if batch.num_requests else None
         ids = slots.bonus[batch.slots]
         emitting = batch.slots
         if chunks is not None:
@@ -117,9 +118,15 @@ class Autoregressive:
             hidden = torch.cat((hidden, out.hidden[batch.slots.shape[0] + chunks.final_rows]))
         return self._emit(hidden, emitting, batch)
 
+    def _tail(self, batch: StepBatch) -> TailBatch:
+        """One row per running request, which writes its bonus token's KV."""
+        slots, mask = self._slots, self._sees_itself.expand(batch.num_requests, 1)
+        length, page_table = slots.seq_len[batch.slots], slots.page_table[batch.slots]
+        return TailBatch(Mode.DECODE, 1, 1, length, mask, page_table, batch.max_kv_len)
+
     def _emit(self, hidden: Tensor, emitting: Tensor, batch: StepBatch) -> StepTensors:
         head: LMHead = self._target.model.lm_head
-        positions = self._slots.seq_len[emitting].long().unsqueeze(1) + 1
+        positions = (self._slots.seq_len[emitting] + 1).long().unsqueeze(1)
         sampled = self._sampler.sample(head(hidden), Rows(emitting, positions), batch.needs)
         logprobs = None
         if sampled.logits is not None:
@@ -127,11 +134,3 @@ class Autoregressive:
         commit = self._slots.commit(emitting, sampled.tokens, torch.ones_like(emitting))
         nothing_verified = torch.full_like(emitting, -1)
         return StepTensors(commit.tokens, commit.counts, commit.finish, nothing_verified, logprobs)
-
-
-def decode_batch(slots: SlotTable, batch: StepBatch) -> TailBatch:
-    """One row per running request, which writes its bonus token's KV."""
-    mask = torch.ones((batch.num_requests, 1), dtype=torch.int64, device=slots.device)
-    return TailBatch(
-        Mode.DECODE, 1, 1, slots.seq_len[batch.slots], mask, slots.page_table[batch.slots], batch.max_kv_len
-    )

@@ -129,6 +129,14 @@ class SlotTable:
         The root's KV and that of all but the last token must be in the pool. Cuts at the first stop token (kept) and
         at the length limit, marks slots finished, and does nothing to those that already were.
         """
+        if tokens.is_cuda and tokens.shape[1] == 1:
+            from workers.kernels.commit import commit_one
+
+            counts, finish = commit_one(
+                slots, tokens, self.seq_len, self.bonus, self.max_len, self.finished, self.stop_ids
+            )
+            self.count_output(slots, tokens, counts)
+            return Commit(tokens, counts, finish)
         length = self.seq_len[slots].long()
         column = torch.arange(tokens.shape[1], device=tokens.device)
         counts = torch.minimum(counts, self.max_len[slots] - length - 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speculative.acceptance import Accepted, Verdict
 from speculative.tree import Tree
+from workers.kernels.commit import settle
 from workers.kernels.noise import mix
 from workers.slots import Commit, SlotTable
 
@@ -27,10 +28,9 @@ def _synthetic(depth, mask, node, inside, wanted, W: tl.constexpr):
 def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chosen_ptr, slot_ptr, seq_len_ptr,
                    bonus_ptr, bonus_stride, max_len_ptr, max_len_stride, finished_ptr, finished_stride,
                    speculative_ptr, speculative_stride, stop_ptr, seed_ptr, seed_stride, certain, share, path_ptr,
-                   out_ptr, accepted_ptr, count_ptr, finish_ptr, row_ptr,
-                   newest_ptr, reported_ptr, W: tl.constexpr, W_PADDED: tl.constexpr,
-                   COLUMNS: tl.constexpr, STOPS: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr,
-                   SYNTHETIC: tl.constexpr):
+                   out_ptr, accepted_ptr, count_ptr, finish_ptr, row_ptr, newest_ptr, reported_ptr, W: tl.constexpr,
+                   W_PADDED: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr, STOP: tl.constexpr,
+                   LENGTH: tl.constexpr, SYNTHETIC: tl.constexpr):
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     node = tl.arange(0, W_PADDED)
@@ -74,21 +74,14 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
         first_stop = tl.where(is_stop & (first_stop == COLUMNS), j, first_stop)
         end = tl.where(first_stop < count, first_stop + 1, count)
         last = tl.where(j == end - 1, emitted, last)
-    stopped = first_stop < count
-    count = tl.where(stopped, first_stop + 1, count)
-    count = tl.where(was_finished, 0, count)
-    finish = tl.where(stopped, STOP, tl.where(length + count + 1 >= max_len, LENGTH, 0))
-    finish = tl.where(was_finished, 0, finish)
+    count, finish = settle(slot, length, count, first_stop, last, seq_len_ptr, bonus_ptr, bonus_stride, max_len_ptr,
+                           max_len_stride, finished_ptr, finished_stride, STOP, LENGTH)
     tl.store(accepted_ptr + b, num_drafts)
     tl.store(count_ptr + b, count)
     tl.store(finish_ptr + b, finish)
     wants = tl.load(speculative_ptr + slot * speculative_stride).to(tl.int1)
     tl.store(reported_ptr + b, tl.where(wants & (count > 0) & (W > 1), num_drafts, -1))
     tl.store(newest_ptr + b, (b * COLUMNS + tl.maximum(count - 1, 0)).to(tl.int64))
-    # Padding rows share a slot that is finished for ever: all of them store what is there already.
-    tl.store(seq_len_ptr + slot, (length + count).to(tl.int32))
-    tl.store(bonus_ptr + slot * bonus_stride, last, mask=was_finished == 0)
-    tl.store(finished_ptr + slot * finished_stride, (was_finished | (finish > 0)).to(tl.int8))
 
 
 def accept_commit(
