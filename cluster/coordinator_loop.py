@@ -245,7 +245,7 @@ class CoordinatorLoop:
         except Exception as error:
             logger.exception("request %s could not be queued", message.request_id)
             return Refusal("not_ready", f"{type(error).__name__}: {error}")
-        self._streams[message.request_id] = Stream(message.request_id, sender, ingress)
+        self._streams[message.request_id] = Stream(message.request_id, sender, ingress, message.running_stats)
         return None
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:

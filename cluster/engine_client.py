@@ -23,9 +23,10 @@ class EngineClient(Protocol):
     """The way from an ingress to all engine replicas."""
 
     def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str
+        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The request's tokens as they are made, an async generator.
+        """The request's tokens as they are made, an async generator. running_stats: with statistics in every delta, not
+        only in the last.
 
         Raises `EngineRefused` before the first delta if no engine takes it. The last delta has `finish` set; an engine
         that fails after that point says so with finish="error", not with an exception. Closing the generator

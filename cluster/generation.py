@@ -34,8 +34,8 @@ class Answer:
 
     num_tokens counts every token up to and including the one that ended the answer, as vLLM counts usage. The text of
     a stop token is not shown. Nothing after the end leaks: the tokens of an accepted run behind a stop string are
-    dropped from text, tokens, logprobs and counts. cached_tokens and speculation come with the engine's last delta and
-    stay None when a stop string ended the answer before it.
+    dropped from text, tokens, logprobs and counts. cached_tokens and speculation are the last that a delta told, the
+    round that brought a stop string included; None: not told yet, or no draft.
     """
 
     def __init__(
@@ -63,6 +63,9 @@ class Answer:
         assert self.finish is None, "a delta after the last one"
         if delta.finish not in (None, "stop", "length"):
             raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}")
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+            self.speculation = delta.speculation
         shown: list[str] = []
         offsets: list[int] = []
         last = len(delta.tokens) - 1
@@ -102,9 +105,6 @@ class Answer:
 
     def _piece(self, delta: TokenDelta, num_tokens: int, shown: list[str], offsets: list[int]) -> Piece:
         """num_tokens: those of the delta that belong to the answer."""
-        if delta.finish is not None:
-            self.cached_tokens = delta.cached_tokens
-            self.speculation = delta.speculation
         return Piece(
             text="".join(shown),
             tokens=delta.tokens[:num_tokens],

@@ -13,13 +13,15 @@ from workers.plan import SamplingParams, TokenLogprobs
 class GenerateRequest(msgspec.Struct, frozen=True):
     """request_id: unique. prompt: int32 little-endian token ids. reply_to: endpoint of the ingress that reads tokens.
     output: int32 token ids already delivered to the client (a stream that is resumed on another engine); they count
-    against sampling.max_tokens."""
+    against sampling.max_tokens. running_stats: fill the statistics of every delta, because the ingress may end the
+    answer at any of them."""
 
     request_id: str
     prompt: bytes
     sampling: SamplingParams
     reply_to: str
     output: bytes = b""
+    running_stats: bool = False
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):
@@ -33,14 +35,15 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request. finish: None while it runs, else "stop", "length", "abort" or "error" (then `error`
-    says why). cached_tokens and speculation are filled with the last delta."""
+    says why). cached_tokens and speculation, so far, are filled with the last delta, with `running_stats` with every
+    one; None: not told, or no draft."""
 
     request_id: str
     tokens: tuple[int, ...]
     finish: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     speculation: SpeculationStats | None = None
 
 

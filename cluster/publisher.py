@@ -14,14 +14,16 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class Stream:
-    """Where a request's tokens go. engine: the replica that is told how it ended. num_resumes: gangs it has lost."""
+    """Where a request's tokens go. engine: the replica that is told how it ended. running_stats: as in
+    `GenerateRequest`. num_resumes: gangs it has lost."""
 
-    __slots__ = ("request_id", "engine", "ingress", "num_resumes")
+    __slots__ = ("request_id", "engine", "ingress", "running_stats", "num_resumes")
 
-    def __init__(self, request_id: str, engine: bytes, ingress: IngressLink) -> None:
+    def __init__(self, request_id: str, engine: bytes, ingress: IngressLink, running_stats: bool) -> None:
         self.request_id = request_id
         self.engine = engine
         self.ingress = ingress
+        self.running_stats = running_stats
         self.num_resumes = 0
 
 
@@ -61,14 +63,14 @@ class TokenPublisher:
         """A request's new tokens, for the next `flush`."""
         request, reason = output.request, output.finish_reason
         delta = TokenDelta(stream.request_id, tuple(output.tokens), None, output.logprobs)
-        if reason is not None:
+        if reason is not None or stream.running_stats:
             histogram = tuple(request.acceptance_histogram)
             delta = msgspec.structs.replace(
                 delta,
-                finish=reason.value,
+                finish=None if reason is None else reason.value,
                 cached_tokens=request.cached_tokens,
                 speculation=(
-                    SpeculationStats(request.num_rounds, histogram, self._num_draft_tokens) if histogram else None
+                    SpeculationStats(sum(histogram), histogram, self._num_draft_tokens) if histogram else None
                 ),
             )
         stream.ingress.deltas.append(delta)

@@ -126,7 +126,7 @@ class RemoteEngines:
         self._stats_lock = asyncio.Lock()
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str
+        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `EngineClient.generate`."""
         delivered: list[int] = []
@@ -141,6 +141,7 @@ class RemoteEngines:
                 sampling=sampling,
                 reply_to=self._reply_to,
                 output=pack_i32(delivered),
+                running_stats=running_stats,
             )
             try:
                 async with contextlib.aclosing(self._attempt(request, request_id)) as deltas:

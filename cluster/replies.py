@@ -104,7 +104,7 @@ class Replies:
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt counts once, however many choices it has; cached_tokens is left out while it is not
-        known, and for good if a stop string ended an answer before the engine told."""
+        known."""
         request = self._request
         num_prompt = sum(map(len, request.prompts))
         num_output = sum(answer.num_tokens for answer in self._answers)

@@ -140,7 +140,9 @@ class GenerationResponse(Response):
         choice = self._request.choices[index]
         answer = self._answers[index]
         prompt = self._request.prompts[choice.prompt]
-        deltas = self._edge.engine.generate(prompt, choice.sampling, f"{self._reply_id}-{index}")
+        # Where a stop string may end the answer, the last delta read may be any.
+        running_stats = bool(self._request.stops)
+        deltas = self._edge.engine.generate(prompt, choice.sampling, f"{self._reply_id}-{index}", running_stats)
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 piece = answer.push(delta)

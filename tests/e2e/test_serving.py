@@ -79,6 +79,8 @@ def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     answer = _complete(client, "stop here", max_tokens=40, stop=[stop])
     assert answer.choices[0].text == whole[: whole.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
+    assert answer.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 0
     wait_idle()
 
 

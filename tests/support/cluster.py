@@ -127,10 +127,14 @@ class TestBed:
         self.coordinator.attach(ranks.endpoints, epoch)
         return ranks
 
-    def generate(self, request_id: str, prompt_len: int = 5, max_tokens: int = 20, reply_to: str = "", **sampling):  # type: ignore[no-untyped-def]
+    def generate(  # type: ignore[no-untyped-def]
+        self, request_id: str, prompt_len: int = 5, max_tokens: int = 20, reply_to: str = "",
+        running_stats: bool = False, **sampling,
+    ):
         params = SamplingParams(max_tokens=max_tokens, **sampling)
         self.engine.send(encode(GenerateRequest(
             request_id, pack_i32(list(range(prompt_len))), params, reply_to or self.ingress.endpoint,
+            running_stats=running_stats,
         )))
         return params
 

@@ -28,6 +28,7 @@ class Call:
     prompt: list[int]
     sampling: SamplingParams
     request_id: str
+    running_stats: bool = False
 
 
 @dataclass
@@ -43,10 +44,10 @@ class FakeEngine:
     max_active: int = 0
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str
+        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
     ) -> AsyncGenerator[TokenDelta, None]:
         assert request_id not in {call.request_id for call in self.calls}, "request ids must be unique"
-        self.calls.append(Call(prompt, sampling, request_id))
+        self.calls.append(Call(prompt, sampling, request_id, running_stats))
         self.num_active += 1
         self.max_active = max(self.max_active, self.num_active)
         finished = False
