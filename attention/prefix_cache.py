@@ -58,6 +58,14 @@ class PrefixCache:
         self._leaves: list[tuple[int, int, _Node]] = []  # heap; entries may be stale, see `evict`
         self._num_pushed = 0
 
+    def clear(self) -> int:
+        """Forget all pages; those that no request holds become free, the others when they are released. Returns how
+        many were forgotten; counters stay."""
+        gone = list(self.pages())
+        self._allocator.uncache(gone)
+        self.reset()
+        return len(gone)
+
     def match(self, tokens: Tokens) -> list[int]:
         """Pages of the longest known beginning of `tokens` (int32 [n]); each gets one more holder, the caller.
 

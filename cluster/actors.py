@@ -5,12 +5,14 @@ plans, results and tokens travel by ZeroMQ.
 """
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import ray
@@ -21,7 +23,7 @@ from cluster.channel import RankChannel
 from cluster.config import AerieConfig, pin_network_interface, set_process_environment
 from cluster.coordinator import Coordinator
 from cluster.coordinator_loop import CoordinatorSettings
-from cluster.messages import EngineStats
+from cluster.messages import EngineStats, FlushOutcome
 from cluster.transport import Transport
 from cluster.worker_loop import run_worker_loop
 from workers.ports import free_port
@@ -33,6 +35,19 @@ LOOPBACK = "127.0.0.1"
 def coordinator_prefix(application: str) -> str:
     """What the names of an application's coordinators begin with."""
     return f"coordinator:{application}:"
+
+
+def find_coordinators(application: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Handles of an application's coordinators that live, by name; `known` ones are not looked up again. A Serve handle
+    would reach one replica's only."""
+    prefix = coordinator_prefix(application)
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        name = actor["name"]
+        if actor["namespace"] == NAMESPACE and name.startswith(prefix):
+            with contextlib.suppress(ValueError):  # it died between the two calls
+                found[name] = known.get(name) or ray.get_actor(name, namespace=NAMESPACE)
+    return found
 
 
 class EagleCoordinator:
@@ -91,6 +106,20 @@ class EagleCoordinator:
         else:
             stats = await asyncio.to_thread(self._coordinator.stats)
         return msgspec.msgpack.encode(stats)
+
+    async def flush_cache(self) -> bytes:
+        """Empty the prefix cache, if no request is unfinished; `FlushOutcome` as msgpack."""
+        if self._coordinator is None:
+            outcome = FlushOutcome(self._engine_id)  # nothing has run yet
+        else:
+            outcome = await asyncio.to_thread(self._coordinator.flush_cache)
+        return msgspec.msgpack.encode(outcome)
+
+    async def drain(self) -> bool:
+        """Refuse new requests and wait until the others have ended; False if engine.drain_timeout_s was too short."""
+        if self._coordinator is None:
+            return True
+        return await asyncio.to_thread(self._coordinator.drain, self._config.engine.drain_timeout_s)
 
     async def loop_age_s(self) -> float:
         """Seconds since the loop last came round; answers even if it hangs."""

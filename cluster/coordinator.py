@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cluster.coordinator_loop import CoordinatorHealth, CoordinatorLoop, CoordinatorSettings
-from cluster.messages import EngineStats
+from cluster.messages import EngineStats, FlushOutcome
 from workers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,10 @@ class Coordinator:
     def stats(self) -> EngineStats:
         """State and counters; of a loop that has ended, the last ones."""
         return self._call(self._loop.stats) if self._thread.is_alive() else self._loop.stats()
+
+    def flush_cache(self) -> FlushOutcome:
+        """Empty the prefix cache, if no request is unfinished."""
+        return self._call(self._loop.flush_cache)
 
     def health(self) -> CoordinatorHealth:
         """Stamps; answers even if the loop hangs."""

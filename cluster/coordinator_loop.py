@@ -12,12 +12,12 @@ import zmq
 from cluster.channel import BadMessageError, Context, Inbox, IngressLink, Refused, decode
 from cluster.engine_stats import engine_stats
 from cluster.gang_link import GangLink
-from cluster.messages import Abort, EngineStats, GenerateRequest, GenerateSummary, Refusal
+from cluster.messages import Abort, EngineStats, FlushOutcome, GenerateRequest, GenerateSummary, Refusal
 from cluster.publisher import Stream, TokenPublisher
 from cluster.reactor import Reactor
 from cluster.transport import Transport
 from workers.plan import StepResult, unpack_i32
-from workers.request import FinishReason, QueueFullError, Request, RequestOutput
+from workers.request import FinishReason, QueueFullError, Request, RequestOutput, UnfinishedError
 from workers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -165,6 +165,13 @@ class CoordinatorLoop:
             self._scheduler, self._settings.engine_id, self.status, self._detail, max(0, self._num_attached - 1),
             self._clock() - self._last_step_s,
         )
+
+    def flush_cache(self) -> FlushOutcome:
+        """Empty the prefix cache, if no request is unfinished."""
+        try:
+            return FlushOutcome(self._settings.engine_id, num_pages=self._scheduler.flush_prefix_cache())
+        except UnfinishedError as error:
+            return FlushOutcome(self._settings.engine_id, unfinished=str(error))
 
     def health(self) -> CoordinatorHealth:
         """Stamps; safe in any thread."""

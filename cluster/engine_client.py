@@ -7,7 +7,7 @@ and ZeroMQ, the tests by a script.
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from cluster.messages import EngineStats, Refusal, TokenDelta
+from cluster.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
 from workers.plan import SamplingParams
 
 
@@ -36,4 +36,8 @@ class EngineClient(Protocol):
 
     async def stats(self) -> list[EngineStats]:
         """One entry per engine replica that is known, whatever its state; raises nothing while engines are down."""
+        ...
+
+    async def flush_cache(self) -> list[FlushOutcome]:
+        """Empty every engine's prefix cache; one entry per engine replica that is known."""
         ...

@@ -81,6 +81,12 @@ def unavailable(message: str, retry_after_s: float) -> ApiError:
                     headers=_retry_after(retry_after_s))
 
 
+def unfinished(message: str, retry_after_s: float) -> ApiError:
+    """409: what was asked for needs an idle engine."""
+    return ApiError(409, message, kind="conflict_error", code="requests_unfinished",
+                    headers=_retry_after(retry_after_s))
+
+
 def timed_out(limit_s: float) -> ApiError:
     """504 that tells OpenAI's client not to repeat the work."""
     return ApiError(504, f"The request took longer than this server's limit of {limit_s:g} s", kind="timeout_error",

@@ -19,8 +19,17 @@ from cluster.admission import Admission
 from cluster.edge_config import EdgeConfig
 from cluster.edge_request import EdgeRequest, chat_request, check_model, text_request
 from cluster.engine_client import EngineClient
-from cluster.errors import JSON_HEADERS, ApiError, body_too_large, invalid, model_not_found, unavailable
-from cluster.messages import EngineStats
+from cluster.errors import (
+    JSON_HEADERS,
+    ApiError,
+    body_too_large,
+    invalid,
+    model_not_found,
+    unavailable,
+    unfinished,
+    unsupported,
+)
+from cluster.messages import EngineStats, FlushOutcome
 from cluster.metrics import prometheus_text
 from cluster.middleware import EdgeMiddleware
 from cluster.openai_api import ChatBody, DetokenizeBody, TextBody, TokenizeBody, parse_body
@@ -31,6 +40,8 @@ from cluster.tokenizer import ChatTokenizer
 logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
+FLUSH_RETRY_S = 0.05
+MAX_FLUSH_WAIT_S = 600.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -56,6 +67,7 @@ def build_app(
     _add_tokenization(app, edge)
     _add_models(app, edge)
     _add_status(app, edge)
+    _add_cache(app, edge)
     return app
 
 
@@ -149,6 +161,52 @@ def _add_status(app: FastAPI, edge: Edge) -> None:
     async def metrics() -> Response:
         text = prometheus_text(await _stats(edge.engine), edge.config.served_model_name)
         return Response(text, headers={"content-type": METRICS_TYPE})
+
+
+def _add_cache(app: FastAPI, edge: Edge) -> None:
+    """SGLang's route and vLLM's, with the rule of both: a cache in use is left alone, and the answer says so. As with
+    SGLang, `timeout` waits so many seconds for the requests to end."""
+
+    @app.post("/flush_cache")
+    @app.post("/reset_prefix_cache")
+    async def flush_cache(http: Request) -> Response:
+        for name, value in http.query_params.items():
+            if name != "timeout" and value.lower() != "false":
+                raise unsupported(name, "the prefix cache is emptied while nothing runs; wait with timeout=SECONDS")
+        deadline_s = time.monotonic() + _wait_s(http.query_params.get("timeout", "0"))
+        while True:
+            outcomes = await edge.engine.flush_cache()
+            error = _flush_error(outcomes, edge.config.retry_after_s)
+            if error is None:
+                return _json({"success": True, "engines": [
+                    {"engine_id": each.engine_id, "num_pages": each.num_pages} for each in outcomes
+                ]})
+            if error.status != 409 or time.monotonic() >= deadline_s:
+                raise error
+            await asyncio.sleep(FLUSH_RETRY_S)
+
+
+def _wait_s(timeout: str) -> float:
+    try:
+        wait_s = float(timeout)
+    except ValueError:
+        wait_s = -1.0
+    if not 0.0 <= wait_s <= MAX_FLUSH_WAIT_S:  # NaN is not either
+        raise invalid("timeout", f"timeout must be from 0 to {MAX_FLUSH_WAIT_S:g} seconds")
+    return wait_s
+
+
+def _flush_error(outcomes: Sequence[FlushOutcome], retry_after_s: float) -> ApiError | None:
+    """Why not every engine's prefix cache is empty now."""
+    if not outcomes:
+        return unavailable("No engine is known yet", retry_after_s)
+    faults = [f"{each.engine_id}: {each.fault}" for each in outcomes if each.fault]
+    if faults:
+        return unavailable("The prefix cache was not emptied: " + "; ".join(faults), retry_after_s)
+    busy = [f"on {each.engine_id}, {each.unfinished}" for each in outcomes if each.unfinished]
+    if busy:
+        return unfinished("The prefix cache was not emptied: " + "; ".join(busy), retry_after_s)
+    return None
 
 
 def _health(engines: Sequence[EngineStats], config: EdgeConfig) -> Response:

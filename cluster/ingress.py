@@ -8,8 +8,8 @@ import dataclasses
 import logging
 import shutil
 import uuid
-from collections.abc import Awaitable
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
 import ray
@@ -18,12 +18,12 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.actors import NAMESPACE, coordinator_prefix
+from cluster.actors import coordinator_prefix, find_coordinators
 from cluster.channel import bind_ingress, decode_tokens
 from cluster.config import AerieConfig
 from cluster.edge_config import EdgeConfig
 from cluster.http_app import build_app
-from cluster.messages import EngineStats
+from cluster.messages import EngineStats, FlushOutcome
 from cluster.plan_report import model_name
 from cluster.remote_engines import RemoteEngines, TokenInbox
 from cluster.tokenizer import ChatTokenizer
@@ -31,16 +31,19 @@ from cluster.wiring import make_transport
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STATS_TIMEOUT_S = 1.0
+FLUSH_TIMEOUT_S = 5.0
 
 
 class ServeCalls:
-    """`cluster.remote_engines.EngineCalls` over a Serve handle; statistics come from the coordinators themselves, found
-    by name, because a handle reaches one replica and /health and /metrics need all."""
+    """`cluster.remote_engines.EngineCalls` over a Serve handle; what concerns all engines is asked of the coordinators
+    themselves, found by name, because a handle reaches one replica."""
 
     def __init__(self, engine: DeploymentHandle, application: str) -> None:
         self._generate = engine.generate
-        self._prefix = coordinator_prefix(application)
+        self._application = application
         self._coordinators: dict[str, Any] = {}
 
     def generate(self, payload: bytes) -> "asyncio.Future[bytes]":
@@ -50,36 +53,39 @@ class ServeCalls:
         return call
 
     async def stats(self) -> list[EngineStats]:
+        return await self._ask_all(
+            "stats", EngineStats, STATS_TIMEOUT_S, lambda name, fault: EngineStats(name, status="dead", detail=fault)
+        )
+
+    async def flush_cache(self) -> list[FlushOutcome]:
+        return await self._ask_all(
+            "flush_cache", FlushOutcome, FLUSH_TIMEOUT_S, lambda name, fault: FlushOutcome(name, fault=fault)
+        )
+
+    async def _ask_all(
+        self, method: str, kind: type[T], limit_s: float, failed: Callable[[str, str], T]
+    ) -> list[T]:
+        """Every coordinator's answer to `method`, or what `failed` makes of its engine's id and what was wrong."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
-                self._coordinators = await asyncio.to_thread(self._find, dict(self._coordinators))
+                self._coordinators = await asyncio.to_thread(
+                    find_coordinators, self._application, dict(self._coordinators)
+                )
         except TimeoutError:
             logger.warning("Ray's name service did not answer in %g s; using the engines known before", STATS_TIMEOUT_S)
-        return list(await asyncio.gather(*(self._ask(name) for name in list(self._coordinators))))
 
-    def _find(self, known: dict[str, Any]) -> dict[str, Any]:
-        names = [
-            actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["namespace"] == NAMESPACE and actor["name"].startswith(self._prefix)
-        ]
-        found = {}
-        for name in names:
+        async def ask(name: str, coordinator: Any) -> T:
+            engine_id = name.removeprefix(coordinator_prefix(self._application))
             try:
-                found[name] = known.get(name) or ray.get_actor(name, namespace=NAMESPACE)
-            except ValueError:
-                continue  # it died between the two calls
-        return found
+                async with asyncio.timeout(limit_s):
+                    raw: bytes = await getattr(coordinator, method).remote()
+            except TimeoutError:
+                return failed(engine_id, f"no answer in {limit_s:g} s")
+            except ray.exceptions.RayError as error:
+                return failed(engine_id, str(error).splitlines()[0])
+            return msgspec.msgpack.decode(raw, type=kind)
 
-    async def _ask(self, name: str) -> EngineStats:
-        engine_id = name.removeprefix(self._prefix)
-        try:
-            async with asyncio.timeout(STATS_TIMEOUT_S):
-                raw = await self._coordinators[name].stats.remote()
-        except TimeoutError:
-            return EngineStats(engine_id=engine_id, status="dead", detail=f"no answer in {STATS_TIMEOUT_S:g} s")
-        except ray.exceptions.RayActorError as error:
-            return EngineStats(engine_id=engine_id, status="dead", detail=str(error).splitlines()[0])
-        return msgspec.msgpack.decode(cast(bytes, raw), type=EngineStats)
+        return list(await asyncio.gather(*(ask(*item) for item in list(self._coordinators.items()))))
 
 
 async def _result(response: Awaitable[bytes]) -> bytes:

@@ -79,6 +79,16 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
 
 
+class FlushOutcome(msgspec.Struct, frozen=True):
+    """What an engine replica did when told to empty its prefix cache. num_pages: how many it had. unfinished: which
+    requests kept it from doing so; fault: it could not be asked."""
+
+    engine_id: str
+    num_pages: int = 0
+    unfinished: str = ""
+    fault: str = ""
+
+
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
     """Prometheus-style: counts[i] observations <= bounds[i], not cumulative; the last count is +Inf's."""
 

@@ -14,7 +14,15 @@ from typing import Protocol
 import msgspec
 
 from cluster.engine_client import EngineRefused
-from cluster.messages import EngineStats, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
+from cluster.messages import (
+    EngineStats,
+    FlushOutcome,
+    GenerateRequest,
+    GenerateSummary,
+    Refusal,
+    TokenBatch,
+    TokenDelta,
+)
 from workers.plan import SamplingParams, TokenLogprobs, pack_i32
 
 logger = logging.getLogger(__name__)
@@ -39,6 +47,10 @@ class EngineCalls(Protocol):
 
     async def stats(self) -> list[EngineStats]:
         """Statistics of every engine that is known, within a time limit."""
+        ...
+
+    async def flush_cache(self) -> list[FlushOutcome]:
+        """What every engine that is known did when told to empty its prefix cache, within a time limit."""
         ...
 
 
@@ -166,6 +178,10 @@ class RemoteEngines:
                 self._stats = await self._calls.stats()
                 self._stats_until = self._clock() + STATS_MAX_AGE_S
             return self._stats
+
+    async def flush_cache(self) -> list[FlushOutcome]:
+        """See `EngineClient.flush_cache`."""
+        return await self._calls.flush_cache()
 
     async def _attempt(self, request: GenerateRequest, client_id: str) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one call. Raises EngineRefused or _EngineFailed; closing it cancels the call."""

@@ -51,6 +51,10 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
 
 
+class UnfinishedError(Exception):
+    """What was asked for can only be done while no request runs or waits: ask again (HTTP 409)."""
+
+
 class QueueFullError(Exception):
     """The waiting queue holds `max_waiting` requests: retry later (HTTP 429)."""
 

@@ -31,6 +31,7 @@ from workers.request import (
     Request,
     RequestOutput,
     RequestTooLargeError,
+    UnfinishedError,
 )
 from workers.reservation import Int64s, Reservation, Slots
 from workers.roster import Roster
@@ -122,6 +123,16 @@ class Scheduler:
             return None
         self.roster.finish(sequence, reason, None, self._clock())
         return sequence.request
+
+    def flush_prefix_cache(self) -> int:
+        """Empties the prefix cache; returns the pages it had. Steps in flight may be left, requests not: they would put
+        back what they computed before.
+
+        Raises UnfinishedError, having changed nothing.
+        """
+        if self.num_running or self.num_waiting:
+            raise UnfinishedError(f"{self.num_running} requests run and {self.num_waiting} wait")
+        return 0 if self.prefix_cache is None else self.prefix_cache.clear()
 
     def requeue_all(self, epoch: int) -> list[Request]:
         """The gang died, and all KV with it: what had a slot goes back to the head of the queue, keeping its output.

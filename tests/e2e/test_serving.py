@@ -144,6 +144,27 @@ def test_client_that_leaves_without_streaming_frees_too(server: Server) -> None:
     wait_idle(limit_s=5)
 
 
+def test_flushed_cache_finds_nothing_and_a_running_request_goes_on(server: Server, client: openai.OpenAI) -> None:
+    def cached() -> int:
+        answer = _complete(client, "a prompt of some pages, " * 4, max_tokens=2)
+        return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+    cached()
+    assert cached() > 0
+    body = {"model": "target", "prompt": "go on", "max_tokens": 300, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        next(lines), next(lines)
+        refused = httpx.post(f"{server.url}/flush_cache", timeout=30)
+        assert refused.status_code == 409, refused.text
+        assert "1 requests run and 0 wait" in refused.json()["error"]["message"]
+        assert cached() > 0, "a refused flush changed something"
+        assert '"finish_reason":"length"' in list(lines)[-2]
+    flushed = httpx.post(f"{server.url}/reset_prefix_cache?timeout=10", timeout=30)
+    assert flushed.status_code == 200 and flushed.json()["engines"][0]["num_pages"] > 0
+    assert cached() == 0
+
+
 @pytest.mark.parametrize(
     ("change", "status"),
     [

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.chat_template import ChatTemplate
 from cluster.engine_client import EngineRefused
-from cluster.messages import EngineStats, Refusal, TokenDelta
+from cluster.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
 from cluster.tokenizer import ChatTokenizer
 from workers.plan import SamplingParams, TokenLogprobs
 
@@ -34,7 +34,8 @@ class Call:
 @dataclass
 class FakeEngine:
     """script: what each call plays. calls: what was asked. closed: ids of requests that ended before their last delta,
-    which a real engine aborts. num_active: requests whose generators are open."""
+    which a real engine aborts. num_active: requests whose generators are open. flushes: what each further flush of the
+    prefix cache answers; with none left, it is busy while a generator is open."""
 
     script: Script
     engines: list[EngineStats] = field(default_factory=lambda: [EngineStats(engine_id="engine-0", status="ready")])
@@ -42,6 +43,7 @@ class FakeEngine:
     closed: list[str] = field(default_factory=list)
     num_active: int = 0
     max_active: int = 0
+    flushes: list[list[FlushOutcome]] = field(default_factory=list)
 
     async def generate(
         self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
@@ -68,6 +70,12 @@ class FakeEngine:
 
     async def stats(self) -> list[EngineStats]:
         return self.engines
+
+    async def flush_cache(self) -> list[FlushOutcome]:
+        if self.flushes:
+            return self.flushes.pop(0)
+        unfinished = f"{self.num_active} requests run and 0 wait" if self.num_active else ""
+        return [FlushOutcome(engine.engine_id, unfinished=unfinished) for engine in self.engines]
 
 
 def small_tokenizer() -> Tokenizer:
