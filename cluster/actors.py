@@ -115,11 +115,13 @@ class EagleCoordinator:
             outcome = await asyncio.to_thread(self._coordinator.flush_cache)
         return msgspec.msgpack.encode(outcome)
 
-    async def drain(self) -> bool:
-        """Refuse new requests and wait until the others have ended; False if engine.drain_timeout_s was too short."""
-        if self._coordinator is None:
-            return True
-        return await asyncio.to_thread(self._coordinator.drain, self._config.engine.drain_timeout_s)
+    async def drain(self) -> None:
+        """Refuse new requests and wait until the others have ended; what takes longer than engine.drain_timeout_s ends
+        with an error."""
+        limit_s = self._config.engine.drain_timeout_s
+        if self._coordinator is not None and not await asyncio.to_thread(self._coordinator.drain, limit_s):
+            reason = f"the server is shutting down, and engine.drain_timeout_s={limit_s:g} is over"
+            await asyncio.to_thread(self._coordinator.fail_all, reason)
 
     async def loop_age_s(self) -> float:
         """Seconds since the loop last came round; answers even if it hangs."""

@@ -65,6 +65,10 @@ class Coordinator:
         self._call(lambda: self._loop.start_draining(idle.set))
         return idle.wait(timeout_s)
 
+    def fail_all(self, reason: str) -> None:
+        """End every request with an error."""
+        self._call(lambda: self._loop.fail_all(reason))
+
     def stop(self, reason: str = "the engine was stopped") -> None:
         """End the loop: ranks are told to stop, unfinished requests get an error. Nothing if it has ended already."""
         if self._thread.is_alive():

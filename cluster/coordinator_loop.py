@@ -136,12 +136,16 @@ class CoordinatorLoop:
         self.status = "draining"
         self._on_idle = on_idle
 
-    def end(self, reason: str) -> None:
-        """Fail what is unfinished, tell the ranks to stop, close everything."""
-        self.is_stopping = True
+    def fail_all(self, reason: str) -> None:
+        """End every request with an error."""
         for request_id in list(self._streams):
             self._end(request_id, FinishReason.ERROR, reason)
         self._publisher.flush()
+
+    def end(self, reason: str) -> None:
+        """Fail what is unfinished, tell the ranks to stop, close everything."""
+        self.is_stopping = True
+        self.fail_all(reason)
         if self._gang is not None:
             self._gang.stop()
             self._gang.close(_LAST_WORDS_MS)

@@ -71,7 +71,10 @@ def _run(path: Path, address: str | None, object_store_mb: int) -> None:
 
 def _drain(signum: int, frame: object) -> None:
     """On Ctrl-C or a supervisor's SIGTERM: take no new requests, let running ones finish within engine.drain_timeout_s,
-    then end as `serve run` does after Ctrl-C. The main thread is asleep in `serve run` when this runs."""
+    then end as `serve run` does after Ctrl-C. The main thread is asleep in `serve run` when this runs.
+
+    The engines drain before Serve hears of it, because Serve's proxies forget an application at once and answer 404 for
+    it (Ray 2.60) while its last requests run. Until then new requests get the ingress's 503 with Retry-After."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `make` and process groups pass it on a second time
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from ray import serve
@@ -79,9 +82,22 @@ def _drain(signum: int, frame: object) -> None:
     applications = list(serve.status().applications)
     if applications:
         print("draining: running requests may finish; Ctrl-C stops at once", flush=True)
+        _drain_engines(applications)
     for name in applications:
         serve.delete(name)
     raise KeyboardInterrupt
+
+
+def _drain_engines(applications: list[str]) -> None:
+    """Wait until no engine has a request left, which takes engine.drain_timeout_s at most; one that dies has none."""
+    import ray
+
+    from cluster.actors import find_coordinators
+
+    found = [find_coordinators(name, {}) for name in applications]
+    drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]
+    if drains:
+        ray.wait(drains, num_returns=len(drains))
 
 
 def _start_ray(object_store_mb: int) -> None:

@@ -233,6 +233,19 @@ def test_draining_refuses_new_requests_and_waits_for_the_rest(make_bed):
     assert bed.coordinator.stats().status == "draining"
 
 
+def test_what_outlasts_a_drain_can_be_failed_with_a_reason(make_bed):
+    bed = make_bed(delay_s=0.01)
+    bed.attach()
+    for name in ("q0", "q1"):
+        bed.generate(name, max_tokens=300)
+    bed.ingress.read()
+    assert not bed.coordinator.drain(timeout_s=0.05)
+    bed.coordinator.fail_all("too slow")
+    assert {bed.ingress.read_end(name).error for name in ("q0", "q1")} == {"too slow"}
+    assert {bed.notice().error, bed.notice().error} == {"too slow"}
+    assert bed.coordinator.drain(timeout_s=10)
+
+
 def test_a_bug_that_one_request_meets_ends_only_that_one(make_bed, monkeypatch):
     bed = make_bed()
     put = bed.coordinator._loop._publisher.put

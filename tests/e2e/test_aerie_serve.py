@@ -70,12 +70,15 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     children = psutil.Process(process.pid).children(recursive=True)
     used_gb = sum(child.memory_full_info().pss for child in children if child.is_running()) / 1e9
     assert used_gb < 6
-    long = {"model": "target", "prompt": "Count", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    long = {"model": "target", "prompt": "Count", "max_tokens": 600, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=60) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
         process.send_signal(signal.SIGINT)
+        refused = _when_draining(url)
         rest = [line for line in lines if line]
+    assert refused.headers["retry-after"] == "1", refused.text
+    assert refused.json()["error"]["message"] == "the engine is draining"
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
     assert process.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(children, timeout=15)
@@ -83,3 +86,16 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     console = log.read_text()
     for phase in ("placed, imported", "target loaded", "rank  node", f"Try: curl -s {url}/v1"):
         assert phase in console
+
+
+def _when_draining(url: str) -> httpx.Response:
+    """The first answer other than 200 to a new request: the server's refusal, once the signal has reached it."""
+    deadline = time.monotonic() + 10
+    while True:
+        short = {"model": "target", "prompt": "Count", "max_tokens": 1}
+        answer = httpx.post(f"{url}/v1/completions", json=short, timeout=30)
+        if answer.status_code != 200:
+            assert answer.status_code == 503, answer.text
+            return answer
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
