@@ -1,0 +1,151 @@
+"""The GSM8K client: prompts, results, scores, retries; against a scripted server."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.bench import gsm8k, served_client
+from tests.bench.gsm8k import Pass, Reply, equality, prompts_of, result_of, score
+from tests.bench.word_problems import Problem, read_problems, word_problems
+
+
+def test_prompt_is_the_shots_and_the_question() -> None:
+    shots, problems = [Problem("A?", "1\n#### 1")], [Problem("B?", "#### 2"), Problem("C?", "#### 3")]
+    assert prompts_of(shots, problems) == [
+        f"Question: A?\nAnswer: 1\n#### 1\n\nQuestion: {letter}?\nAnswer:" for letter in "BC"
+    ]
+
+
+@pytest.mark.parametrize(("text", "result"), [
+    ("so 3 and 4.\n#### 12", 12), ("$1,234.50 in all", 1234.5), ("-7", -7), ("18.00.", 18), ("none", None), ("", None),
+])
+def test_result_is_the_last_number(text: str, result: float | None) -> None:
+    assert result_of(text) == result
+
+
+def test_score_counts_right_invalid_rounds_and_failures() -> None:
+    replies = [Reply("#### 4", 10, 4, 6), Reply("4 or 5", 30, 6, 9), Reply("?", 10), Reply(fault="500: x")]
+    figures = score(Pass(replies, 2.0), [Problem("q", "#### 4")] * 4)
+    assert figures == {
+        "num_questions": 4, "accuracy": 0.25, "invalid": 0.5, "acceptance_length": 2.5, "latency_s": 2.0,
+        "output_tokens": 50, "output_tokens_per_s": 25.0, "num_failed": 1, "first_fault": "500: x",
+    }
+
+
+def test_equality_names_where_the_first_pair_parts() -> None:
+    on, off = Pass([Reply("same"), Reply("abc one")], 1), Pass([Reply("same"), Reply("abc two")], 1)
+    assert equality(on, off) == {
+        "equal_share": 0.5, "num_unequal": 1,
+        "first_unequal": {"question": 1, "after": "abc ", "on": "one", "off": "two"},
+    }
+    assert equality(on, on) == {"equal_share": 1.0, "num_unequal": 0}
+    failed = Pass([Reply(fault="x")], 1)
+    assert equality(failed, failed)["equal_share"] == 0.0, "two failures are no equal answers"
+
+
+def test_made_problems_are_right_and_repeat() -> None:
+    problems = word_problems(200, seed=5)
+    assert problems == word_problems(200, seed=5) and len({p.question for p in problems}) > 150
+    for problem in problems:
+        for marked in problem.answer.split("<<")[1:]:
+            left, result = marked.partition(">>")[0].split("=")
+            assert eval(left) == int(result)  # noqa: S307
+        assert problem.result == int(result) > 0 and result_of(problem.answer) == problem.result
+
+
+def test_data_without_a_result_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    good = json.dumps({"question": "q", "answer": "#### 1,200"})
+    path.write_text(f"{good}\n\n")
+    assert read_problems(path)[0].result == 1200
+    for bad in ('{"question": "q"}', '{"question": "q", "answer": "none"}', "[]", "{"):
+        path.write_text(f"{good}\n{bad}\n")
+        with pytest.raises(ValueError, match="data.jsonl:2: want an object with question and answer"):
+            read_problems(path)
+
+
+def _client(answers: list[httpx.Response | Exception], seen: list[str]) -> httpx.AsyncClient:
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(f"{request.method} {request.url.path}")
+        reply = answers.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    return httpx.AsyncClient(transport=httpx.MockTransport(answer))
+
+
+async def test_flush_is_tried_three_times_then_fails_with_the_answer() -> None:
+    seen: list[str] = []
+    busy = [httpx.Response(409, text="1 requests run"), httpx.ConnectError("gone")]
+    async with _client([*busy, httpx.Response(200)], seen) as client:
+        await served_client.flush_cache(client, "http://server", pause_s=0)
+    assert seen == ["POST /flush_cache"] * 3
+    async with _client([*busy, httpx.Response(409, text="still 1 requests run")], seen) as client:
+        with pytest.raises(RuntimeError, match="tried 3 times; the last answer: 409: still 1 requests run"):
+            await served_client.flush_cache(client, "http://server", pause_s=0)
+
+
+async def test_parallel_requests_are_bounded_and_failures_kept() -> None:
+    active, most = 0, 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal active, most
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        active += 1
+        most = max(most, active)
+        await asyncio.sleep(0.01)
+        active -= 1
+        body = json.loads(request.content)
+        assert body["speculative"] is False and body["temperature"] == 0 and "Question" in body["stop"]
+        if body["prompt"] == "bad":
+            return httpx.Response(400, text="too long")
+        return httpx.Response(200, json={
+            "choices": [{"text": body["prompt"]}], "usage": {"completion_tokens": 2},
+            "metrics": {"speculative_decoding": {"num_spec_steps": 1, "num_accepted_draft_tokens": 1}},
+        })
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        prompts = ["a", "bad", "c", "d", "e"]
+        done = await gsm8k.ask_all(client, "http://server", prompts, 8, parallel=2, speculative=False)
+    assert most == 2
+    assert [reply.text for reply in done.replies] == ["a", "", "c", "d", "e"]
+    assert done.replies[1].fault == "400: too long"
+
+
+async def test_load_times_answers_and_stops_at_a_failure() -> None:
+    bodies: list[dict[str, object]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+            await serve_connection(reader, writer)
+
+    async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            bodies.append(json.loads(await reader.readexactly(length)))
+            if bodies[-1]["prompt"] == "bad":
+                writer.write(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno")
+                return
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for event in (b"data: {}\n\n", b"data: {}\n\n", b"data: [DONE]\n\n"):
+                await asyncio.sleep(0.01)
+                writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+            writer.write(b"0\r\n\r\n")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        timings, elapsed_s = await served_client.load(url, ["a", "b", "c"], 2, max_tokens=3, model="m")
+        with pytest.raises(RuntimeError, match="a request failed: b'HTTP/1.1 429"):
+            await served_client.load(url, ["bad"], 1, max_tokens=3, model="m")
+    assert sorted(str(body["prompt"]) for body in bodies[:3]) == ["a", "b", "c"]
+    assert all(timing.first_s >= 0.009 and timing.rest_s >= 0.018 for timing in timings)
+    figures = served_client.load_figures(timings, elapsed_s)
+    assert (figures["num_answers"], figures["output_tokens"]) == (3, 9)
+    assert 0.06 <= elapsed_s < 1.0 and figures["tpot_ms_median"] >= 9
