@@ -5,8 +5,9 @@
 
 Few-shot prompts to /v1/completions, greedy, as SGLang's `bench_gsm8k` asks them: `Question: ... Answer: ...`, stopped
 at the next "Question", the result the last number of the answer. --compare asks everything twice, with speculation on
-and off, and counts equal answers. The shots are the first problems of --shots-data; without it those of --data, which are
-then not asked. Prints one JSON line last; exits 1 if a request failed. The prefix cache is emptied before each pass.
+and off, and counts equal answers. The shots are the first problems of --shots-data; without it those of --data, which
+are then not asked. --chat asks a chat model instead, the shots as earlier turns. The prefix cache is emptied before
+each pass. Prints one JSON line last; exits 1 if a request failed.
 """
 
 import argparse
@@ -49,10 +50,22 @@ class Pass:
     elapsed_s: float
 
 
-def prompts_of(shots: Sequence[Problem], problems: Sequence[Problem]) -> list[str]:
-    """One prompt per problem, all with the same examples in front."""
+def prompts_of(shots: Sequence[Problem], problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    """What each problem's request to /v1/completions holds, all with the same examples in front."""
     examples = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
-    return [f"{examples}Question: {problem.question}\nAnswer:" for problem in problems]
+    return [
+        {"prompt": f"{examples}Question: {problem.question}\nAnswer:", "stop": list(STOPS)} for problem in problems
+    ]
+
+
+def chats_of(shots: Sequence[Problem], problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    """What each problem's request to /v1/chat/completions holds."""
+    turns = [turn for shot in shots for turn in (_said("user", shot.question), _said("assistant", shot.answer))]
+    return [{"messages": [*turns, _said("user", problem.question)]} for problem in problems]
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def result_of(text: str) -> float | None:
@@ -62,21 +75,20 @@ def result_of(text: str) -> float | None:
 
 
 async def ask_all(
-    client: httpx.AsyncClient, url: str, prompts: Sequence[str], max_tokens: int, parallel: int,
+    client: httpx.AsyncClient, url: str, prompts: Sequence[dict[str, Any]], max_tokens: int, parallel: int,
     speculative: bool | None = None,
 ) -> Pass:
-    """Ask every prompt, `parallel` at a time. speculative: sent with the requests unless None."""
-    base: dict[str, Any] = {
-        "model": await served_model(client, url), "max_tokens": max_tokens, "temperature": 0, "stop": list(STOPS),
-    }
+    """Ask every prompt of `prompts_of` or `chats_of`, `parallel` at a time. speculative: sent along unless None."""
+    base: dict[str, Any] = {"model": await served_model(client, url), "max_tokens": max_tokens, "temperature": 0}
     if speculative is not None:
         base["speculative"] = speculative
     places = asyncio.Semaphore(parallel)
 
-    async def ask(prompt: str) -> Reply:
+    async def ask(prompt: dict[str, Any]) -> Reply:
+        route = "chat/completions" if "messages" in prompt else "completions"
         async with places:
             try:
-                answer = await client.post(f"{url}/v1/completions", json=base | {"prompt": prompt})
+                answer = await client.post(f"{url}/v1/{route}", json=base | prompt)
             except httpx.HTTPError as error:
                 return Reply(fault=f"{type(error).__name__}: {error}")
         return _reply(answer)
@@ -91,8 +103,9 @@ def _reply(answer: httpx.Response) -> Reply:
         return Reply(fault=f"{answer.status_code}: {answer.text[:300]}")
     body = answer.json()
     rounds = body.get("metrics", {}).get("speculative_decoding", {})
+    choice = body["choices"][0]
     return Reply(
-        text=body["choices"][0]["text"],
+        text=(choice["text"] if "text" in choice else choice["message"]["content"]) or "",
         num_tokens=body["usage"]["completion_tokens"],
         num_rounds=rounds.get("num_spec_steps", 0),
         num_accepted=rounds.get("num_accepted_draft_tokens", 0),
@@ -134,12 +147,11 @@ def equality(first: Pass, second: Pass) -> dict[str, Any]:
 
 
 async def evaluate(
-    url: str, problems: Sequence[Problem], shots: Sequence[Problem], max_tokens: int = 512, parallel: int = 64,
-    compare: bool = False,
+    url: str, problems: Sequence[Problem], prompts: Sequence[dict[str, Any]], max_tokens: int = 512,
+    parallel: int = 64, compare: bool = False,
 ) -> dict[str, Any]:
     """One pass, or with `compare` two: "on" and "off", and their equality. Raises RuntimeError if the prefix cache
     cannot be emptied."""
-    prompts = prompts_of(shots, problems)
     arms: dict[str, bool | None] = {"on": True, "off": False} if compare else {"as_served": None}
     passes: dict[str, Pass] = {}
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
@@ -184,23 +196,34 @@ def problems_and_shots(arguments: argparse.Namespace) -> tuple[list[Problem], li
     return rest[:count] if count else rest, shots
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+def add_data_options(
+    parser: argparse.ArgumentParser, num_questions: int | None = None, max_tokens: int = 512
+) -> None:
+    """What is asked, and how many at a time."""
     parser.add_argument("--data", type=Path, help="GSM8K's JSONL; without it, word problems made here")
     parser.add_argument("--shots-data", type=Path, help="JSONL whose first problems are the shots")
     parser.add_argument("--num-shots", type=int, default=8)
-    parser.add_argument("--num-questions", type=int, help="default: all of --data, or 100 of those made here")
+    parser.add_argument("--num-questions", type=int, default=num_questions,
+                        help=f"default: {num_questions or 'all of --data, or 100 of those made here'}")
     parser.add_argument("--parallel", type=int, default=64, help="requests at a time (default: 64)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="prompt and answer must fit the model's length")
+    parser.add_argument("--max-tokens", type=int, default=max_tokens,
+                        help=f"prompt and answer must fit the model's length (default: {max_tokens})")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    add_data_options(parser)
+    parser.add_argument("--chat", action="store_true", help="ask /v1/chat/completions")
     parser.add_argument("--compare", action="store_true", help="with speculation on and off")
     arguments = parser.parse_args(argv)
     try:
         problems, shots = problems_and_shots(arguments)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    prompts = (chats_of if arguments.chat else prompts_of)(shots, problems)
     figures = asyncio.run(evaluate(
-        arguments.url, problems, shots, arguments.max_tokens, arguments.parallel, arguments.compare
+        arguments.url, problems, prompts, arguments.max_tokens, arguments.parallel, arguments.compare
     ))
     print(*report(figures), sep="\n")
     print(json.dumps({"bench": "gsm8k", "data": str(arguments.data or "made here")} | figures))

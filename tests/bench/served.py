@@ -76,7 +76,9 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running(module: str, content: dict[str, Any], *options: str) -> Iterator[RunningServer]:
+def running(
+    module: str, content: dict[str, Any], *options: str, ready_limit_s: float = READY_LIMIT_S
+) -> Iterator[RunningServer]:
     """`python -m module serve-config options` on a free port of the loopback; nothing of it is left afterwards.
 
     content: the Serve config file; its port is filled in. Raises RuntimeError if it does not start, or does not end
@@ -86,7 +88,8 @@ def running(module: str, content: dict[str, Any], *options: str) -> Iterator[Run
     content = content | {"http_options": {"host": "127.0.0.1", "port": port}}
     path = Path(folder) / "serve.yaml"
     path.write_text(yaml.safe_dump(content))
-    environment = os.environ | RAY_ENVIRONMENT | _own_ports() | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | RAY_ENVIRONMENT | _own_ports() | {"RAY_TMPDIR": folder, "PYTHONPATH": paths}
     process = subprocess.Popen(
         [sys.executable, "-m", *module.split(), str(path), *options], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
@@ -95,10 +98,10 @@ def running(module: str, content: dict[str, Any], *options: str) -> Iterator[Run
     reader = threading.Thread(target=_read, args=(server,), daemon=True)
     reader.start()
     try:
-        _wait_ready(server)
+        _wait_ready(server, ready_limit_s)
         yield server
     finally:
-        left = _stop(server)
+        left = interrupt(server)
         reader.join(5)
         assert process.stdout is not None
         process.stdout.close()
@@ -125,19 +128,19 @@ def embedded_config() -> dict[str, Any]:
     return content
 
 
-def _wait_ready(server: RunningServer) -> None:
+def _wait_ready(server: RunningServer, limit_s: float) -> None:
     while True:
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
                 server.ready_s = time.perf_counter() - server.started_s
                 return
-        if server.process.poll() is not None or time.perf_counter() - server.started_s > READY_LIMIT_S:
+        if server.process.poll() is not None or time.perf_counter() - server.started_s > limit_s:
             raise RuntimeError(f"the server did not start:\n{server.console()}")
         time.sleep(0.1)
 
 
-def _stop(server: RunningServer) -> list[str]:
-    """Ctrl-C; what had to be killed."""
+def interrupt(server: RunningServer) -> list[str]:
+    """Ctrl-C, and wait for the end of all its processes; what had to be killed. Nothing if it has ended."""
     process = server.process
     left: list[str] = []
     children: list[psutil.Process] = []

@@ -9,15 +9,19 @@ import httpx
 import pytest
 
 from tests.bench import gsm8k, served_client
-from tests.bench.gsm8k import Pass, Reply, equality, prompts_of, result_of, score
+from tests.bench.gsm8k import Pass, Reply, chats_of, equality, prompts_of, result_of, score
 from tests.bench.word_problems import Problem, read_problems, word_problems
 
 
 def test_prompt_is_the_shots_and_the_question() -> None:
     shots, problems = [Problem("A?", "1\n#### 1")], [Problem("B?", "#### 2"), Problem("C?", "#### 3")]
-    assert prompts_of(shots, problems) == [
+    assert [prompt["prompt"] for prompt in prompts_of(shots, problems)] == [
         f"Question: A?\nAnswer: 1\n#### 1\n\nQuestion: {letter}?\nAnswer:" for letter in "BC"
     ]
+    assert chats_of(shots, problems)[1] == {"messages": [
+        {"role": "user", "content": "A?"}, {"role": "assistant", "content": "1\n#### 1"},
+        {"role": "user", "content": "C?"},
+    ]}
 
 
 @pytest.mark.parametrize(("text", "result"), [
@@ -102,7 +106,12 @@ async def test_parallel_requests_are_bounded_and_failures_kept() -> None:
         await asyncio.sleep(0.01)
         active -= 1
         body = json.loads(request.content)
-        assert body["speculative"] is False and body["temperature"] == 0 and "Question" in body["stop"]
+        assert body["speculative"] is False and body["temperature"] == 0
+        if "messages" in body:
+            assert request.url.path == "/v1/chat/completions"
+            message = {"content": body["messages"][0]["content"]}
+            return httpx.Response(200, json={"choices": [{"message": message}], "usage": {"completion_tokens": 2}})
+        assert request.url.path == "/v1/completions" and "Question" in body["stop"]
         if body["prompt"] == "bad":
             return httpx.Response(400, text="too long")
         return httpx.Response(200, json={
@@ -111,7 +120,8 @@ async def test_parallel_requests_are_bounded_and_failures_kept() -> None:
         })
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        prompts = ["a", "bad", "c", "d", "e"]
+        prompts = [{"prompt": text, "stop": ["Question"]} for text in ("a", "bad", "c", "d")]
+        prompts.append({"messages": [{"role": "user", "content": "e"}]})
         done = await gsm8k.ask_all(client, "http://server", prompts, 8, parallel=2, speculative=False)
     assert most == 2
     assert [reply.text for reply in done.replies] == ["a", "", "c", "d", "e"]
