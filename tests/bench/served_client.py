@@ -54,12 +54,13 @@ class Timing:
 
 
 async def load(
-    url: str, prompts: Sequence[str], concurrency: int, max_tokens: int, **parameters: Any
+    url: str, prompts: Sequence[dict[str, Any]], concurrency: int, max_tokens: int, **parameters: Any
 ) -> tuple[list[Timing], float]:
     """Stream `max_tokens` tokens for every prompt, `concurrency` at a time; timings and the seconds it took in all.
 
-    parameters: further ones of the requests, `model` among them. Raises RuntimeError at the first answer that fails.
-    The answers' bytes are not looked into, so that one core keeps up with a fast server."""
+    prompts: `prompt` or `messages` of each. parameters: further ones of the requests, `model` among them. Raises
+    RuntimeError at the first answer that fails. The answers' bytes are not looked into, so that one core keeps up with
+    a fast server."""
     todo = iter(prompts)
     started_s = time.perf_counter()
     base = {"stream": True, "max_tokens": max_tokens, "ignore_eos": True} | parameters
@@ -73,17 +74,18 @@ async def load(
     return [timing for part in parts for timing in part], time.perf_counter() - started_s
 
 
-async def _connection(url: str, todo: Iterator[str], base: dict[str, Any]) -> list[Timing]:
+async def _connection(url: str, todo: Iterator[dict[str, Any]], base: dict[str, Any]) -> list[Timing]:
     """One kept-alive connection's answers, one after another."""
     where = urlsplit(url)
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     timings = []
     try:
         for prompt in todo:
-            body = json.dumps(base | {"prompt": prompt}).encode()
+            body = json.dumps(base | prompt).encode()
+            route = "chat/completions" if "messages" in prompt else "completions"
             sent_s = time.perf_counter()
             writer.write(
-                f"POST /v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
+                f"POST /v1/{route} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
                 f"Content-Length: {len(body)}\r\n\r\n".encode() + body
             )
             first_s, end_s = await _read_answer(reader)

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import time
 import traceback
@@ -53,25 +54,26 @@ class Parts:
 
 
 async def openai_requests(url: str) -> dict[str, Any]:
-    """What OpenAI's client gets; greedy text must be the same whole and streamed, sampled text the same per seed."""
+    """What OpenAI's client gets. One request must give one text: whole and streamed, and sampled with one seed."""
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         model = (await client.models.list()).data[0].id
         base: dict[str, Any] = {"model": model, "messages": QUESTION, "max_tokens": 64}
+        await client.chat.completions.create(**base)  # so that the prefix cache holds the same for all that follow
         whole = await client.chat.completions.create(**base, temperature=0)
         text = whole.choices[0].message.content
-        assert text, "an empty answer"
         stream = await client.chat.completions.create(**base, temperature=0, stream=True)
         streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
-        assert streamed == text, f"streamed {streamed!r}, whole {text!r}"
         sampled = [
             (await client.chat.completions.create(**base, temperature=0.8, top_p=0.9, seed=seed)
              ).choices[0].message.content for seed in (7, 7, 8)
         ]
-        assert sampled[0] == sampled[1], f"one seed, two answers: {sampled[:2]}"
         named = await client.chat.completions.create(**base, temperature=0, logprobs=True, top_logprobs=3)
         entries = named.choices[0].logprobs.content
         assert len(entries) == named.usage.completion_tokens, "as many log-probabilities as tokens"
         assert all(abs(entry.logprob - entry.top_logprobs[0].logprob) < 1e-3 for entry in entries), "greedy: the best"
+        assert text, "an empty answer"
+        assert streamed == text, f"streamed {streamed!r}, whole {text!r}"
+        assert sampled[0] == sampled[1], f"one seed, two answers: {sampled[:2]}"
         return {
             "text": text, "sampled": sampled[1:], "mean_logprob": sum(e.logprob for e in entries) / len(entries),
             "speculation": whole.model_extra["metrics"]["speculative_decoding"],
@@ -113,13 +115,13 @@ async def abort(url: str) -> dict[str, Any]:
 
 
 async def loaded(url: str, num_answers: int, speculative: bool, **sampling: Any) -> dict[str, Any]:
-    """A warm-up, then `num_answers` streams of 256 tokens, 32 at a time, on an empty prefix cache."""
-    prompts = [problem.question for problem in word_problems(num_answers, seed=1)]
+    """A warm-up, then `num_answers` streams of 128 tokens, 32 at a time, on an empty prefix cache."""
+    prompts = gsm8k.chats_of([], word_problems(num_answers, seed=1))
     async with httpx.AsyncClient(timeout=60) as client:
         parameters = {"model": await served_model(client, url), "speculative": speculative, **sampling}
         await load(url, prompts[:CONCURRENCY], CONCURRENCY, max_tokens=64, **parameters)
         await flush_cache(client, url)
-    return load_figures(*await load(url, prompts, CONCURRENCY, max_tokens=256, **parameters))
+    return load_figures(*await load(url, prompts, CONCURRENCY, max_tokens=128, **parameters))
 
 
 async def stop_under_load(server: RunningServer) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """deploy/eagle.yaml with this host's number of ranks."""
     content = embedded_config()
     args = content["applications"][0]["args"]
-    args["model"]["device"] = arguments.device
+    args["model"] |= {"device": arguments.device, "dtype": arguments.dtype}
     args["parallel"]["tensor_parallel"] = arguments.tensor_parallel
     args["cache"]["memory_gb"] = arguments.memory_gb
     args["engine"]["drain_timeout_s"] = 120  # the stream that runs during Ctrl-C takes seconds on a GPU only
@@ -160,9 +162,15 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return content
 
 
+def ranks_of(server: RunningServer) -> list[str]:
+    """The rows of the console's table of ranks: rank, node, pid, device."""
+    lines = [line.partition(") ")[2] if line.startswith("(") else line for _, line in server.lines]
+    return [line for line in lines if re.match(r"\d+ +\S+ +\d+  ", line)]
+
+
 async def drive(server: RunningServer, arguments: argparse.Namespace, parts: Parts) -> None:
     """All parts against a server that answers."""
-    parts.figures["start"] = {"ready_s": round(server.ready_s, 1)}
+    parts.figures["start"] = {"ready_s": round(server.ready_s, 1), "ranks": ranks_of(server)}
     url, answers = server.url, arguments.load_answers
     await parts.run("openai", lambda: openai_requests(url))
     await parts.run("abort", lambda: abort(url))
@@ -180,6 +188,7 @@ async def drive(server: RunningServer, arguments: argparse.Namespace, parts: Par
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    parser.add_argument("--dtype", default="auto", help="bfloat16, float32; auto: the checkpoint's on a GPU")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--tree", action="store_true", help="draft a tree 5/4/16 in place of a chain 3/1/4")
     parser.add_argument("--memory-gb", type=float, default=1.0, help="of the KV cache")

@@ -139,7 +139,8 @@ async def test_load_times_answers_and_stops_at_a_failure() -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
             bodies.append(json.loads(await reader.readexactly(length)))
-            if bodies[-1]["prompt"] == "bad":
+            assert (b"POST /v1/chat/completions" in head) == ("messages" in bodies[-1])
+            if bodies[-1].get("prompt") == "bad":
                 writer.write(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno")
                 return
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -151,10 +152,12 @@ async def test_load_times_answers_and_stops_at_a_failure() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        timings, elapsed_s = await served_client.load(url, ["a", "b", "c"], 2, max_tokens=3, model="m")
+        prompts: list[dict[str, object]] = [{"prompt": "a"}, {"prompt": "b"}, {"messages": "c"}]
+        timings, elapsed_s = await served_client.load(url, prompts, 2, max_tokens=3, model="m")
         with pytest.raises(RuntimeError, match="a request failed: b'HTTP/1.1 429"):
-            await served_client.load(url, ["bad"], 1, max_tokens=3, model="m")
-    assert sorted(str(body["prompt"]) for body in bodies[:3]) == ["a", "b", "c"]
+            await served_client.load(url, [{"prompt": "bad"}], 1, max_tokens=3, model="m")
+    assert sorted(str(body.get("prompt", body.get("messages"))) for body in bodies[:3]) == ["a", "b", "c"]
+    assert all(body["max_tokens"] == 3 and body["stream"] and body["ignore_eos"] for body in bodies)
     assert all(timing.first_s >= 0.009 and timing.rest_s >= 0.018 for timing in timings)
     figures = served_client.load_figures(timings, elapsed_s)
     assert (figures["num_answers"], figures["output_tokens"]) == (3, 9)
