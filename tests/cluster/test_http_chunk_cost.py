@@ -9,7 +9,7 @@ import pytest
 
 from cluster.admission import Admission
 from cluster.edge_request import chat_request
-from cluster.messages import EngineStats, TokenDelta
+from cluster.messages import EngineStats, FlushOutcome, TokenDelta
 from cluster.openai_api import ChatBody
 from cluster.serving import Edge, GenerationResponse
 from tests.support.edge_client import MODEL, edge_config
@@ -27,12 +27,15 @@ class _Ready:
         self._deltas = deltas
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str
+        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
     ) -> AsyncGenerator[TokenDelta, None]:
         for delta in self._deltas:
             yield delta
 
     async def stats(self) -> list[EngineStats]:
+        return []
+
+    async def flush_cache(self) -> list[FlushOutcome]:
         return []
 
 

@@ -27,6 +27,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path
     port = free_port()
     content = yaml.safe_load((ROOT / "deploy" / "eagle.yaml").read_text())
     content["http_options"]["port"] = port
+    content["applications"][0]["args"]["engine"]["drain_timeout_s"] = 90  # for a stream of 1,000 tokens
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(content))
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
@@ -70,7 +71,7 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     children = psutil.Process(process.pid).children(recursive=True)
     used_gb = sum(child.memory_full_info().pss for child in children if child.is_running()) / 1e9
     assert used_gb < 6
-    long = {"model": "target", "prompt": "Count", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    long = {"model": "target", "prompt": "Count", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=60) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
@@ -80,7 +81,7 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert refused.headers["retry-after"] == "1", refused.text
     assert refused.json()["error"]["message"] == "the engine is draining"
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=90) == 0
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
     console = log.read_text()
