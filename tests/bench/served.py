@@ -24,7 +24,7 @@ from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_LIMIT_S = 180.0
-STOP_LIMIT_S = 60.0
+STOP_LIMIT_S = 120.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 # What a process's command line begins with or holds -> its group; the first that fits.
@@ -82,7 +82,7 @@ def running(
     """`python -m module serve-config options` on a free port of the loopback; nothing of it is left afterwards.
 
     content: the Serve config file; its port is filled in. Raises RuntimeError if it does not start, or does not end
-    within a minute of Ctrl-C, with its console's text."""
+    within two minutes of Ctrl-C, with its console's text."""
     folder = tempfile.mkdtemp(prefix="ab", dir="/tmp")  # short: Unix socket paths end at 107 bytes
     port = free_port()
     content = content | {"http_options": {"host": "127.0.0.1", "port": port}}
