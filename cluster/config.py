@@ -163,10 +163,12 @@ def set_process_environment(threads: int) -> None:
     """Variables that must be set in a worker before torch and NCCL are imported.
 
     NVLink multicast (NVLS, symmetric memory) stays off: it needs a fabric manager that containers often lack, and a
-    failed set-up hangs instead of raising.
+    failed set-up hangs instead of raising. Ray shows each worker one GPU, so all call theirs number 0; symmetric memory
+    takes that for one shared GPU and would refuse, so its check is off: `workers.peer_memory` compares their UUIDs.
     """
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["MKL_NUM_THREADS"] = str(threads)
 

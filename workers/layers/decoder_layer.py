@@ -32,14 +32,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        return self.o_proj.group.all_reduce(self.partial(x, angles, context))
+
+    def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """This rank's part of the output, as `RowLinear.partial` gives it."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = context.attend(self.layer, q, k, v, angles, self.scale)
-        projected: Tensor = self.o_proj(out.flatten(1))
-        return projected
+        return self.o_proj.partial(out.flatten(1))
 
 
 class MLP(nn.Module):
@@ -52,8 +55,11 @@ class MLP(nn.Module):
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, group, "intermediate_size")
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(_swiglu(self.gate_up(x)))
-        return out
+        return self.down_proj.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the output, as `RowLinear.partial` gives it."""
+        return self.down_proj.partial(_swiglu(self.gate_up(x)))
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -71,6 +77,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, group: TPGroup) -> None:
         super().__init__()
+        self.group = group
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.self_attn = Attention(config, layer, group, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
@@ -79,8 +86,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, normed: Tensor, residual: Tensor, angles: Angles, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """From the residual stream [rows, hidden] and its input norm: what this layer's MLP adds to the stream, and
-        the stream before that. The caller adds, together with the next norm."""
-        attended = self.self_attn(normed, angles, context)
-        normed, residual = self.post_attention_layernorm.add(attended, residual)
-        return self.mlp(normed), residual
+        """From the residual stream [rows, hidden] and its input norm: this rank's part of what the MLP adds to the
+        stream, and the stream before that. The caller sums and adds, together with the next norm."""
+        attended = self.self_attn.partial(normed, angles, context)
+        normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
+        return self.mlp.partial(normed), residual

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from workers.layers.product import Product
@@ -46,8 +47,17 @@ class RowLinear(Product):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.group.all_reduce(self.multiply(x, None))
-        return y if self.bias is None else y + self.bias
+        return self.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of y, for whoever sums the parts at once (`RMSNorm.add`): it may lie in a buffer that the
+        next product overwrites. The bias is in rank 0's part."""
+        bias = self.bias if self.group.rank == 0 else None
+        out = self.group.product_buffer(x.shape[0], self.weight.shape[0], x.dtype)
+        if out is None:
+            return self.multiply(x, bias)
+        torch.mm(x, self.weight.t(), out=out)
+        return out if bias is None else out.add_(bias)
 
     def load(self, part: str, kind: str, full: Tensor) -> None:
         """Copy this rank's columns of a full checkpoint tensor."""

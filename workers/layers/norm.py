@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.layers.linear import check_shape
+from workers.tp import SOLO, TPGroup
 
 
 class RMSNorm(nn.Module):
@@ -23,8 +24,13 @@ class RMSNorm(nn.Module):
         normed = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and that sum; on a GPU the sum is written into `residual`."""
+    def add(self, x: Tensor, residual: Tensor, group: TPGroup = SOLO) -> tuple[Tensor, Tensor]:
+        """The norm of residual + x, and that sum; on a GPU the sum is written into `residual`. group: ranks each of
+        which has a part of x, which are summed first."""
+        normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)
+        if normed is not None:
+            return normed, residual
+        x = group.all_reduce(x)
         if x.is_cuda:
             from workers.kernels.rows import add_rms_norm
 

@@ -60,10 +60,12 @@ class Decoder(nn.Module):
         added: Tensor | None = None
         for i, layer in enumerate(self.layers):
             norm: RMSNorm = layer.input_layernorm  # type: ignore[assignment]
-            normed, residual = (norm(residual), residual) if added is None else norm.add(added, residual)
+            normed, residual = (
+                (norm(residual), residual) if added is None else norm.add(added, residual, self.group)
+            )
             if i in self.capture:  # a copy: the stream is changed in place
                 captured[:, self.capture.index(i)] = residual
             added, residual = layer(normed, residual, angles, context)
         assert added is not None, "a model has layers"
-        hidden, _ = self.norm.add(added, residual)
+        hidden, _ = self.norm.add(added, residual, self.group)
         return DecoderOutput(hidden, captured.flatten(1) if self.capture else None)

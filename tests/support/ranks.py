@@ -1,0 +1,81 @@
+"""Runs a function once per rank, each in a process of its own, and never waits longer than told: a kernel that spins or
+a collective that a rank misses ends as a failed test."""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from workers.ports import free_port
+
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not finish; carries every rank's story."""
+
+
+def run_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, deadline_s: float = 120,
+    environments: Sequence[dict[str, str]] | None = None,
+) -> list[Any]:
+    """What function(rank, size, address, *arguments) returns on each rank; it must be a module's own, and give plain
+    values, no tensors. environments: variables for each rank, beside those that keep NVLink multicast off."""
+    context = multiprocessing.get_context("spawn")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    pipes: list[Connection] = []
+    processes = []
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            environment = NO_MULTICAST | (environments[rank] if environments else {})
+            task = (theirs, environment, function, rank, size, address, arguments)
+            process = context.Process(target=_run, args=task, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        outcomes = _collect(pipes, time.monotonic() + deadline_s)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(10)
+    stories = [f"rank {rank}: {story}" for rank, (ok, story) in enumerate(outcomes) if not ok]
+    if stories:
+        raise RankError("\n".join(stories))
+    return [value for _, value in outcomes]
+
+
+def _collect(pipes: list[Connection], deadline_s: float) -> list[tuple[bool, Any]]:
+    """Each rank's outcome. Once one has failed the others get ten seconds: they may wait for it in vain."""
+    outcomes: list[tuple[bool, Any]] = [(False, "did not finish in time")] * len(pipes)
+    waiting = dict(enumerate(pipes))
+    while waiting and time.monotonic() < deadline_s:
+        for rank, pipe in list(waiting.items()):
+            if not pipe.poll(0.02):
+                continue
+            del waiting[rank]
+            try:
+                outcomes[rank] = pipe.recv()
+            except EOFError:
+                outcomes[rank] = (False, "died without a word")
+            if not outcomes[rank][0]:
+                deadline_s = min(deadline_s, time.monotonic() + 10)
+    return outcomes
+
+
+def _run(
+    pipe: Connection, environment: dict[str, str], function: Callable[..., Any], rank: int, size: int, address: str,
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    try:
+        pipe.send((True, function(rank, size, address, *arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    os._exit(0)  # a process group or a captured graph may not want to be torn down

@@ -1,0 +1,246 @@
+"""All-reduces without NCCL between the GPUs of one node: each rank maps every other's memory and reads or writes it.
+
+`workers.tp.join_tp_group` connects the ranks once, before any graph is captured; `TPGroup` then asks here first. What
+runs depends on shape, type and number of ranks alone, so every rank chooses the same, and it runs alike in a captured
+graph and outside: all state is on the device. Over PyTorch's symmetric memory, without NVLink multicast.
+"""
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class Method(Enum):
+    """PUSH: `workers.kernels.push_reduce`, which sums in float32 in rank order. TWO_SHOT: each rank sums its share of
+    the numbers and hands it to the others (symm_mem.two_shot_all_reduce). Both give the same bits on every rank."""
+
+    PUSH = "push"
+    TWO_SHOT = "two-shot"
+    NCCL = "nccl"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest message in bytes that each method is used for; beyond `two_shot`, NCCL."""
+
+    push: int
+    two_shot: int
+
+
+# By number of ranks. two_shot: measured on H200s (NVLink 4, no multicast, torch 2.11, NCCL 2.28.9, in a CUDA graph,
+# bfloat16), us for NCCL / one-shot / two-shot: 2 ranks 256 KB 13.9 / 8.2 / 7.6, 2 MB 33.4 / 18.9 / 13.0, 16 MB 85 / 97
+# / 58; 4 ranks 256 KB 16.8 / 10.8 / 9.7, 2 MB 32.9 / 29.1 / 18.8, 16 MB 102 / 168 / 93. push: sends each number to
+# every other rank at twice its size, so (ranks - 1) * 2 * push bytes leave a GPU: 1.2 us at 450 GB/s at these limits.
+# Other numbers of ranks have not been measured and use NCCL. `python -m tests.bench.all_reduce` measures all of it.
+LIMITS = {2: Limits(push=256 << 10, two_shot=16 << 20), 4: Limits(push=96 << 10, two_shot=16 << 20)}
+
+MAX_ROWS = 112  # of PUSH, a program each: the smallest H100 has 114 multiprocessors, and all programs must fit at once
+_MAX_WORDS = 16384  # 64-bit words that one program of PUSH holds in registers: 32 in each of 512 threads
+_OPERATORS = ("two_shot_all_reduce_", "two_shot_all_reduce_out")
+
+
+def choose(limits: Limits, ranks: int, rows: int, width: int, dtype: torch.dtype) -> Method:
+    """How [rows, width] of dtype is summed."""
+    num_bytes = rows * width * dtype.itemsize
+    if num_bytes <= limits.push and _can_push(ranks, rows, width, dtype):
+        return Method.PUSH
+    # the operators move 16 bytes at a time and know these types
+    if 0 < num_bytes <= limits.two_shot and num_bytes % 16 == 0 and dtype in (torch.bfloat16, torch.float32):
+        return Method.TWO_SHOT
+    return Method.NCCL
+
+
+def _can_push(ranks: int, rows: int, width: int, dtype: torch.dtype) -> bool:
+    if dtype not in (torch.bfloat16, torch.float16) or width % 2 or ranks & (ranks - 1):
+        return False
+    words = 1 << (width // 2 - 1).bit_length()
+    return 0 < rows <= MAX_ROWS and ranks * words <= _MAX_WORDS
+
+
+class PeerMemory:
+    """Memory of this rank that all ranks can reach, and the collectives over it.
+
+    Invariant: all ranks make the same calls in the same order, each rank on one stream. region: [bytes] uint8,
+    `region_bytes` long, zero from `limits.two_shot` on, at the start of its allocation; inboxes: the addresses of that
+    zero part in every rank's region, as this device sees them.
+    """
+
+    def __init__(self, rank: int, limits: Limits, region: Tensor, inboxes: Sequence[int], group_name: str) -> None:
+        self.limits = limits
+        self._rank = rank
+        self._size = len(inboxes)
+        self._staging = region[: limits.two_shot]
+        self._words = region[limits.two_shot :].view(torch.int64)
+        self._inboxes = torch.tensor(inboxes, dtype=torch.int64).to(region.device)
+        self._epochs = torch.zeros(MAX_ROWS, dtype=torch.int32, device=region.device)
+        self._inbox: Tensor | None = None  # its shape follows from the first width that is summed
+        self._group_name = group_name
+
+    def method(self, rows: int, width: int, dtype: torch.dtype) -> Method:
+        """How [rows, width] of dtype is summed. An inbox serves one width, the first: the words' numbers rely on it."""
+        method = choose(self.limits, self._size, rows, width, dtype)
+        if method is Method.PUSH and self._inbox is not None and self._inbox.shape[-1] != width // 2:
+            return choose(Limits(0, self.limits.two_shot), self._size, rows, width, dtype)
+        return method
+
+    def product_buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        """[rows, width] where a product that will be summed may be written, so that it need not be copied there; None
+        where that brings nothing. Its content lasts until the next call."""
+        if self.method(rows, width, dtype) is not Method.TWO_SHOT:
+            return None
+        return self._staged(rows, width, dtype)
+
+    def all_reduce(self, x: Tensor) -> bool:
+        """Replace x [rows, width], contiguous, by its sum over the ranks; False, and nothing done, where NCCL should.
+        Waits on the stream until every rank has called."""
+        if x.dim() != 2 or not x.is_contiguous():
+            return False
+        method = self.method(x.shape[0], x.shape[1], x.dtype)
+        if method is Method.PUSH:
+            self._push(x, x, None)
+        elif method is Method.TWO_SHOT:
+            self._two_shot(x)
+        return method is not Method.NCCL
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """residual += the sum of x over the ranks, in place, and its RMSNorm [rows, width], in one launch; None, and
+        nothing done, where one launch cannot. All contiguous and of one dtype."""
+        if self.method(x.shape[0], x.shape[1], x.dtype) is not Method.PUSH:
+            return None
+        out = torch.empty_like(x)
+        self._push(x, out, (residual, weight, eps))
+        return out
+
+    def _push(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> None:
+        from workers.kernels.push_reduce import push_reduce
+
+        if self._inbox is None:
+            pairs = x.shape[1] // 2
+            capacity = min(self.limits.push // (4 * pairs), len(self._epochs))
+            self._inbox = self._words[: 2 * capacity * self._size * pairs].view(2, capacity, self._size, pairs)
+            self._epochs = self._epochs[:capacity]
+        push_reduce(x, self._inbox, self._inboxes, self._epochs, self._rank, out, norm)
+
+    def _two_shot(self, x: Tensor) -> None:
+        """Both operators end with a barrier: after it nobody touches this rank's staging memory."""
+        if x.data_ptr() == self._staging.data_ptr():
+            torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", self._group_name)
+            return
+        staged = self._staged(x.shape[0], x.shape[1], x.dtype)
+        staged.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_out(staged, "sum", self._group_name, x)
+
+    def _staged(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self._staging[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
+
+
+def region_bytes(limits: Limits, ranks: int) -> int:
+    """Of a rank's shared memory: staging for two_shot, then two halves of words from each rank, 8 bytes per 4."""
+    return limits.two_shot + 2 * ranks * 2 * limits.push
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. host: differs between machines, and between containers that do not share /tmp's sockets or
+    names. torch_problem: what its torch or Triton lacks, or nothing."""
+
+    host: str
+    gpu: str
+    num_processors: int
+    torch_problem: str
+
+
+def why_not(places: Sequence[Place], limits: dict[int, Limits]) -> str:
+    """Why these ranks, in rank order, cannot use each other's memory; "" if they may try."""
+    if len(places) not in limits:
+        return f"no measurements for {len(places)} ranks, only for {sorted(limits)}"
+    problems = [f"rank {rank}: {place.torch_problem}" for rank, place in enumerate(places) if place.torch_problem]
+    if problems:
+        return "; ".join(problems)
+    if len({place.host for place in places}) > 1:
+        return f"the ranks are on several hosts: {[place.host for place in places]}"
+    if len({place.gpu for place in places}) < len(places):
+        return f"ranks share a GPU: {[place.gpu for place in places]}"
+    fewest = min(place.num_processors for place in places)
+    if fewest < MAX_ROWS:
+        return f"a GPU has {fewest} multiprocessors, at least {MAX_ROWS} are needed"
+    return ""
+
+
+def connect(
+    group: dist.ProcessGroup, rank: int, size: int, device: torch.device, limits: dict[int, Limits] = LIMITS
+) -> PeerMemory | None:
+    """This rank's peer memory, or None on all ranks, with the reason logged once, where NCCL must do. Collective over
+    `group`, whose backend is NCCL and whose ranks all use `device`s of their own."""
+    places: list[Place] = _gather(_place(device), group, size)
+    reason = why_not(places, limits)
+    if not reason:
+        peers, failure = None, ""
+        try:
+            peers = _map_regions(group, rank, size, device, limits[size])
+        except RuntimeError as error:  # torch's own word for: no peer access, no shared handles, refused by the driver
+            failure = f"rank {rank}: {str(error).splitlines()[0]}"
+        reason = "; ".join(filter(None, _gather(failure, group, size)))
+        if not reason:
+            return peers
+    if rank == 0:
+        logger.warning("all-reduces of tensor parallelism go through NCCL, not through peer memory: %s", reason)
+    return None
+
+
+def _map_regions(
+    group: dist.ProcessGroup, rank: int, size: int, device: torch.device, limits: Limits
+) -> PeerMemory:
+    import torch.distributed._symmetric_memory as symmetric
+
+    num_bytes = region_bytes(limits, size)
+    region: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(region, group)
+    views = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(size)]
+    region.zero_()
+    region[:8].fill_(rank + 1)
+    _barrier(group, device)
+    seen = [int(view[0].item()) for view in views]
+    if seen != list(range(1, size + 1)):
+        raise RuntimeError(f"peer memory reads {seen} where the ranks wrote 1 to {size}")
+    _barrier(group, device)
+    return PeerMemory(rank, limits, region, [view.data_ptr() + limits.two_shot for view in views], group.group_name)
+
+
+def _place(device: torch.device) -> Place:
+    properties = torch.cuda.get_device_properties(device)
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}"
+    return Place(host, str(properties.uuid), properties.multi_processor_count, _torch_problem())
+
+
+def _torch_problem() -> str:
+    try:
+        import torch.distributed._symmetric_memory
+        import triton  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    missing = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
+    return f"torch {torch.__version__} lacks symm_mem operators {missing}" if missing else ""
+
+
+def _gather(mine: Any, group: dist.ProcessGroup, size: int) -> list[Any]:
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _barrier(group: dist.ProcessGroup, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    dist.barrier(group, device_ids=[device.index])
+    torch.cuda.synchronize(device)
