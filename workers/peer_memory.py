@@ -70,18 +70,21 @@ def _can_push(ranks: int, rows: int, width: int, dtype: torch.dtype) -> bool:
 class PeerMemory:
     """Memory of this rank that all ranks can reach, and the collectives over it.
 
-    Invariant: all ranks make the same calls in the same order, each rank on one stream. region: [bytes] uint8,
-    `region_bytes` long, zero from `limits.two_shot` on, at the start of its allocation; inboxes: the addresses of that
-    zero part in every rank's region, as this device sees them.
+    Invariant: all ranks make the same calls in the same order, each rank on one stream. regions: of every rank, as this
+    device sees them, [bytes] uint8, `region_bytes` long and zero from `limits.two_shot` on; this rank's own is the
+    tensor that symmetric memory gave. group_name: of the process group that they were exchanged over.
     """
 
-    def __init__(self, rank: int, limits: Limits, region: Tensor, inboxes: Sequence[int], group_name: str) -> None:
+    def __init__(self, rank: int, limits: Limits, regions: Sequence[Tensor], group_name: str) -> None:
         self.limits = limits
         self._rank = rank
-        self._size = len(inboxes)
+        self._size = len(regions)
+        self._regions = tuple(regions)  # the mapping of another rank's memory ends with its tensor
+        region = regions[rank]
         self._staging = region[: limits.two_shot]
         self._words = region[limits.two_shot :].view(torch.int64)
-        self._inboxes = torch.tensor(inboxes, dtype=torch.int64).to(region.device)
+        addresses = [other.data_ptr() + limits.two_shot for other in regions]
+        self._inboxes = torch.tensor(addresses, dtype=torch.int64).to(region.device)
         self._epochs = torch.zeros(MAX_ROWS, dtype=torch.int32, device=region.device)
         self._inbox: Tensor | None = None  # its shape follows from the first width that is summed
         self._group_name = group_name
@@ -184,37 +187,48 @@ def connect(
     `group`, whose backend is NCCL and whose ranks all use `device`s of their own."""
     places: list[Place] = _gather(_place(device), group, size)
     reason = why_not(places, limits)
-    if not reason:
-        peers, failure = None, ""
-        try:
-            peers = _map_regions(group, rank, size, device, limits[size])
-        except RuntimeError as error:  # torch's own word for: no peer access, no shared handles, refused by the driver
-            failure = f"rank {rank}: {str(error).splitlines()[0]}"
-        reason = "; ".join(filter(None, _gather(failure, group, size)))
+    regions: list[Tensor] = []
+    # Each step may fail on one rank alone, so none holds a collective and all ranks hear of its end before the next.
+    for step in (_map_regions, _sign_region, _check_regions):
+        failure = ""
         if not reason:
-            return peers
+            try:
+                step(regions, region_bytes(limits[size], size), group, rank, size, device)
+            except RuntimeError as error:  # torch's for: no peer access, handles not shared, refused by the driver
+                failure = f"rank {rank}: {str(error).splitlines()[0]}"
+            reason = "; ".join(filter(None, _gather(failure, group, size)))
+    if not reason:
+        return PeerMemory(rank, limits[size], regions, group.group_name)
     if rank == 0:
         logger.warning("all-reduces of tensor parallelism go through NCCL, not through peer memory: %s", reason)
     return None
 
 
 def _map_regions(
-    group: dist.ProcessGroup, rank: int, size: int, device: torch.device, limits: Limits
-) -> PeerMemory:
+    regions: list[Tensor], num_bytes: int, group: dist.ProcessGroup, rank: int, size: int, device: torch.device
+) -> None:
+    """Fill `regions`. The ranks exchange handles through the group's store, whose timeout ends a wait in vain."""
     import torch.distributed._symmetric_memory as symmetric
 
-    num_bytes = region_bytes(limits, size)
-    region: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(region, group)
-    views = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(size)]
-    region.zero_()
-    region[:8].fill_(rank + 1)
-    _barrier(group, device)
-    seen = [int(view[0].item()) for view in views]
+    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(own, group)
+    regions += [own if peer == rank else handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(size)]
+
+
+def _sign_region(
+    regions: list[Tensor], num_bytes: int, group: dist.ProcessGroup, rank: int, size: int, device: torch.device
+) -> None:
+    regions[rank].zero_()
+    regions[rank][:8].fill_(rank + 1)
+    torch.cuda.synchronize(device)
+
+
+def _check_regions(
+    regions: list[Tensor], num_bytes: int, group: dist.ProcessGroup, rank: int, size: int, device: torch.device
+) -> None:
+    seen = [int(region[:8].sum()) // 8 for region in regions]
     if seen != list(range(1, size + 1)):
         raise RuntimeError(f"peer memory reads {seen} where the ranks wrote 1 to {size}")
-    _barrier(group, device)
-    return PeerMemory(rank, limits, region, [view.data_ptr() + limits.two_shot for view in views], group.group_name)
 
 
 def _place(device: torch.device) -> Place:
@@ -238,9 +252,3 @@ def _gather(mine: Any, group: dist.ProcessGroup, size: int) -> list[Any]:
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
-
-
-def _barrier(group: dist.ProcessGroup, device: torch.device) -> None:
-    torch.cuda.synchronize(device)
-    dist.barrier(group, device_ids=[device.index])
-    torch.cuda.synchronize(device)

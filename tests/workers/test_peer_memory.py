@@ -1,12 +1,16 @@
 """Which all-reduce runs, and that groups without peer memory do without."""
 
+import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.ranks import RankError, run_ranks
+from workers import peer_memory
 from workers.layers.linear import RowLinear
 from workers.layers.norm import RMSNorm
 from workers.peer_memory import LIMITS, MAX_ROWS, Limits, Method, PeerMemory, Place, choose, region_bytes, why_not
@@ -39,10 +43,13 @@ def test_shape_and_type_choose_the_method(
     assert choose(LIMITS[ranks], ranks, rows, width, dtype) is expected
 
 
+def regions(limits: Limits, ranks: int) -> list[Tensor]:
+    return [torch.zeros(region_bytes(limits, ranks), dtype=torch.uint8) for _ in range(ranks)]
+
+
 def test_an_inbox_serves_one_width() -> None:
     limits = Limits(push=4096, two_shot=8192)
-    region = torch.zeros(region_bytes(limits, 2), dtype=torch.uint8)
-    peers = PeerMemory(0, limits, region, [0, 0], "")
+    peers = PeerMemory(0, limits, regions(limits, 2), "")
     assert peers.method(2, 512, BF16) is Method.PUSH
     peers._inbox = torch.zeros((2, 4, 2, 256), dtype=torch.int64)
     assert peers.method(2, 512, BF16) is Method.PUSH
@@ -51,7 +58,7 @@ def test_an_inbox_serves_one_width() -> None:
 
 def test_a_product_is_written_where_it_will_be_summed() -> None:
     limits = Limits(push=64, two_shot=4096)
-    peers = PeerMemory(0, limits, torch.zeros(region_bytes(limits, 2), dtype=torch.uint8), [0, 0], "")
+    peers = PeerMemory(0, limits, regions(limits, 2), "")
     group = TPGroup(0, 2, None, peers)
     torch.manual_seed(0)
     layer = RowLinear(34, 16, group, "inputs", bias=True)
@@ -103,6 +110,39 @@ def sums_over_gloo(rank: int, size: int, address: str) -> list[list[float]]:
 def test_ranks_without_gpus_sum_over_gloo() -> None:
     first, second = run_ranks(sums_over_gloo, 2, deadline_s=100)
     assert first == second
+
+
+def connects_over_gloo(rank: int, size: int, address: str, failing: str) -> tuple[bool, list[str]]:
+    """Whether there is peer memory, and what was logged. The GPUs are made up; step `failing` fails on rank 1."""
+    group = join_tp_group(rank, size, address, torch.device("cpu")).process_group
+    assert group is not None
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    peer_memory.logger.addHandler(handler)
+
+    def step(name: str) -> Callable[..., None]:
+        def run(regions: list[Tensor], num_bytes: int, *_: Any) -> None:
+            if rank == 1 and name == failing:
+                raise RuntimeError(f"{name} does not work\nC++ stack trace")
+            regions[:] = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(size)]
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_memory, "_place", lambda device: place(gpu=str(rank)))
+        for name in ("_map_regions", "_sign_region", "_check_regions"):
+            patch.setattr(peer_memory, name, step(name))
+        peers = peer_memory.connect(group, rank, size, torch.device("cpu"), {2: Limits(64, 64)})
+    return peers is not None, logged
+
+
+@pytest.mark.parametrize("failing", ["", "_map_regions", "_check_regions"])
+def test_what_fails_on_one_rank_sends_all_to_nccl_and_is_logged_once(failing: str) -> None:
+    (first, logged), (second, silent) = run_ranks(connects_over_gloo, 2, failing, deadline_s=100)
+    assert first == second == (not failing)
+    wanted = ["all-reduces of tensor parallelism go through NCCL, not through peer memory: "
+              f"rank 1: {failing} does not work"] if failing else []
+    assert logged == wanted and silent == []
 
 
 def test_a_solo_group_sums_nothing() -> None:

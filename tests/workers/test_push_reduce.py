@@ -17,7 +17,7 @@ from workers.kernels import push_reduce as kernels  # noqa: E402
 from workers.peer_memory import Limits, Method, PeerMemory, region_bytes  # noqa: E402
 
 WIDTH = 70  # 35 words, in blocks of 64
-LIMITS = Limits(push=7 * WIDTH * 2, two_shot=0)
+LIMITS = Limits(push=4 * WIDTH * 2, two_shot=0)
 
 
 def inputs(call: int, rows: int, size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -37,7 +37,7 @@ def sums_of_one_rank(
     """Of every call, what this rank got and its residual afterwards; odd calls have a norm. Asserts they are right."""
     num_bytes = region_bytes(LIMITS, size)
     regions = [torch.from_file(f"{folder}/{r}", shared=True, size=num_bytes, dtype=torch.uint8) for r in range(size)]
-    peers = PeerMemory(rank, LIMITS, regions[rank], [region.data_ptr() for region in regions], "")
+    peers = PeerMemory(rank, LIMITS, regions, "")
     results = []
     for call, rows in enumerate(row_counts):
         parts, residual, weight = inputs(call, rows, size, dtype)
@@ -62,7 +62,7 @@ def sums_of_one_rank(
 @pytest.mark.parametrize("size,dtype", [(2, torch.bfloat16), (2, torch.float16), (4, torch.bfloat16)])
 def test_every_rank_gets_the_same_right_sum_call_after_call(tmp_path: Path, size: int, dtype: torch.dtype) -> None:
     """Row counts change from call to call, so rows have seen different numbers of calls."""
-    row_counts = [1, 7, 2, 7, 1, 1, 3, 1, 5, 2, 7, 4] * (4 if size == 2 else 2)
+    row_counts = [1, 4, 2, 4, 1, 1, 3, 1, 2, 4, 1] * (3 if dtype == torch.float16 else 1)
     for rank in range(size):
         (tmp_path / str(rank)).write_bytes(bytes(region_bytes(LIMITS, size)))
     results = run_ranks(sums_of_one_rank, size, str(tmp_path), row_counts, dtype, deadline_s=200)
