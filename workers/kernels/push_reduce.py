@@ -27,7 +27,7 @@ from torch import Tensor
 from attention.kernels.early_launch import launches_early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])  # one kernel on all ranks: the same operations in the same order
 def _push_reduce(x_ptr, residual_ptr, weight_ptr, out_ptr, inbox_ptr, inboxes_ptr, epochs_ptr, row_stride, capacity,
                  rank, scale_eps, WORLD: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
                  PDL: tl.constexpr):
@@ -36,6 +36,7 @@ def _push_reduce(x_ptr, residual_ptr, weight_ptr, out_ptr, inbox_ptr, inboxes_pt
     inside = column < row_stride
     if NORM:
         weight = tl.load(weight_ptr + column, mask=inside, other=0)
+    address = tl.load(inboxes_ptr + (rank + 1) % WORLD)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -45,8 +46,8 @@ def _push_reduce(x_ptr, residual_ptr, weight_ptr, out_ptr, inbox_ptr, inboxes_pt
     words = stamp | (x.to(tl.int64) & 0xFFFFFFFF)
     first = ((epoch & 1) * capacity + row) * WORLD * row_stride
     for step in tl.static_range(1, WORLD + 1):  # each rank starts with its neighbour, and ends with itself
-        inbox = tl.load(inboxes_ptr + (rank + step) % WORLD).to(tl.pointer_type(tl.int64))
-        inbox = tl.multiple_of(inbox, 16)
+        inbox = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+        address = tl.load(inboxes_ptr + (rank + step + 1) % WORLD)
         tl.store(inbox + first + rank * row_stride + column, words, mask=inside)
     if NORM:
         residual = tl.load(residual_ptr + row * row_stride + column, mask=inside, other=0)
