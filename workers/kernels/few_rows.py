@@ -125,16 +125,21 @@ class Workspace:
         )
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
+def few_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
+) -> Tensor:
     """[rows, N] x W^T + b in x's dtype, for x [rows, K] of at most MAX_ROWS rows, last stride 1, and W [N, K]
-    contiguous, both of a 16-bit type; K must be a multiple of 128. workspace: made for this shape.
+    contiguous, both of a 16-bit type; K must be a multiple of 128. workspace: made for this shape. out: contiguous, to
+    write to instead of new memory.
 
     Reference: `torch.nn.functional.linear`.
     """
     rows, (n, k) = x.shape[0], weight.shape
     tiles, pdl = few_rows_tiles(rows, n, k), launches_early(x.device)
     assert tiles is not None and x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    assert out.shape == (rows, n) and out.is_contiguous() and out.dtype == x.dtype
     _few_rows[(triton.cdiv(n, BLOCK_N), tiles.splits)](
         x, weight, bias, out, workspace.part, workspace.tickets, rows, x.stride(0), N=n, K=k, BLOCK_M=tiles.block_m,
         BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, SPAN=k // tiles.splits, HEAD=tiles.head,

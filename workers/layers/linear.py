@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from workers.layers.product import Product
@@ -54,10 +53,7 @@ class RowLinear(Product):
         next product overwrites. The bias is in rank 0's part."""
         bias = self.bias if self.group.rank == 0 else None
         out = self.group.product_buffer(x.shape[0], self.weight.shape[0], x.dtype)
-        if out is None:
-            return self.multiply(x, bias)
-        torch.mm(x, self.weight.t(), out=out)
-        return out if bias is None else out.add_(bias)
+        return self.multiply(x, bias, out)
 
     def load(self, part: str, kind: str, full: Tensor) -> None:
         """Copy this rank's columns of a full checkpoint tensor."""

@@ -26,9 +26,10 @@ class _Blocked:
 
     weight: Tensor
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
-        return out
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        assert out is None, "on a CPU nobody gives one"
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+        return y
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,18 @@ class _FewRows:
     workspace: "Workspace"
     max_rows: int
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         if x.shape[0] > self.max_rows:
-            return F.linear(x, weight, bias)
+            return _library(x, weight, bias, out)
         from workers.kernels.few_rows import few_rows
 
-        return few_rows(x, weight, bias, self.workspace)
+        return few_rows(x, weight, bias, self.workspace, out)
+
+
+def _library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 class Multiplies(nn.Module):
@@ -57,11 +64,11 @@ class Multiplies(nn.Module):
     def product_weight(self) -> Tensor:
         """[out, in]"""
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[rows, out] for x [rows, in]."""
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """[rows, out] for x [rows, in]; in the memory `out` if it is given."""
         if self._faster is None:
-            return F.linear(x, self.product_weight(), bias)
-        return self._faster.multiply(x, self.product_weight(), bias)
+            return _library(x, self.product_weight(), bias, out)
+        return self._faster.multiply(x, self.product_weight(), bias, out)
 
     def prepare(self, workspace: "Workspace | None") -> None:
         """Once the weight is final: choose how to multiply by it. workspace: on GPUs, of `pack_all`."""
