@@ -1,6 +1,8 @@
 """Where a round's time goes on a GPU: kernels by name, graph launches, copies to the host and idle time per round.
 
-    python -m tests.bench.profile_round --shape chain --batch 1 [--model llama-3.1-8b] [--rounds 30]
+    python -m tests.bench.profile_round --shape chain --batch 1 [--model llama-3.1-8b] [--rounds 30] [--prefill]
+
+With --prefill the steps of the batch's prompts instead, all figures per step.
 """
 
 import argparse
@@ -20,11 +22,15 @@ from workers.plan import SamplingParams
 from workers.request import Request
 
 
-def start(engine: LocalEngine, batch: int, setting: Setting) -> None:
-    """Bring `batch` requests into steady decoding."""
+def submit(engine: LocalEngine, batch: int, setting: Setting, max_tokens: int) -> None:
     for i in range(batch):
         prompt = [10 + (7 * i + j) % 50 for j in range(setting.prompt_tokens)]
-        engine.scheduler.submit(Request(f"p{i}", prompt, SamplingParams(setting.output_tokens, 0.0)))
+        engine.scheduler.submit(Request(f"p{i}", prompt, SamplingParams(max_tokens, 0.0)))
+
+
+def start(engine: LocalEngine, batch: int, setting: Setting) -> None:
+    """Bring `batch` requests into steady decoding."""
+    submit(engine, batch, setting, setting.output_tokens)
     for _ in range(24):
         engine.step()
 
@@ -80,15 +86,23 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="chain")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--prefill", action="store_true", help="the prompts' steps instead of rounds")
     arguments = parser.parse_args()
     setting = Setting()
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoints(Path(folder), arguments.model)
         spec = engine_spec(Path(folder), arguments.shape, arguments.batch, setting, 1, cuda_graphs=True)
         with local_engine(spec) as engine:
-            start(engine, arguments.batch, setting)
-            events = profile(engine, arguments.rounds)
-    figures = report(events, arguments.rounds)
+            rounds = arguments.rounds
+            if arguments.prefill:
+                rounds = -(-arguments.batch * setting.prompt_tokens // spec.worker.scheduler.max_step_tokens)
+                engine.generate([[10] * setting.prompt_tokens] * arguments.batch, SamplingParams(1, 0.0),
+                                arguments.batch)
+                submit(engine, arguments.batch, setting, 1)
+            else:
+                start(engine, arguments.batch, setting)
+            events = profile(engine, rounds)
+    figures = report(events, rounds)
     print(json.dumps({"bench": "profile_round", "hardware": hardware(), "shape": arguments.shape,
                       "batch": arguments.batch, **figures}))
 
