@@ -177,7 +177,9 @@ def _captured(
 ) -> DecodingStrategy:
     from workers.cuda_graph import GraphedDecoding, bucket_sizes
 
-    graphed = GraphedDecoding(strategy, slots, bucket_sizes(spec.worker.scheduler.max_running), layout.max_position)
+    graphed = GraphedDecoding(
+        strategy, slots, bucket_sizes(spec.worker.scheduler.max_running), layout.max_position, spec.worker.graph_scope
+    )
     with torch.inference_mode():
         graphed.capture(random=True)
         graphed.capture(random=False)

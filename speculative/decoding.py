@@ -51,8 +51,21 @@ class _Verified:
         return self.verdict.commit
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """A step after the target's pass. verified: of its rounds; first: of the prompts that end in it; chunk_features:
+    [rows, F] of its prompt chunks. page_table: [B, max_pages] int32 of its rounds."""
+
+    verified: _Verified | None
+    first: Commit | None
+    page_table: Tensor
+    chunk_features: Tensor
+    sampled_round: Sampled | None
+    sampled_first: Sampled | None
+
+
 class EagleDecoding:
-    """A `workers.decoding.DecodingStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, shape 1
+    """A `workers.decoding.StagedStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, shape 1
     speculates."""
 
     def __init__(
@@ -72,6 +85,11 @@ class EagleDecoding:
         return self._shapes
 
     def step(self, batch: StepBatch) -> StepTensors:
+        judged = self.verify(batch)
+        return self.draft(batch, judged, self.extend(batch, judged))
+
+    def verify(self, batch: StepBatch) -> _Judged:
+        """The target's pass, acceptance and commit."""
         chunks = batch.chunks
         width = self._shapes[batch.shape].width
         rows = self._drafter.trees.read(batch.slots, width, self._slots.seq_len)
@@ -79,18 +97,16 @@ class EagleDecoding:
         hidden, features = self._run_target(batch, rows, page_table)
         num_tail = batch.slots.shape[0] * width
         logits = self._target.model.lm_head(self._emitting_rows(hidden, num_tail, chunks))
-        verified = None
+        verified = first = None
         sampled_round = sampled_first = None
         if batch.num_requests:
             sampled_round = self._choose(logits[:num_tail], batch, rows)
             verified = self._accept(batch, rows, sampled_round.tokens, page_table, features[:num_tail])
-        first = None
         if chunks is not None and chunks.finals:
             begin_finals(self._slots, chunks)
             sampled_first = self._choose_first(logits[num_tail:], batch, chunks)
             first = self._slots.commit(chunks.final_slots, sampled_first.tokens, torch.ones_like(chunks.final_slots))
-        self._extend_and_draft(batch, verified, first, page_table, features[num_tail:])
-        return self._result(batch, verified, first, (sampled_round, sampled_first))
+        return _Judged(verified, first, page_table, features[num_tail:], sampled_round, sampled_first)
 
     def _run_target(self, batch: StepBatch, rows: RoundRows, page_table: Tensor) -> tuple[Tensor, Tensor]:
         """Final hidden states and draft features of all rows of the step."""
@@ -161,26 +177,36 @@ class EagleDecoding:
             return accept(tree, chosen, enabled, depth)
         return accept_synthetic(tree, chosen, enabled, depth, synthetic, self._slots.seed[slots], length.long())
 
-    def _extend_and_draft(
-        self, batch: StepBatch, verified: _Verified | None, first: Commit | None, page_table: Tensor,
-        chunk_features: Tensor,
-    ) -> None:
-        """Bring the draft's KV up to the committed tokens, then draft the next trees of all that emitted."""
-        chunks = batch.chunks
+    def extend(self, batch: StepBatch, judged: _Judged) -> Tensor:
+        """Bring the draft's KV up to the committed tokens. [B + F, H]: its state behind the newest token of each
+        request that emitted."""
+        chunks, verified = batch.chunks, judged.verified
         ids, features, tail = [], [], None
         if verified is not None:
             rows = verified.accepted.path.shape[1]
             features.append(verified.features)
             ids.append(verified.accepted.tokens.flatten())
             mask = self._causal[rows].expand(batch.num_requests, rows)
-            tail = TailBatch(Mode.DRAFT_EXTEND, rows, rows, verified.length, mask, page_table, batch.max_kv_len)
+            tail = TailBatch(Mode.DRAFT_EXTEND, rows, rows, verified.length, mask, judged.page_table, batch.max_kv_len)
         if chunks is not None:
-            features.append(chunk_features)
-            ids.append(_shifted_ids(chunks, first))
+            features.append(judged.chunk_features)
+            ids.append(_shifted_ids(chunks, judged.first))
         context = self._draft.context(tail, None, chunks.batch if chunks else None)
         head = self._draft.model
         hidden = head(_joined(ids), head.combine(_joined(features)), context)
-        self._draft_next(batch, self._newest_rows(hidden, verified, chunks), page_table)
+        return self._newest_rows(hidden, verified, chunks)
+
+    def draft(self, batch: StepBatch, judged: _Judged, hidden: Tensor) -> StepTensors:
+        """The next trees of all that emitted, and what they emitted."""
+        slots, page_table = batch.slots, judged.page_table
+        if batch.chunks is not None:
+            slots = torch.cat((batch.slots, batch.chunks.final_slots))
+            page_table = self._slots.page_table[slots]
+        if slots.shape[0] and batch.speculates:
+            self._drafter.draft(DraftBatch(slots, hidden, page_table, batch.max_kv_len, batch.needs))
+        elif slots.shape[0]:
+            self._drafter.draft_nothing(slots)
+        return self._result(batch, judged)
 
     @staticmethod
     def _newest_rows(hidden: Tensor, verified: _Verified | None, chunks: PromptChunks | None) -> Tensor:
@@ -193,22 +219,8 @@ class EagleDecoding:
             newest.append(hidden[num_tail + chunks.final_rows])
         return _joined(newest)
 
-    def _draft_next(self, batch: StepBatch, hidden: Tensor, page_table: Tensor) -> None:
-        slots = batch.slots
-        if batch.chunks is not None:
-            slots = torch.cat((batch.slots, batch.chunks.final_slots))
-            page_table = self._slots.page_table[slots]
-        if not slots.shape[0]:
-            return
-        if batch.speculates:
-            self._drafter.draft(DraftBatch(slots, hidden, page_table, batch.max_kv_len, batch.needs))
-        else:
-            self._drafter.draft_nothing(slots)
-
-    def _result(
-        self, batch: StepBatch, verified: _Verified | None, first: Commit | None,
-        sampled: tuple[Sampled | None, Sampled | None],
-    ) -> StepTensors:
+    def _result(self, batch: StepBatch, judged: _Judged) -> StepTensors:
+        verified, first = judged.verified, judged.first
         columns = verified.commit.tokens.shape[1] if verified is not None else 1
         tokens, counts, finish, accepted = [], [], [], []
         if verified is not None:
@@ -225,24 +237,22 @@ class EagleDecoding:
             empty = batch.slots.new_zeros(0)
             return StepTensors(empty.view(0, 1), empty, empty, empty, None)
         return StepTensors(_joined(tokens), _joined(counts), _joined(finish), _joined(accepted),
-                           self._logprobs(batch, verified, first, sampled, columns))
+                           self._logprobs(batch, judged, columns))
 
     @staticmethod
-    def _logprobs(
-        batch: StepBatch, verified: _Verified | None, first: Commit | None,
-        sampled: tuple[Sampled | None, Sampled | None], columns: int,
-    ) -> Logprobs | None:
+    def _logprobs(batch: StepBatch, judged: _Judged, columns: int) -> Logprobs | None:
         """Log-probabilities along the accepted paths, and of first tokens."""
         if batch.needs.num_logprobs < 0:
             return None
+        verified, first, of_round, of_first = judged.verified, judged.first, judged.sampled_round, judged.sampled_first
         logits, tokens = [], []
-        if verified is not None and sampled[0] is not None and sampled[0].logits is not None:
+        if verified is not None and of_round is not None and of_round.logits is not None:
             path = verified.accepted.path
-            index = path.unsqueeze(2).expand(-1, -1, sampled[0].logits.shape[2])
-            logits.append(sampled[0].logits.gather(1, index))
+            index = path.unsqueeze(2).expand(-1, -1, of_round.logits.shape[2])
+            logits.append(of_round.logits.gather(1, index))
             tokens.append(verified.commit.tokens)
-        if first is not None and sampled[1] is not None and sampled[1].logits is not None:
-            logits.append(sampled[1].logits.expand(-1, columns, -1))
+        if first is not None and of_first is not None and of_first.logits is not None:
+            logits.append(of_first.logits.expand(-1, columns, -1))
             tokens.append(F.pad(first.tokens, (0, columns - 1)))
         return logprobs_of(torch.cat(logits), torch.cat(tokens), batch.needs.num_logprobs) if logits else None
 

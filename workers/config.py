@@ -8,6 +8,7 @@ from attention.config import CacheConfig, TargetAttention
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+GraphScope = Literal["round", "stages", "eager_extend"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,12 @@ PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, tail_tokens=1)
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One engine replica, without its decoding strategy. cuda_graphs: capture rounds on a GPU; off only to measure
-    what they bring. debug: assert after every step that all ranks agree."""
+    """One engine replica, without its decoding strategy.
+
+    cuda_graphs: capture rounds on a GPU; off only to measure what they bring. graph_scope: what one graph holds: a
+    whole round; or, to measure what that brings, one of its three stages (verify, draft-extend, draft), of which
+    "eager_extend" runs draft-extend without a graph. debug: assert after every step that all ranks agree.
+    """
 
     model: ModelSource
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -70,4 +75,5 @@ class WorkerConfig:
     attention: TargetAttention = field(default_factory=TargetAttention)
     tensor_parallel: int = 1
     cuda_graphs: bool = True
+    graph_scope: GraphScope = "round"
     debug: bool = False

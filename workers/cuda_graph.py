@@ -8,18 +8,24 @@ prompt chunks run eagerly.
 
 Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
 and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
+
+A round can also be three graphs, its stages, one after another: that is how others run it, and here a means to measure
+what one graph brings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from workers.config import RoundShape
-from workers.decoding import DecodingStrategy, StepBatch, StepTensors
+from workers.config import GraphScope, RoundShape
+from workers.decoding import DecodingStrategy, StagedStrategy, StepBatch, StepTensors
 from workers.sampler import Logprobs, SamplingNeeds
 from workers.slots import SlotTable
+
+T = TypeVar("T")
 
 _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
 
@@ -31,11 +37,22 @@ class _Key:
     needs: SamplingNeeds
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    """run: replays the round. slots: its input. output: what it emitted, at the same place after every replay. filled:
+    the batch's slots that the input was last filled from."""
+
+    run: Callable[[], None]
     slots: Tensor
     output: StepTensors
+    filled: Tensor | None = None
+
+    def fill(self, slots: Tensor, padding_slot: int) -> None:
+        """Take over a batch's slots, which nobody changes in place: the same tensor need not be copied again."""
+        if self.filled is not slots:
+            self.slots[: slots.shape[0]] = slots
+            self.slots[slots.shape[0] :] = padding_slot
+            self.filled = slots
 
 
 def bucket_sizes(max_running: int) -> tuple[int, ...]:
@@ -52,12 +69,14 @@ class GraphedDecoding:
     """Runs `inner`'s pure rounds as graphs. max_kv_len: longest length that a request can have, tail included."""
 
     def __init__(
-        self, inner: DecodingStrategy, slots: SlotTable, buckets: Sequence[int], max_kv_len: int
+        self, inner: DecodingStrategy, slots: SlotTable, buckets: Sequence[int], max_kv_len: int,
+        scope: GraphScope = "round",
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._buckets = tuple(sorted(buckets))
         self._max_kv_len = max_kv_len
+        self._scope = scope
         self._captured: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -88,20 +107,50 @@ class GraphedDecoding:
             for _ in range(_EAGER_RUNS):
                 self._inner.step(batch)
         torch.cuda.current_stream().wait_stream(stream)
+        if self._scope != "round" and isinstance(self._inner, StagedStrategy):
+            return _Captured(*self._stages(self._inner, batch))
+        graph, output = self._graph(lambda: self._inner.step(batch))
+        return _Captured(graph.replay, slots, output)
+
+    def _graph(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of what `function` does, and what it returned: tensors that each replay writes."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog thread queries events while this thread captures
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = self._inner.step(batch)
-        return _Captured(graph, slots, output)
+            output = function()
+        return graph, output
+
+    def _stages(self, inner: StagedStrategy, batch: StepBatch) -> tuple[Callable[[], None], Tensor, StepTensors]:
+        """The stages of a round one by one; what one returns stays alive, and where it is, for the next."""
+        verify, judged = self._graph(lambda: inner.verify(batch))
+        if self._scope == "eager_extend":
+            hidden = torch.empty_like(inner.extend(batch, judged))
+            draft, output = self._graph(lambda: inner.draft(batch, judged, hidden))
+
+            def run() -> None:
+                verify.replay()
+                hidden.copy_(inner.extend(batch, judged))
+                draft.replay()
+
+            return run, batch.slots, output
+        extend, hidden = self._graph(lambda: inner.extend(batch, judged))
+        draft, output = self._graph(lambda: inner.draft(batch, judged, hidden))
+        kept = (judged, hidden)
+
+        def replay() -> None:
+            assert kept
+            for graph in (verify, extend, draft):
+                graph.replay()
+
+        return replay, batch.slots, output
 
     def step(self, batch: StepBatch) -> StepTensors:
         key = self._key(batch)
         if key is None:
             return self._inner.step(batch)
         captured, num_requests = self._round(key), batch.num_requests
-        captured.slots[:num_requests] = batch.slots
-        captured.slots[num_requests:] = self._slots.padding_slot
-        captured.graph.replay()
+        captured.fill(batch.slots, self._slots.padding_slot)
+        captured.run()
         return _first(captured.output, num_requests)
 
     def _key(self, batch: StepBatch) -> _Key | None:

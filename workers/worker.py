@@ -78,6 +78,7 @@ class Worker:
         self._group = group
         self._debug = debug
         self._pending: deque[_Pending] = deque()
+        self._last_slots: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0, dtype=torch.int64, device=slots.device))
 
     @property
     def num_pending(self) -> int:
@@ -115,14 +116,20 @@ class Worker:
         )
 
     def _batch(self, plan: StepPlan) -> StepBatch:
-        device = self._slots.device
         slot_ids = tuple(unpack_i32(plan.slots).tolist())
         chunks = self._chunks(plan) if plan.chunks else None
         finals = chunks.final_slot_ids if chunks else ()
         facts = [self._slots.facts[slot] for slot in slot_ids + finals]
-        slots = to_device(torch.tensor(slot_ids, dtype=torch.int64), device)
+        slots = self._slots_on_device(slot_ids)
         speculates = any(f.sampling.speculative for f in facts)
         return StepBatch(slots, slot_ids, plan.shape, plan.max_kv_len, chunks, SamplingNeeds.of(facts), speculates)
+
+    def _slots_on_device(self, slot_ids: tuple[int, ...]) -> Tensor:
+        """[B] int64. Most steps run the same requests as the one before, and then copy nothing."""
+        if slot_ids != self._last_slots[0]:
+            tensor = to_device(torch.tensor(slot_ids, dtype=torch.int64), self._slots.device)
+            self._last_slots = (slot_ids, tensor)
+        return self._last_slots[1]
 
     def _chunks(self, plan: StepPlan) -> PromptChunks:
         device = self._slots.device

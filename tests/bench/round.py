@@ -1,6 +1,7 @@
 """Milliseconds per round of the engine without HTTP, with dummy weights and synthetic acceptance.
 
     python -m tests.bench.round [--model llama-3.1-8b] [--shapes plain chain tree] [--batches 1 8 32 64 128]
+                                [--graph-scope stages] [--prompt-tokens 512] [--output-tokens 256]
 
 As peers were measured: prompts of 512 tokens, 256 output tokens, greedy, no prefix cache; (time of the whole batch -
 time with max_tokens=1) / rounds, best of 2, acceptance length 3.0. Scheduling, plans and reading results are included.
@@ -22,7 +23,7 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.config import GraphScope, ModelSource, SchedulerConfig, WorkerConfig
 from workers.local import LocalEngine
 from workers.plan import SamplingParams
 
@@ -63,17 +64,19 @@ def write_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def engine_spec(
-    folder: Path, shape: str, batch: int, setting: Setting, tensor_parallel: int, cuda_graphs: bool
+    folder: Path, shape: str, batch: int, setting: Setting, tensor_parallel: int, cuda_graphs: bool,
+    graph_scope: GraphScope = "round",
 ) -> EngineSpec:
     """An engine for `batch` requests of one shape."""
     tokens_per_request = setting.prompt_tokens + setting.output_tokens + 64
     pages = batch * -(-tokens_per_request // setting.page_size) + 8
     worker = WorkerConfig(
-        ModelSource(path=str(folder / "target"), load_format="dummy", max_model_len=2048),
+        ModelSource(path=str(folder / "target"), load_format="dummy", max_model_len=max(2048, tokens_per_request)),
         CacheConfig(setting.page_size, num_pages=pages, prefix_cache=False),
         SchedulerConfig(max_running=batch, max_step_tokens=8192),
         tensor_parallel=tensor_parallel,
         cuda_graphs=cuda_graphs,
+        graph_scope=graph_scope,
     )
     tree = SHAPES[shape]
     if tree is None:
@@ -107,8 +110,8 @@ def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
     rounds = best[1] - prefill_steps
     ms = (best[0] - prefill_s) / rounds * 1e3
     tokens_per_s = batch * (setting.output_tokens - 1) / (best[0] - prefill_s)
-    return {"ms_per_round": ms, "rounds": rounds, "tokens_per_s": tokens_per_s, "prefill_s": prefill_s,
-            "ready_s": ready_s}
+    return {"ms_per_round": ms, "requests_per_s": batch / best[0], "rounds": rounds, "tokens_per_s": tokens_per_s,
+            "prefill_s": prefill_s, "ready_s": ready_s}
 
 
 def hardware() -> str:
@@ -127,16 +130,23 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
+    parser.add_argument("--graph-scope", choices=["round", "stages", "eager_extend"], default="round",
+                        help="what one graph holds: a round, or one of its stages, to see what one graph brings")
+    parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
+    parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens: a trial on any machine")
     arguments = parser.parse_args()
-    setting = Setting(40, 24) if arguments.tiny else Setting()
+    setting = Setting(arguments.prompt_tokens, arguments.output_tokens)
+    if arguments.tiny:
+        setting = Setting(40, 24)
     results: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoints(Path(folder), "tiny" if arguments.tiny else arguments.model)
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(
-                    Path(folder), shape, batch, setting, arguments.tensor_parallel, not arguments.no_graphs
+                    Path(folder), shape, batch, setting, arguments.tensor_parallel, not arguments.no_graphs,
+                    arguments.graph_scope,
                 )
                 results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting)
                 print(shape, batch, {k: round(v, 3) for k, v in results[shape][str(batch)].items()}, flush=True)
@@ -146,8 +156,11 @@ def main() -> None:
     print("| --- |" + " --- |" * len(arguments.batches))
     for shape, row in results.items():
         print(f"| {shape} | " + " | ".join(f"{row[str(b)]['ms_per_round']:.2f}" for b in arguments.batches) + " |")
-    print(json.dumps({"bench": "round", "hardware": hardware(), "commit": commit(), "model": arguments.model,
-                      "tensor_parallel": arguments.tensor_parallel, "results": results}))
+    print(json.dumps({
+        "bench": "round", "hardware": hardware(), "commit": commit(), "model": arguments.model,
+        "tensor_parallel": arguments.tensor_parallel, "graph_scope": arguments.graph_scope,
+        "prompt_tokens": setting.prompt_tokens, "output_tokens": setting.output_tokens, "results": results,
+    }))
 
 
 if __name__ == "__main__":
