@@ -107,7 +107,8 @@ def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
         timed(engine, batch, setting, 16)
         prefill_s = min(timed(engine, batch, setting, 1)[0] for _ in range(setting.repeats))
         prefill_steps = timed(engine, batch, setting, 1)[1]
-        best = min((timed(engine, batch, setting, setting.output_tokens) for _ in range(setting.repeats)), key=lambda x: x[0])
+        runs = [timed(engine, batch, setting, setting.output_tokens) for _ in range(setting.repeats)]
+        best = min(runs, key=lambda run: run[0])
     rounds = best[1] - prefill_steps
     ms = (best[0] - prefill_s) / rounds * 1e3
     tokens_per_s = batch * (setting.output_tokens - 1) / (best[0] - prefill_s)
