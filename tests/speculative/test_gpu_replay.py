@@ -1,0 +1,184 @@
+"""Captured rounds equal eager ones to the bit: tokens, slots, trees and KV, for every bucket edge, page size and shape,
+with padding rows, contexts of 1 to 32768 tokens, and after thousands of replays whose slots change.
+
+On a CPU the same comparison runs eager against eager, and against faults that it must find.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.replay import (
+    Arm,
+    Dimensions,
+    Replica,
+    Round,
+    Runner,
+    Twins,
+    as_built,
+    build_replica,
+    padded_eager,
+    write_config,
+)
+from workers.cuda_graph import GraphedDecoding, bucket_sizes
+from workers.decoding import StepTensors
+from workers.plan import FINISH_LENGTH, FINISH_STOP
+
+CHAIN, TREE = (3, 1, 4), (5, 4, 16)
+# `few_rows` serves products of up to 64 rows, with and without columns that it reads ahead (the vocabulary's); 16 KV
+# heads fill the device from 8 requests on, so that partial results are merged apart below and by the last from there
+ON_GPU = Dimensions(hidden=1024, heads=32, kv_heads=16, head_dim=32, mlp=2048, vocab=8192, draft_vocab=2048)
+TINY = Dimensions(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=96, draft_vocab=40)
+
+# arm, rounds compared, rounds replayed alone, rounds compared after those
+ARMS = {
+    "plain-1": (Arm(None, 1), 120, 0, 0),
+    "plain-64": (Arm(None, 64), 120, 600, 60),
+    "chain-1-real": (Arm(CHAIN, 1), 216, 0, 0),
+    "chain-16-synthetic": (Arm(CHAIN, 16, 2.6), 2052, 0, 0),
+    "chain-64-real": (Arm(CHAIN, 64), 216, 0, 0),
+    "chain-16-fp32": (Arm(CHAIN, 16, dtype="float32"), 108, 0, 0),
+    "tree-1-synthetic": (Arm(TREE, 1, 3.4), 216, 0, 0),
+    "tree-16-real": (Arm(TREE, 16), 396, 2000, 216),
+    "tree-64-synthetic": (Arm(TREE, 64, 3.4), 216, 0, 0),
+}
+
+
+def bucket_edges(num_slots: int) -> list[int]:
+    """Each bucket and one request less and more, as far as there are slots."""
+    edges = {bucket + d for bucket in bucket_sizes(num_slots) for d in (-1, 0, 1)}
+    return sorted(n for n in edges if 1 <= n <= num_slots)
+
+
+def twins(folder: Path, arm: Arm, size: Dimensions, run_first: Runner) -> Twins:
+    """Of a GPU's two replicas the first has graphs."""
+    on_gpu = torch.cuda.is_available() and size is ON_GPU
+    write_config(folder, size, max_position=arm.longest + 4096)
+    device = "cuda" if on_gpu else "cpu"
+    first, second = (build_replica(arm.spec(folder, device, graphs)) for graphs in (on_gpu, False))
+    return Twins(arm, first, second, run_first, padded_eager(bucket_sizes(arm.num_slots)))
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize("name", list(ARMS))
+def test_replays_equal_eager_rounds(name: str, tmp_path: Path) -> None:
+    arm, num_compared, num_alone, num_after = ARMS[name]
+    sizes = bucket_edges(arm.num_slots)
+    started_s = time.perf_counter()
+    pair = twins(tmp_path, arm, ON_GPU, as_built)
+    built_s = time.perf_counter()
+    graphs = pair.first.strategy
+    assert isinstance(graphs, GraphedDecoding)
+    captured = dict(graphs._captured)
+    pair.compare(sizes, num_compared)
+    assert pair.different_kv() == []
+    compared_s = time.perf_counter()
+    if num_alone:
+        pair.replay(sizes, num_alone)
+        pair.compare(sizes, num_after)
+        assert pair.different_kv() == []
+    print(f"{name}: built in {built_s - started_s:.1f} s, compared in {compared_s - built_s:.1f} s, the rest in "
+          f"{time.perf_counter() - compared_s:.1f} s; {pair.seen.requests} requests, acceptance length "
+          f"{pair.seen.acceptance_length:.2f}, accepted {sorted(pair.seen.accepted.items())}")
+    _assert_covered(pair, arm, sizes)
+    assert graphs._captured == captured and len(captured) == len(graphs.shapes) * 2 * len(bucket_sizes(arm.num_slots))
+    del pair, graphs, captured
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _assert_covered(pair: Twins, arm: Arm, sizes: list[int]) -> None:
+    """The comparison means something only if drafts are accepted, requests end, and every graph is replayed."""
+    shapes = 1 if arm.tree is None else 2
+    assert len(pair.seen.rounds) == shapes * 2 * len(sizes)
+    assert pair.seen.finish[FINISH_STOP] and pair.seen.finish[FINISH_LENGTH]
+    assert pair.seen.requests > 2 * arm.num_slots
+    if arm.tree is not None:
+        assert -1 in pair.seen.accepted and len(pair.seen.accepted) >= 3
+        # a synthetic length is not reached where trees are shallower
+        assert pair.seen.acceptance_length > (1.5 if arm.acceptance else 1.02)
+
+
+def small(tree: tuple[int, int, int] | None, page_size: int, acceptance: float | None = None) -> Arm:
+    return Arm(tree, page_size, acceptance, dtype="float32", num_slots=5, longest=90)
+
+
+SMALL = {
+    "plain": small(None, 4),
+    "chain": small(CHAIN, 1),
+    "chain-synthetic": small(CHAIN, 4, 2.6),
+    "tree": small(TREE, 16),
+    "tree-synthetic": small(TREE, 4, 3.4),
+}
+
+
+def in_buckets(num_slots: int) -> Runner:
+    return padded_eager(bucket_sizes(num_slots))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", list(SMALL))
+def test_eager_rounds_equal_eager_rounds(name: str, tmp_path: Path) -> None:
+    """The harness itself: requests end and begin, all kinds of rounds occur, and equal replicas stay equal, also after
+    rounds of one alone."""
+    arm = SMALL[name]
+    sizes = bucket_edges(arm.num_slots)
+    pair = twins(tmp_path, arm, TINY, in_buckets(arm.num_slots))
+    pair.compare(sizes, 60)
+    assert pair.different_kv() == []
+    pair.replay(sizes, 20)
+    assert pair.different_state() == [] and pair.different_kv() == []
+    pair.compare(sizes, 20)
+    assert pair.different_kv() == []
+    _assert_covered(pair, arm, sizes)
+
+
+def late_slots(num_slots: int) -> Runner:
+    """A replay that still runs the first slots that it saw of each size."""
+    seen: dict[tuple[int, int, bool], Round] = {}
+    run = in_buckets(num_slots)
+
+    def stale(replica: Replica, round_: Round) -> StepTensors:
+        return run(replica, seen.setdefault((len(round_.slots), round_.shape, round_.random), round_))
+
+    return stale
+
+
+def next_as_padding(num_slots: int) -> Runner:
+    """Rows behind the batch that are not the padding slot, but one whose request is not in the round."""
+    run = in_buckets(num_slots)
+
+    def leaking(replica: Replica, round_: Round) -> StepTensors:
+        bucket = next(size for size in bucket_sizes(num_slots) if size >= len(round_.slots))
+        others = [slot for slot in range(num_slots) if slot not in round_.slots]
+        slots = (*round_.slots, *others[: bucket - len(round_.slots)])
+        return run(replica, Round(slots, round_.shape, round_.random))
+
+    return leaking
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("fault", [late_slots, next_as_padding])
+def test_wrong_slots_are_found(fault: Callable[[int], Runner], tmp_path: Path) -> None:
+    arm = SMALL["chain"]
+    pair = twins(tmp_path, arm, TINY, fault(arm.num_slots))
+    with pytest.raises(AssertionError, match="round"):
+        pair.compare(bucket_edges(arm.num_slots), 60)
+
+
+@torch.inference_mode()
+def test_other_numbers_in_the_cache_are_found(tmp_path: Path) -> None:
+    """One token's keys of one layer: found in the pools at once, and after few rounds in what is emitted."""
+    arm = SMALL["tree-synthetic"]
+    pair = twins(tmp_path, arm, TINY, in_buckets(arm.num_slots))
+    first = pair.first
+    page = int(first.slots.page_table[2, 0])
+    first.pools[0].k[1, page, 0] += 5.0
+    assert pair.different_kv() == ["pool 0 layer 1 k"]
+    with pytest.raises(AssertionError, match="round"):
+        pair.compare(bucket_edges(arm.num_slots), 60)

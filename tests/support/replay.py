@@ -1,0 +1,339 @@
+"""Two replicas of one engine, run in step on the same requests: whatever the first emits and leaves behind, the second,
+which runs eagerly, must emit and leave behind too, to the bit. Requests come, run and end without a scheduler, their KV
+is random numbers."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.config import CacheConfig
+from attention.kv_pool import KVPool
+from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
+from speculative.config import SpeculativeConfig
+from speculative.decoding import EagleDecoding
+from speculative.tree import Tree, TreeTable
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.cuda_graph import GraphedDecoding
+from workers.decoding import Autoregressive, DecodingStrategy, StepBatch, StepTensors
+from workers.layers.product import pack_all
+from workers.plan import SamplingParams, SlotInit, StepPlan, pack_i32
+from workers.sampler import SamplingNeeds
+from workers.slots import SlotTable
+
+NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them
+MAX_TOKENS = 60
+ROOM = MAX_TOKENS + 8  # tokens that max_model_len must leave behind the longest context
+KEY_SCALE = 3.0  # scores of a standard deviation of two or three: attention has its favourites too
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Of the random target and its EAGLE-3 head."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    draft_vocab: int
+    layers: int = 4
+
+
+@dataclass(frozen=True)
+class Round:
+    """One step: which slots run, in which order; random: whether tokens are drawn."""
+
+    slots: tuple[int, ...]
+    shape: int
+    random: bool
+
+
+@dataclass(frozen=True)
+class Replica:
+    """An engine's rank, opened up. strategy: as it was built, with graphs on a GPU. inner: what it captures."""
+
+    strategy: DecodingStrategy
+    inner: Autoregressive | EagleDecoding
+    slots: SlotTable
+    pools: tuple[KVPool, ...]
+    trees: TreeTable | None
+    layout: EngineLayout
+
+    def state(self) -> dict[str, Tensor]:
+        """What rounds change, padding left out: slots by name and trees [num_slots, ...]."""
+        table, count = self.slots, self.slots.padding_slot
+        state = {"seq_len": table.seq_len, "bonus": table.bonus, "finished": table.finished}
+        if self.trees is not None:
+            names = ("tokens", "parents", "depths", "masks")
+            state |= {f"trees.{name}": t for name, t in zip(names, self.trees._fields, strict=True)}
+        return {name: tensor[:count] for name, tensor in state.items()}
+
+
+# Rows behind those of the round's slots are padding's, and ignored.
+Runner = Callable[[Replica, Round], StepTensors]
+
+
+def write_config(folder: Path, size: Dimensions, max_position: int) -> Path:
+    """config.json of target and draft under `folder`; the weights are dummies."""
+    common: dict[str, Any] = {
+        "hidden_size": size.hidden, "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim, "intermediate_size": size.mlp, "vocab_size": size.vocab, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "max_position_embeddings": max_position, "tie_word_embeddings": False,
+    }
+    target = {**common, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": size.layers}
+    draft = {**common, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+             "draft_vocab_size": size.draft_vocab,
+             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, size.layers // 2 - 1, size.layers - 2]}}
+    for kind, config in (("target", target), ("draft", draft)):
+        (folder / kind).mkdir(parents=True)
+        (folder / kind / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One kind of engine. tree: (num_steps, top_k, width), None decodes plainly. acceptance: synthetic, None is real.
+    longest: the longest context that a request has when it comes."""
+
+    tree: tuple[int, int, int] | None
+    page_size: int
+    acceptance: float | None = None
+    dtype: str = "bfloat16"
+    num_slots: int = 16
+    longest: int = 32768
+
+    def spec(self, folder: Path, device: str, cuda_graphs: bool) -> EngineSpec:
+        """Every slot can hold the longest context at once."""
+        max_len = self.longest + ROOM
+        pages = self.num_slots * (-(-max_len // self.page_size) + 8 + 64 // self.page_size)
+        worker = WorkerConfig(
+            ModelSource(str(folder / "target"), "dummy", self.dtype, device, max_len),  # type: ignore[arg-type]
+            CacheConfig(self.page_size, num_pages=pages, prefix_cache=False),
+            SchedulerConfig(max_running=self.num_slots),
+            cuda_graphs=cuda_graphs,
+        )
+        if self.tree is None:
+            return EngineSpec(worker)
+        draft = SpeculativeConfig(str(folder / "draft"), "eagle3", *self.tree,
+                                  synthetic_acceptance_length=self.acceptance)
+        return EngineSpec(worker, draft)
+
+
+def build_replica(spec: EngineSpec) -> Replica:
+    """Ready for rounds, its slots and KV empty; two of one spec have the same weights."""
+    layout = plan_layout(spec)
+    worker = build_worker(spec, layout, 0, "")
+    strategy = worker._strategy
+    inner = strategy._inner if isinstance(strategy, GraphedDecoding) else strategy
+    assert isinstance(inner, (Autoregressive, EagleDecoding))
+    models: list[Any] = [inner._target.model]
+    pools, trees = [inner._target.pool], None
+    if isinstance(inner, EagleDecoding):
+        models.append(inner._draft.model)
+        pools.append(inner._draft.pool)
+        trees = inner._drafter.trees
+    for model in models:
+        model.lm_head.product_weight().data[:NUM_FAVOURITES] *= 8.0  # in place: graphs hold its address
+        if worker._slots.device.type == "cpu":
+            pack_all(model)  # the CPU's products hold copies
+    return Replica(strategy, inner, worker._slots, tuple(pools), trees, layout)
+
+
+def step_batch(replica: Replica, slots: Sequence[int], round_: Round) -> StepBatch:
+    on_device = torch.tensor(slots, dtype=torch.int64, device=replica.slots.device)
+    needs = SamplingNeeds(round_.random)
+    limit = replica.layout.max_position
+    return StepBatch(on_device, tuple(slots), round_.shape, limit, None, needs, speculates=round_.shape > 0)
+
+
+def as_built(replica: Replica, round_: Round) -> StepTensors:
+    """The step as the engine would run it: by a graph, if it has graphs."""
+    return replica.strategy.step(step_batch(replica, round_.slots, round_))
+
+
+def padded_eager(buckets: Sequence[int]) -> Runner:
+    """The inner strategy on the same slots, filled up to the bucket with the padding slot."""
+
+    def run(replica: Replica, round_: Round) -> StepTensors:
+        bucket = next(size for size in sorted(buckets) if size >= len(round_.slots))
+        padding = [replica.slots.padding_slot] * (bucket - len(round_.slots))
+        return replica.inner.step(step_batch(replica, [*round_.slots, *padding], round_))
+
+    return run
+
+
+@dataclass
+class Seen:
+    """What the rounds that were compared covered."""
+
+    rounds: Counter[tuple[int, bool, int]] = field(default_factory=Counter)  # shape, random, slots
+    accepted: Counter[int] = field(default_factory=Counter)
+    finish: Counter[int] = field(default_factory=Counter)
+    requests: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a round that verified drafts."""
+        rounds = {k: n for k, n in self.accepted.items() if k >= 0}
+        return 1 + sum(k * n for k, n in rounds.items()) / max(1, sum(rounds.values()))
+
+
+class Twins:
+    """`first`, run by any runner, beside `second`, run eagerly. Every slot always has a request, running or ended; an
+    ended one stays in batches for a while, as it does when two steps are in flight."""
+
+    def __init__(self, arm: Arm, first: Replica, second: Replica, run_first: Runner, run_second: Runner,
+                 seed: int = 0) -> None:
+        self._arm = arm
+        self.first = first
+        self._replicas = (first, second)
+        self._runners = (run_first, run_second)
+        self._random = np.random.default_rng(seed)
+        self._ended: set[int] = set()
+        self.seen = Seen()
+        self._fill_pools(seed)
+        for slot in range(arm.num_slots):
+            self._begin(slot)
+
+    def compare(self, sizes: Sequence[int], num_steps: int) -> None:
+        """Run both for num_steps rounds of all shapes, kinds of sampling and numbers of slots, again and again in a new
+        order; AssertionError at the first difference in what they emit or in their slots and trees."""
+        for i, round_ in enumerate(self._rounds(sizes, num_steps)):
+            pairs = zip(self._runners, self._replicas, strict=True)
+            first, second = (_rows(run(replica, round_), round_) for run, replica in pairs)
+            where = f"round {i}, {round_}"
+            assert torch.equal(first, second), f"{where}: emitted\n{first.tolist()}\nand eagerly\n{second.tolist()}"
+            different = self.different_state()
+            assert not different, f"{where}: {', '.join(different)} differ"
+            self._after(round_, first, self._replicas)
+            self.seen.rounds[round_.shape, round_.random, len(round_.slots)] += 1
+
+    def replay(self, sizes: Sequence[int], num_steps: int) -> None:
+        """Run the first alone for num_steps, then give the second its state."""
+        first, second = self._replicas
+        for round_ in self._rounds(sizes, num_steps):
+            self._after(round_, _rows(self._runners[0](first, round_), round_), (first,))
+        second.slots.facts.update(first.slots.facts)
+        names = ("page_table", "seq_len", "_ints", "_floats", "_flags", "stop_ids")
+        tensors = [(getattr(first.slots, name), getattr(second.slots, name)) for name in names]
+        if first.trees is not None and second.trees is not None:
+            tensors += zip(first.trees._fields, second.trees._fields, strict=True)
+        for ours, theirs in zip(first.pools, second.pools, strict=True):
+            tensors += [(ours.k, theirs.k), (ours.v, theirs.v)]
+        for ours, theirs in tensors:
+            theirs.copy_(ours)
+
+    def different_state(self) -> list[str]:
+        """Which parts of slots and trees differ."""
+        first, second = (replica.state() for replica in self._replicas)
+        return [name for name in first if not torch.equal(first[name], second[name])]
+
+    def different_kv(self) -> list[str]:
+        """Which layers' KV differs, the dummy page left out: all rows that rounds wrote, their tails included."""
+        names = []
+        for number, (ours, theirs) in enumerate(zip(*(r.pools for r in self._replicas), strict=True)):
+            for kind in ("k", "v"):
+                pair = zip(getattr(ours, kind), getattr(theirs, kind), strict=True)
+                names += [f"pool {number} layer {i} {kind}" for i, (a, b) in enumerate(pair)
+                          if not torch.equal(a[1:], b[1:])]
+        return names
+
+    def _fill_pools(self, seed: int) -> None:
+        first, second = self._replicas
+        generator = torch.Generator(first.slots.device).manual_seed(seed)
+        for ours, theirs in zip(first.pools, second.pools, strict=True):
+            ours.k[:, 1:].normal_(0.0, KEY_SCALE, generator=generator)
+            ours.v[:, 1:].normal_(generator=generator)
+            theirs.k.copy_(ours.k)
+            theirs.v.copy_(ours.v)
+
+    def _rounds(self, sizes: Sequence[int], num_steps: int) -> list[Round]:
+        shapes = range(len(self._replicas[0].strategy.shapes))
+        kinds = [(shape, random, n) for shape in shapes for random in (False, True) for n in sizes]
+        rounds: list[Round] = []
+        while len(rounds) < num_steps:
+            for shape, random, n in self._random.permutation(np.array(kinds)).tolist():
+                slots = self._random.permutation(self._arm.num_slots)[:n].tolist()
+                rounds.append(Round(tuple(slots), shape, bool(random)))
+        return rounds[:num_steps]
+
+    def _after(self, round_: Round, rows: Tensor, replicas: Sequence[Replica]) -> None:
+        """Count what a round emitted, and replace requests that have ended."""
+        for slot, (*_, finish, accepted) in zip(round_.slots, rows.tolist(), strict=True):
+            self.seen.accepted[accepted] += 1
+            self.seen.finish[finish] += 1
+            if finish:
+                self._ended.add(slot)
+        for slot in sorted(self._ended):
+            if self._random.random() < 0.5:
+                self._begin(slot, replicas)
+        if round_.shape == 0 and self._arm.acceptance is not None and self._arm.tree is not None:
+            # synthetic acceptance would take the tokens that a bare root lacks
+            for slot in set(round_.slots):
+                self._give_tree(slot, replicas)
+
+    def _begin(self, slot: int, replicas: Sequence[Replica] | None = None) -> None:
+        """A new request of a random length takes the slot, with the slot's pages in a new order."""
+        random, arm, replicas = self._random, self._arm, replicas or self._replicas
+        self._ended.discard(slot)
+        self.seen.requests += 1
+        length = self._length()
+        stops = (3, 5) if random.random() < 0.3 else ()
+        sampling = SamplingParams(
+            max_tokens=int(MAX_TOKENS ** random.random()), temperature=float(random.choice([0.0, 0.7, 1.0])),
+            seed=int(random.integers(1 << 62)), stop_token_ids=stops, speculative=bool(random.random() < 0.9),
+        )
+        init = SlotInit(slot, length, length, length + 1 + sampling.max_tokens, sampling)
+        num_pages = replicas[0].slots.page_table.shape[1]
+        assert (slot + 1) * num_pages <= replicas[0].pools[0].num_pages
+        pages = 1 + slot * num_pages + random.permutation(num_pages)
+        updates = np.stack((np.full(num_pages, slot), np.arange(num_pages), pages), axis=1).astype(np.int32)
+        plan = StepPlan(0, 0, b"", 0, 0, pack_i32(updates.ravel()), (init,))
+        bonus = int(random.integers(NUM_FAVOURITES))
+        for replica in replicas:
+            replica.slots.apply_plan(plan)
+            replica.slots.bonus[slot] = bonus
+        if arm.tree is not None:
+            self._give_tree(slot, replicas)
+
+    def _length(self) -> int:
+        """1 to the longest: even, by magnitude, or at an end."""
+        longest, choice = self._arm.longest, self._random.random()
+        if choice < 0.1:
+            return int(self._random.choice([1, longest]))
+        if choice < 0.5:
+            return int(longest ** self._random.random())
+        return int(self._random.integers(1, longest, endpoint=True))
+
+    def _give_tree(self, slot: int, replicas: Sequence[Replica]) -> None:
+        """top_k chains of random tokens below the slot's newest one."""
+        assert self._arm.tree is not None
+        _, top_k, width = self._arm.tree
+        parents = [max(0, i - top_k) for i in range(width)]
+        depths, masks = [0], [1]
+        for i in range(1, width):
+            depths.append(depths[parents[i]] + 1)
+            masks.append(masks[parents[i]] | 1 << i)
+        drawn = torch.from_numpy(self._random.integers(0, NUM_FAVOURITES, (1, width)))
+        for replica in replicas:
+            device = replica.slots.device
+            tokens = drawn.to(device)
+            tokens[:, 0] = replica.slots.bonus[slot]
+            shape = (torch.tensor([values], device=device) for values in (parents, depths, masks))
+            assert replica.trees is not None
+            replica.trees.write(torch.tensor([slot], device=device), Tree(tokens, *shape))
+
+
+def _rows(out: StepTensors, round_: Round) -> Tensor:
+    """[slots, M + 3] int64: tokens, count, finish, accepted of the round's slots; copies, for the next replay writes to
+    the same outputs."""
+    rows = torch.cat((out.tokens, torch.stack((out.counts, out.finish, out.accepted), dim=1)), dim=1)
+    return rows[: len(round_.slots)]
