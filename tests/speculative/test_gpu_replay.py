@@ -12,18 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.replay import (
-    Arm,
-    Dimensions,
-    Replica,
-    Round,
-    Runner,
-    Twins,
-    as_built,
-    build_replica,
-    padded_eager,
-    write_config,
-)
+from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
+from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
 from workers.cuda_graph import GraphedDecoding, bucket_sizes
 from workers.decoding import StepTensors
 from workers.plan import FINISH_LENGTH, FINISH_STOP

@@ -1,0 +1,125 @@
+"""Engines with random weights, opened up for tests that compare two of them: see `tests.support.replay`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attention.config import CacheConfig
+from attention.kv_pool import KVPool
+from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
+from speculative.config import SpeculativeConfig
+from speculative.decoding import EagleDecoding
+from speculative.tree import TreeTable
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.cuda_graph import GraphedDecoding
+from workers.decoding import Autoregressive, DecodingStrategy
+from workers.layers.product import pack_all
+from workers.slots import SlotTable
+
+NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them
+MAX_TOKENS = 60
+ROOM = MAX_TOKENS + 8  # tokens that max_model_len must leave behind the longest context
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Of the random target and its EAGLE-3 head."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    draft_vocab: int
+    layers: int = 4
+
+
+def write_config(folder: Path, size: Dimensions, max_position: int) -> Path:
+    """config.json of target and draft under `folder`; the weights are dummies."""
+    common: dict[str, Any] = {
+        "hidden_size": size.hidden, "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim, "intermediate_size": size.mlp, "vocab_size": size.vocab, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "max_position_embeddings": max_position, "tie_word_embeddings": False,
+    }
+    target = {**common, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": size.layers}
+    draft = {**common, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+             "draft_vocab_size": size.draft_vocab,
+             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, size.layers // 2 - 1, size.layers - 2]}}
+    for kind, config in (("target", target), ("draft", draft)):
+        (folder / kind).mkdir(parents=True)
+        (folder / kind / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One kind of engine. tree: (num_steps, top_k, width), None decodes plainly. acceptance: synthetic, None is real.
+    longest: the longest context that a request has when it comes."""
+
+    tree: tuple[int, int, int] | None
+    page_size: int
+    acceptance: float | None = None
+    dtype: str = "bfloat16"
+    num_slots: int = 16
+    longest: int = 32768
+
+    def spec(self, folder: Path, device: str, cuda_graphs: bool) -> EngineSpec:
+        """Every slot can hold the longest context at once."""
+        max_len = self.longest + ROOM
+        pages = self.num_slots * (-(-max_len // self.page_size) + 8 + 64 // self.page_size)
+        worker = WorkerConfig(
+            ModelSource(str(folder / "target"), "dummy", self.dtype, device, max_len),  # type: ignore[arg-type]
+            CacheConfig(self.page_size, num_pages=pages, prefix_cache=False),
+            SchedulerConfig(max_running=self.num_slots),
+            cuda_graphs=cuda_graphs,
+        )
+        if self.tree is None:
+            return EngineSpec(worker)
+        draft = SpeculativeConfig(str(folder / "draft"), "eagle3", *self.tree,
+                                  synthetic_acceptance_length=self.acceptance)
+        return EngineSpec(worker, draft)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """An engine's rank, opened up. strategy: as it was built, with graphs on a GPU. inner: what it captures."""
+
+    strategy: DecodingStrategy
+    inner: Autoregressive | EagleDecoding
+    slots: SlotTable
+    pools: tuple[KVPool, ...]
+    trees: TreeTable | None
+    layout: EngineLayout
+
+    def state(self) -> dict[str, Tensor]:
+        """What rounds change, padding left out: slots by name and trees [num_slots, ...]."""
+        table, count = self.slots, self.slots.padding_slot
+        state = {"seq_len": table.seq_len, "bonus": table.bonus, "finished": table.finished}
+        if self.trees is not None:
+            names = ("tokens", "parents", "depths", "masks")
+            state |= {f"trees.{name}": t for name, t in zip(names, self.trees._fields, strict=True)}
+        return {name: tensor[:count] for name, tensor in state.items()}
+
+
+def build_replica(spec: EngineSpec) -> Replica:
+    """Ready for rounds, its slots and KV empty; two of one spec have the same weights."""
+    layout = plan_layout(spec)
+    worker = build_worker(spec, layout, 0, "")
+    strategy = worker._strategy
+    inner = strategy._inner if isinstance(strategy, GraphedDecoding) else strategy
+    assert isinstance(inner, (Autoregressive, EagleDecoding))
+    models: list[Any] = [inner._target.model]
+    pools, trees = [inner._target.pool], None
+    if isinstance(inner, EagleDecoding):
+        models.append(inner._draft.model)
+        pools.append(inner._draft.pool)
+        trees = inner._drafter.trees
+    for model in models:
+        model.lm_head.product_weight().data[:NUM_FAVOURITES] *= 8.0  # in place: graphs hold its address
+        if worker._slots.device.type == "cpu":
+            pack_all(model)  # the CPU's products hold copies
+    return Replica(strategy, inner, worker._slots, tuple(pools), trees, layout)
