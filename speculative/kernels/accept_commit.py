@@ -65,7 +65,7 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
     for j in tl.static_range(COLUMNS):
         here = accepted & (depth == j)
         index = tl.sum(tl.where(here, node, 0), 0).to(tl.int64)
-        below = tl.sum(tl.where(accepted & (depth == j + 1), token, 0), 0)
+        below = tl.maximum(tl.sum(tl.where(accepted & (depth == j + 1), token, 0), 0), 0)
         emitted = tl.where(j < num_drafts, below, tl.sum(tl.where(node == index, chosen, 0), 0))
         tl.store(path_ptr + b * COLUMNS + j, index)
         tl.store(row_ptr + b * COLUMNS + j, b * W + index)
