@@ -47,7 +47,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize("rows,n,k,splits", [
-    (1, 6144, 4096, 4), (17, 6144, 4096, 2), (64, 6144, 4096, 2), (4, 28672, 4096, 1), (4, 4096, 14336, 4),
+    (1, 6144, 4096, 4), (17, 6144, 4096, 2), (64, 6144, 4096, 1), (64, 4096, 4096, 2),
+    (64, 8192, 14336, 1), (4, 28672, 4096, 1), (4, 4096, 14336, 4),
     (1, 64, 128, 1),
 ])
 def test_splits_fill_the_device_and_divide_k(rows: int, n: int, k: int, splits: int) -> None:

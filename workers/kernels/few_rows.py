@@ -24,6 +24,7 @@ from attention.kernels.online_softmax import INTERPRETED
 
 MAX_ROWS = 64  # beyond them the library's products are as fast, see tests/bench/RESULTS.md
 BLOCK_N = 64
+MULTIPROCESSORS = 132  # of an H200: so many programs have one to themselves, and its shared memory
 MAX_SPLITS = 16
 
 
@@ -92,12 +93,16 @@ def few_rows_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
     if rows > MAX_ROWS or k % 128:
         return None
     block_m = max(16, triton.next_power_of_2(rows))
-    programs, head, stages = {16: (400, 256, 3), 32: (256, 256, 3), 64: (200, 128, 4)}[block_m]
+    most = {16: 400, 32: 256, 64: 160}[block_m]
     splits, tiles = 1, triton.cdiv(n, BLOCK_N)
-    while 2 * splits * tiles <= programs and k % (2 * splits * 128) == 0 and splits < MAX_SPLITS:
+    while 2 * splits * tiles <= most and k % (2 * splits * 128) == 0 and splits < MAX_SPLITS:
         splits *= 2
-    if splits > 1 and k // splits > head:
-        return FewRowsTiles(block_m, 128, splits, head, stages)
+    span = k // splits
+    if block_m == 64 and splits * tiles <= MULTIPROCESSORS and span > 128:
+        return FewRowsTiles(block_m, 128, splits, head=128, stages=4)
+    head = {16: 256, 32: 256, 64: 128}[block_m]
+    if splits > 1 and span > head:
+        return FewRowsTiles(block_m, 128, splits, head, stages=3)
     # A long span hides the wait for its first columns by itself, and a head costs it a stage's shared memory.
     return FewRowsTiles(block_m, *{16: (128, splits, 0, 4), 32: (64, splits, 128, 3), 64: (64, splits, 0, 3)}[block_m])
 
