@@ -22,9 +22,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.mark.parametrize("ranks,rows,width,dtype,expected", [
     (2, 1, 8192, BF16, Method.PUSH),
     (2, 16, 8192, BF16, Method.PUSH),
-    (2, 17, 8192, BF16, Method.TWO_SHOT),
+    (2, 64, 8192, BF16, Method.PUSH),
+    (2, 65, 8192, BF16, Method.TWO_SHOT),
     (2, 4, 8192, torch.float16, Method.PUSH),
-    (2, 64, 8192, torch.float16, Method.NCCL),  # the operators know no float16
+    (2, 65, 8192, torch.float16, Method.NCCL),  # the operators know no float16
     (2, 1, 8192, FP32, Method.TWO_SHOT),
     (2, 512, 8192, BF16, Method.TWO_SHOT),
     (2, 1025, 8192, BF16, Method.NCCL),
