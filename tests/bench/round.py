@@ -5,7 +5,9 @@
 
 As peers were measured: prompts of 512 tokens, 256 output tokens, greedy, no prefix cache; (time of the whole batch -
 time with max_tokens=1) / rounds, best of 2, acceptance length 3.0. Scheduling, plans and reading results are included.
-A Markdown table, then one JSON line. Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
+Beside it what torch's profiler counts in steady rounds (graph launches, copies to the host, idle share), and the floor:
+the bytes that a round must read over the measured copy bandwidth. Markdown tables, then one JSON line. Needs a GPU for
+figures that mean anything; `--tiny` tries it on a CPU.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from tests.bench.trace import figures, profile, start
 from workers.config import GraphScope, ModelSource, SchedulerConfig, WorkerConfig
 from workers.local import LocalEngine
 from workers.plan import SamplingParams
@@ -35,6 +38,7 @@ MODELS = {
     "tiny": (64, 8, 4, 2, 16, 96, 256, 64),
 }
 SHAPES = {"plain": None, "chain": (3, 1, 4), "tree": (5, 4, 8)}
+PROFILED_ROUNDS = 10
 COPY_BYTES_PER_S = 4.27e12  # measured on an H200: device-to-device copy, read and written bytes
 
 
@@ -45,6 +49,20 @@ class Setting:
     acceptance_length: float = 3.0
     repeats: int = 2
     page_size: int = 16
+
+
+def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_parallel: int) -> float:
+    """Milliseconds that copying the bytes takes which a round must read on each GPU: weights once per pass, and the KV
+    of half-grown answers. Embeddings and activations are left out."""
+    hidden, layers, heads, kv_heads, dim, mlp, vocab, draft_vocab = MODELS[name]
+    attention, rest = hidden * (heads + 2 * kv_heads) * dim, heads * dim * hidden + 3 * hidden * mlp
+    tokens = batch * (setting.prompt_tokens + setting.output_tokens / 2)
+    numbers = layers * (attention + rest) + vocab * hidden + tokens * 2 * layers * kv_heads * dim
+    tree = SHAPES[shape]
+    if tree is not None:
+        one_pass = 2 * attention + rest + draft_vocab * hidden + tokens * 2 * kv_heads * dim
+        numbers += 3 * hidden * hidden + tree[0] * one_pass
+    return 2 * numbers / tensor_parallel / COPY_BYTES_PER_S * 1e3
 
 
 def write_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
@@ -109,11 +127,16 @@ def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
         prefill_steps = timed(engine, batch, setting, 1)[1]
         runs = [timed(engine, batch, setting, setting.output_tokens) for _ in range(setting.repeats)]
         best = min(runs, key=lambda run: run[0])
+        seen = {}
+        if torch.cuda.is_available() and spec.worker.tensor_parallel == 1:
+            start(engine, batch, setting.prompt_tokens, setting.output_tokens)
+            seen = figures(profile(engine, PROFILED_ROUNDS), PROFILED_ROUNDS)
     rounds = best[1] - prefill_steps
     ms = (best[0] - prefill_s) / rounds * 1e3
     tokens_per_s = batch * (setting.output_tokens - 1) / (best[0] - prefill_s)
     return {"ms_per_round": ms, "requests_per_s": batch / best[0], "rounds": rounds, "tokens_per_s": tokens_per_s,
-            "prefill_s": prefill_s, "ready_s": ready_s}
+            "prefill_s": prefill_s, "ready_s": ready_s,
+            **{name: seen[name] for name in ("graph_launches", "copies_to_host", "idle_share", "kernels") if seen}}
 
 
 def hardware() -> str:
@@ -144,21 +167,25 @@ def main() -> None:
         setting = Setting(40, 24)
     results: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoints(Path(folder), "tiny" if arguments.tiny else arguments.model)
+        model = "tiny" if arguments.tiny else arguments.model
+        write_checkpoints(Path(folder), model)
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(
                     Path(folder), shape, batch, setting, arguments.tensor_parallel, not arguments.no_graphs,
                     arguments.graph_scope,
                 )
-                results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting)
+                results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting) | {
+                    "floor_ms": floor_ms(model, shape, batch, setting, arguments.tensor_parallel)
+                }
                 print(shape, batch, {k: round(v, 3) for k, v in results[shape][str(batch)].items()}, flush=True)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-    print("| ms per round at batch | " + " | ".join(map(str, arguments.batches)) + " |")
-    print("| --- |" + " --- |" * len(arguments.batches))
-    for shape, row in results.items():
-        print(f"| {shape} | " + " | ".join(f"{row[str(b)]['ms_per_round']:.2f}" for b in arguments.batches) + " |")
+    for title, name in (("ms per round", "ms_per_round"), ("floor, ms", "floor_ms"), ("tokens/s", "tokens_per_s")):
+        print(f"| {title} at batch | " + " | ".join(map(str, arguments.batches)) + " |")
+        print("| --- |" + " --- |" * len(arguments.batches))
+        for shape, row in results.items():
+            print(f"| {shape} | " + " | ".join(f"{row[str(b)][name]:.4g}" for b in arguments.batches) + " |")
     print(json.dumps({
         "bench": "round", "hardware": hardware(), "commit": commit(), "model": arguments.model,
         "tensor_parallel": arguments.tensor_parallel, "graph_scope": arguments.graph_scope,

@@ -1,0 +1,77 @@
+"""What torch's profiler sees of an engine's steps on a GPU: kernels, graph launches, copies to the host, idle time."""
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.local import LocalEngine
+from workers.plan import SamplingParams
+from workers.request import Request
+
+
+def submit(engine: LocalEngine, batch: int, prompt_tokens: int, max_tokens: int) -> None:
+    for i in range(batch):
+        prompt = [10 + (7 * i + j) % 50 for j in range(prompt_tokens)]
+        engine.scheduler.submit(Request(f"p{i}", prompt, SamplingParams(max_tokens, 0.0)))
+
+
+def start(engine: LocalEngine, batch: int, prompt_tokens: int, max_tokens: int) -> None:
+    """Bring `batch` requests into steady decoding: their prompts take fewer steps than this."""
+    submit(engine, batch, prompt_tokens, max_tokens)
+    for _ in range(24):
+        engine.step()
+
+
+def profile(engine: LocalEngine, steps: int) -> list[dict[str, Any]]:
+    """Trace events of `steps` steps."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events: list[dict[str, Any]] = json.loads(Path(file.name).read_text())["traceEvents"]
+    return events
+
+
+def device_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
+
+
+def figures(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
+    """Per step: wall_us, kernel_us (kernels that overlap count twice), kernels, graph_launches, copies_to_host; and
+    idle_share, the part of the time in which nothing ran."""
+    device = device_events(events)
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in device]
+    wall_us = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    return {
+        "wall_us": wall_us / steps,
+        "kernel_us": sum(e["dur"] for e in device) / steps,
+        "idle_share": 1 - busy_us(spans) / wall_us,
+        "kernels": len(device) / steps,
+        "graph_launches": sum(e.get("name") == "cudaGraphLaunch" for e in events) / steps,
+        "copies_to_host": sum("DtoH" in e["name"] for e in device) / steps,
+    }
+
+
+def by_kernel(events: list[dict[str, Any]]) -> list[tuple[str, list[float]]]:
+    """Kernels and the microseconds of each of their runs, the longest in sum first."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in device_events(events):
+        times[event["name"]].append(event["dur"])
+    return sorted(times.items(), key=lambda item: -sum(item[1]))
+
+
+def busy_us(spans: Iterable[tuple[float, float]]) -> float:
+    """Microseconds covered by at least one of the spans (start, end)."""
+    total = end_so_far = 0.0
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, end_so_far))
+        end_so_far = max(end_so_far, end)
+    return total
