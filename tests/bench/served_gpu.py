@@ -158,8 +158,13 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
     args["parallel"]["tensor_parallel"] = arguments.tensor_parallel
     args["cache"]["memory_gb"] = arguments.memory_gb
     args["engine"]["drain_timeout_s"] = 120  # the stream that runs during Ctrl-C takes seconds on a GPU only
-    if arguments.tree:
-        args["speculative"] |= {"num_steps": 5, "top_k": 4, "num_draft_tokens": 16}
+    if arguments.shape:
+        numbers = (int(number) for number in arguments.shape.split("/"))
+        args["speculative"] |= dict(zip(("num_steps", "top_k", "num_draft_tokens"), numbers, strict=True))
+    if arguments.attention:
+        name = arguments.attention
+        args["attention"] = {"prefill": name, "decode": name}
+        args["draft_attention"] = {"prefill": name, "extend": name, "decode": name}
     return content
 
 
@@ -191,7 +196,9 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32; auto: the checkpoint's on a GPU")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--tree", action="store_true", help="draft a tree 5/4/16 in place of a chain 3/1/4")
+    parser.add_argument("--shape", default="", metavar="STEPS/TOP_K/TOKENS",
+                        help="a tree, for instance 5/4/16, in place of a chain 3/1/4")
+    parser.add_argument("--attention", default="", help="a backend for every phase of target and draft; else as auto")
     parser.add_argument("--memory-gb", type=float, default=1.0, help="of the KV cache")
     parser.add_argument("--load-answers", type=int, default=256, help="of each load (default: 256)")
     parser.add_argument("--start-limit", type=float, default=300.0, help="seconds until /health must be 200")
