@@ -1,0 +1,88 @@
+"""Compiles the kernels of a round for Hopper without a GPU: no spills, and shared memory for as many programs on a
+multiprocessor as the tables count on."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
+
+from attention.kernels import move_path  # noqa: E402
+from speculative.kernels import accept_commit, head_input, read_trees, tree_growth  # noqa: E402
+from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from workers.kernels import argmax, commit, few_rows, rows, topk  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+BF16 = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "out_ptr"), "bf16")
+FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i64")
+
+
+@pytest.mark.parametrize("num_rows,n,k", [
+    (1, 6144, 4096), (16, 28672, 4096), (17, 4096, 14336), (32, 28672, 8192), (40, 4096, 4096), (64, 28672, 4096),
+    (64, 8192, 14336), (64, 5120, 8192),
+])
+@pytest.mark.parametrize("bias", [False, True])
+def test_product_of_few_rows_fits_hopper(num_rows: int, n: int, k: int, bias: bool, tmp_path: Path) -> None:
+    tiles = few_rows.few_rows_tiles(num_rows, n, k)
+    assert tiles is not None
+    pointers = BF16 | {"part_ptr": "fp32"}
+    constants = {"N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": few_rows.BLOCK_N, "BLOCK_K": tiles.block_k,
+                 "SPLITS": tiles.splits, "SPAN": k // tiles.splits, "HEAD": tiles.head, "HAS_BIAS": bias, "PDL": True,
+                 "UPCAST": False}
+    spills, shared, ptx = compiled(few_rows._few_rows, tmp_path, pointers, constants, 4, tiles.stages)
+    assert spills == 0
+    # the next product's programs find room beside at least one of these
+    assert shared <= SHARED_PER_SM
+    assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx
+    # launched early, it may read W, which nobody writes, before it waits, and nothing else
+    before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
+    assert "griddepcontrol.launch_dependents" in before_the_wait
+    assert ("ld.global" in before_the_wait) == (tiles.head > 0) and "st.global" not in before_the_wait
+
+
+KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
+    "norm": (rows._add_norm, BF16 | {"residual_ptr": "bf16", "weight_ptr": "bf16"},
+             {"HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True}, 16),
+    "swiglu": (rows._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, 4),
+    "argmax": (argmax._partial, BF16 | {"value_ptr": "fp32"}, {"BLOCK": argmax.BLOCK}, 8),
+    "topk": (topk._partial, BF16 | dict.fromkeys(("value_ptr", "top_ptr", "total_ptr"), "fp32"),
+             {"K": 10, "BLOCK": topk.BLOCK}, 8),
+    "topk combined": (topk._combine, dict.fromkeys(("value_ptr", "top_ptr", "total_ptr", "log_probability_ptr",
+                                                    "norm_ptr"), "fp32") | {"id_ptr": "i64"},
+                      {"K": 10, "PARTS": 32, "FOUND": 512}, 2),
+    "commit": (commit._commit_one, dict.fromkeys(("slot_ptr", "token_ptr", "bonus_ptr", "max_len_ptr", "stop_ptr",
+                                                  "count_ptr", "finish_ptr"), "i64") | {"finished_ptr": "i8"},
+               {"STOPS": 16, "STOP": 1, "LENGTH": 2}, 1),
+    "accept and commit": (accept_commit._accept_commit, FIELDS | dict.fromkeys(
+        ("chosen_ptr", "slot_ptr", "bonus_ptr", "max_len_ptr", "stop_ptr", "seed_ptr", "path_ptr", "out_ptr",
+         "accepted_ptr", "count_ptr", "finish_ptr", "row_ptr", "newest_ptr", "reported_ptr"), "i64")
+        | {"finished_ptr": "i8", "speculative_ptr": "i8"},
+        {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "SYNTHETIC": False}, 1),
+    "trees read": (read_trees._read_trees, FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"),
+                                                                  "i64"), {"W": 60, "W_TABLE": 60, "W_PADDED": 64}, 1),
+    "tree grown": (tree_growth._grow, dict.fromkeys(("score_ptr", "above_score_ptr", "found_score_ptr",
+                                                     "level_score_ptr"), "fp32")
+                   | dict.fromkeys(("id_ptr", "map_ptr", "above_candidate_ptr", "above_mask_ptr", "found_token_ptr",
+                                    "found_parent_ptr", "token_ptr", "candidate_ptr", "mask_ptr", "parent_ptr"), "i64"),
+                   {"HAS_MAP": True, "ROOT": False, "PARENTS": 10, "K": 10, "CHILDREN": 128}, 1),
+    "tree cut": (tree_growth._cut, FIELDS | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr",
+                                                           "bonus_ptr", "tree_depth_ptr"), "i64")
+                 | {"found_score_ptr": "fp32"}, {"W": 16, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5}, 4),
+    "head input": (head_input._head_input, dict.fromkeys(("table_ptr", "hidden_ptr", "table_weight_ptr",
+                                                          "hidden_weight_ptr", "out_ptr"), "bf16") | {"id_ptr": "i64"},
+                   {"BLOCK": 4096, "PDL": True}, 16),
+    "path moved": (move_path._move_path, {"k_ptr": "bf16", "v_ptr": "bf16", "path_ptr": "i64"},
+                   {"PAGE": 16, "TOKEN": 1024, "ROWS": 6, "ROWS_PADDED": 8, "BLOCK": 1024}, 4),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_small_kernels_spill_nothing(name: str, tmp_path: Path) -> None:
+    kernel, pointers, constants, warps = KERNELS[name]
+    spills, shared, _ = compiled(kernel, tmp_path, pointers, constants, warps, 1)
+    assert spills == 0 and shared <= SHARED_PER_SM
