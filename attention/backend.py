@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from attention.kv_pool import LayerKV
@@ -39,6 +40,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, batch: TailBatch | ChunkBatch) -> Prepared:
         """What `forward` needs of a batch; the batch's tensors are read, not kept longer than the pass."""
+
+    def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
+        """The memory from which this backend reads the masks of trees of `rows` nodes, for whoever reads the trees to
+        fill: [num_requests, rows, words] uint16, words even, bit j of word w of a row says whether it sees tail column
+        16 w + j. It lives on, where it is. None: `TailBatch.mask` is all that it reads."""
+        return None
 
     def needs_cpu_seq_lens(self, mode: Mode) -> bool:
         """Whether `prepare` reads a batch's lengths on the host, which waits for the GPU and cannot be captured."""

@@ -62,14 +62,16 @@ class TrtllmBackend(AttentionBackend):
             return None  # causal; a tree is refused at the start
         if batch.mode is Mode.DRAFT_EXTEND:
             return self._causal_words(batch)
-        buffer = self.verify_buffer(batch.num_requests, batch.rows, batch.mask.device)
+        if batch.mask_words is not None:
+            return batch.mask_words
+        buffer = self._words(Mode.VERIFY, batch.num_requests, batch.rows, batch.mask.device)
         buffer.copy_(mask_words(batch.mask))
         return buffer
 
-    def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor:
-        """[num_requests, rows, words] uint16: the mask that verification of this shape reads, filled when a pass is
-        prepared, for all layers. As large as what is read: four bytes a row up to 32 rows. Never freed: captured
-        graphs hold its address."""
+    def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
+        """As large as what is read: four bytes a row up to 32 rows. Never freed: captured graphs hold its address."""
+        if rows == 1 or self._device(device).kernel == "trtllm-gen":
+            return None  # reads no masks
         return self._words(Mode.VERIFY, num_requests, rows, device)
 
     def _causal_words(self, batch: TailBatch) -> Tensor:

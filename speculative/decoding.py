@@ -92,9 +92,13 @@ class EagleDecoding:
         """The target's pass, acceptance and commit."""
         chunks = batch.chunks
         width = self._shapes[batch.shape].width
-        rows = self._drafter.trees.read(batch.slots, width, self._slots.seq_len)
+        mask_words = None
+        if width > 1 and batch.num_requests:
+            backend = self._target.backends[Mode.VERIFY]
+            mask_words = backend.verify_buffer(batch.num_requests, width, self._slots.device)
+        rows = self._drafter.trees.read(batch.slots, width, self._slots.seq_len, mask_words)
         page_table = self._slots.page_table[batch.slots]
-        hidden, features = self._run_target(batch, rows, page_table)
+        hidden, features = self._run_target(batch, rows, page_table, mask_words)
         num_tail = batch.slots.shape[0] * width
         logits = self._target.model.lm_head(self._emitting_rows(hidden, num_tail, chunks))
         verified = first = None
@@ -108,13 +112,17 @@ class EagleDecoding:
             first = self._slots.commit(chunks.final_slots, sampled_first.tokens, torch.ones_like(chunks.final_slots))
         return _Judged(verified, first, page_table, features[num_tail:], sampled_round, sampled_first)
 
-    def _run_target(self, batch: StepBatch, rows: RoundRows, page_table: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_target(
+        self, batch: StepBatch, rows: RoundRows, page_table: Tensor, mask_words: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Final hidden states and draft features of all rows of the step."""
         width = rows.tree.tokens.shape[1]
         tail = positions = None
         if batch.num_requests:
             mode = Mode.VERIFY if width > 1 else Mode.DECODE
-            tail = TailBatch(mode, width, width, rows.length, rows.tree.masks, page_table, batch.max_kv_len)
+            tail = TailBatch(
+                mode, width, width, rows.length, rows.tree.masks, page_table, batch.max_kv_len, mask_words
+            )
             positions = rows.positions
         ids = rows.ids
         if batch.chunks is not None:

@@ -165,12 +165,14 @@ class TreeTable:
         ]
         self._is_chain = is_chain
 
-    def read(self, slots: Tensor, width: int, seq_len: Tensor) -> RoundRows:
-        """The first `width` nodes of the trees of slots [B] int64, behind seq_len [num_slots + 1] int32."""
+    def read(self, slots: Tensor, width: int, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
+        """The first `width` nodes of the trees of slots [B] int64, behind seq_len [num_slots + 1] int32. mask_words: on
+        GPUs the verifying backend's buffer, which is filled (`attention.backend.AttentionBackend.verify_buffer`)."""
         if slots.is_cuda:
             from speculative.kernels.read_trees import read_trees
 
-            return read_trees(self._fields, slots, width, seq_len)
+            return read_trees(self._fields, slots, width, seq_len, mask_words)
+        assert mask_words is None, "no backend of a CPU has a buffer of its own"
         tree = Tree(*(field[slots, :width] for field in self._fields))
         length = seq_len[slots]
         positions = (length.long().unsqueeze(1) + tree.depths).flatten()

@@ -13,7 +13,8 @@ from speculative.tree import RoundRows, Tree
 
 @triton.jit
 def _read_trees(slot_ptr, token_ptr, parent_ptr, depth_ptr, mask_ptr, seq_len_ptr, tree_ptr, id_ptr, position_ptr,
-                length_ptr, field_size, W: tl.constexpr, W_TABLE: tl.constexpr, W_PADDED: tl.constexpr):
+                length_ptr, word_ptr, field_size, W: tl.constexpr, W_TABLE: tl.constexpr, W_PADDED: tl.constexpr,
+                WORDS: tl.constexpr):
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     node = tl.arange(0, W_PADDED)
@@ -25,21 +26,31 @@ def _read_trees(slot_ptr, token_ptr, parent_ptr, depth_ptr, mask_ptr, seq_len_pt
     tl.store(tree_ptr + target, token, mask=inside)
     tl.store(tree_ptr + field_size + target, tl.load(parent_ptr + source, mask=inside, other=0), mask=inside)
     tl.store(tree_ptr + 2 * field_size + target, depth, mask=inside)
-    tl.store(tree_ptr + 3 * field_size + target, tl.load(mask_ptr + source, mask=inside, other=0), mask=inside)
+    mask = tl.load(mask_ptr + source, mask=inside, other=0)
+    tl.store(tree_ptr + 3 * field_size + target, mask, mask=inside)
+    for i in tl.static_range(WORDS):
+        tl.store(word_ptr + target * WORDS + i, (mask >> 32 * i & 0xFFFFFFFF).to(tl.uint32), mask=inside)
     tl.store(id_ptr + target, tl.maximum(token, 0), mask=inside)
     tl.store(position_ptr + target, length.to(tl.int64) + depth, mask=inside)
     tl.store(length_ptr + b, length)
 
 
-def read_trees(fields: Sequence[Tensor], slots: Tensor, width: int, seq_len: Tensor) -> RoundRows:
+def read_trees(
+    fields: Sequence[Tensor], slots: Tensor, width: int, seq_len: Tensor, mask_words: Tensor | None = None
+) -> RoundRows:
     """`speculative.tree.TreeTable.read` for fields tokens, parents, depths, masks [num_slots + 1, W] int64."""
     batch, device = slots.shape[0], slots.device
     assert all(f.is_contiguous() for f in fields) and width <= fields[0].shape[1]
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
     ids, positions = torch.empty((2, batch * width), dtype=torch.int64, device=device).unbind(0)
     length = torch.empty(batch, dtype=torch.int32, device=device)
+    words = 0
+    if mask_words is not None:
+        assert mask_words.shape[:2] == (batch, width) and mask_words.is_contiguous() and mask_words.shape[2] % 2 == 0
+        words = mask_words.shape[2] // 2
     _read_trees[(batch,)](
-        slots, *fields, seq_len, tree, ids, positions, length, batch * width, W=width, W_TABLE=fields[0].shape[1],
-        W_PADDED=triton.next_power_of_2(width), num_warps=1,
+        slots, *fields, seq_len, tree, ids, positions, length,
+        length if mask_words is None else mask_words.view(torch.uint32), batch * width, W=width,
+        W_TABLE=fields[0].shape[1], W_PADDED=triton.next_power_of_2(width), WORDS=words, num_warps=1,
     )
     return RoundRows(Tree(*tree.unbind(0)), length, ids, positions)

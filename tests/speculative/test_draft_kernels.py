@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from attention.trtllm_backend import mask_words  # noqa: E402
 from speculative.kernels import head_input, read_trees, tree_growth  # noqa: E402
 from speculative.tree import Candidates, Children, Level, TreeTable, best_tree, candidate_depths, grow  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
@@ -64,7 +65,9 @@ def test_trees_are_read_as_torch_reads_them(width: int) -> None:
         theirs.copy_(ours)
     slots, seq_len = torch.tensor([2, 9, 0, 9]), torch.arange(10, dtype=torch.int32) * 7
     expected = table.read(slots, width, seq_len)
-    rows = read_trees.read_trees(other._fields, slots.to(DEVICE), width, seq_len.to(DEVICE))
+    words = torch.full((4, width, 2), 7, dtype=torch.uint16, device=DEVICE)
+    rows = read_trees.read_trees(other._fields, slots.to(DEVICE), width, seq_len.to(DEVICE), words)
+    assert torch.equal(words.cpu(), mask_words(expected.tree.masks))
     for name in ("tokens", "parents", "depths", "masks"):
         assert torch.equal(getattr(rows.tree, name).cpu(), getattr(expected.tree, name)), name
     for name in ("length", "ids", "positions"):

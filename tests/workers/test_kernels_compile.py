@@ -63,8 +63,9 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
          "accepted_ptr", "count_ptr", "finish_ptr", "row_ptr", "newest_ptr", "reported_ptr"), "i64")
         | {"finished_ptr": "i8", "speculative_ptr": "i8"},
         {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "SYNTHETIC": False}, 1),
-    "trees read": (read_trees._read_trees, FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"),
-                                                                  "i64"), {"W": 60, "W_TABLE": 60, "W_PADDED": 64}, 1),
+    "trees read": (read_trees._read_trees,
+                   FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"), "i64"),
+                   {"W": 60, "W_TABLE": 60, "W_PADDED": 64, "WORDS": 2}, 1),
     "tree grown": (tree_growth._grow, dict.fromkeys(("score_ptr", "above_score_ptr", "found_score_ptr",
                                                      "level_score_ptr"), "fp32")
                    | dict.fromkeys(("id_ptr", "map_ptr", "above_candidate_ptr", "above_mask_ptr", "found_token_ptr",
