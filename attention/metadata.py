@@ -30,8 +30,8 @@ class TailBatch:
     prefix_len + tail - R + r, so the rows of one pass are the last R columns of the tail.
 
     prefix_len: [B] int32. mask: [B, R] int64, bit j is tail column j. page_table: [B, max_pages] int32.
-    max_kv_len: host-side bound of prefix_len + tail over the batch. mask_words: the mask once more, in the backend's own
-    `verify_buffer`, if it has one and it has been filled.
+    max_kv_len: host-side bound of prefix_len + tail over the batch. mask_words: the mask once more, in the backend's
+    own `verify_buffer`, if it has one and it has been filled.
     """
 
     mode: Mode

@@ -161,7 +161,7 @@ def test_a_round_reads_nothing_on_the_host(pair: Pair, kind: str, random: bool) 
     speculative = {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[kind]
     strategy = strategy_on_meta(pair, speculative)
     slots = torch.zeros(3, dtype=torch.int64, device=META)
-    needs = SamplingNeeds(random=random, full_logits=False, shaping=False, num_logprobs=-1)
+    needs = SamplingNeeds(random)
     shape = len(strategy.shapes) - 1
     with torch.inference_mode():
         out = strategy.step(StepBatch(slots, (0, 1, 2), shape, 100, None, needs, speculates=shape > 0))
@@ -177,7 +177,7 @@ def test_the_meta_device_notices_a_read() -> None:
 
 def step_of(worker: Worker, shape: int) -> StepTensors:
     """A round of three padding slots, as a graph would run it; eager, so that every launch is seen."""
-    slots, needs = worker._slots, SamplingNeeds(random=True, full_logits=False, shaping=False, num_logprobs=-1)
+    slots, needs = worker._slots, SamplingNeeds(random=True)
     ids = torch.full((3,), slots.padding_slot, dtype=torch.int64, device=slots.device)
     with torch.inference_mode():
         return worker._strategy.step(StepBatch(ids, (0, 1, 2), shape, 256, None, needs, speculates=shape > 0))

@@ -33,7 +33,7 @@ class RotaryTable:
         kernel that rotates."""
         if positions.is_cuda:
             return Angles(self._cos, self._sin, positions)
-        rows = torch.arange(positions.shape[0])
+        rows = torch.arange(positions.shape[0], device=positions.device)
         return Angles(self._cos[positions], self._sin[positions], rows)
 
 
