@@ -5,7 +5,10 @@ are fixed. A shape must run once before it is captured, which compiles its kerne
 serves one stream at a time: its workspace is shared by all its layers and passes.
 
 A request is cut into stretches whose number depends on the other lengths in the batch, so the last bits of a row's
-result may too. Equal batches give equal bits.
+result may too. Equal batches give equal bits. A backend with a `span` is for results that depend on nothing else than
+the row's own path: it cuts all contexts at the multiples of the span, computes all rows in tiles of one shape, and
+prompt chunks by the kernel of rounds, in pieces of few rows. A token's KV then has the same bits whether it was part of
+a prompt, decoded or verified in a tree.
 """
 
 from dataclasses import dataclass, field
@@ -16,23 +19,49 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared
 from attention.kernels.chunks import ChunkTiles, attend_chunks, chunk_tiles, list_tiles
 from attention.kernels.early_launch import launches_early
-from attention.kernels.splits import plan_items
-from attention.kernels.tail import MAX_SPLITS, TailPlan, TailTiles, TailWorkspace, attend_tail, tail_tiles
+from attention.kernels.splits import plan_items, plan_spans
+from attention.kernels.tail import (
+    MAX_SPLITS,
+    TailPlan,
+    TailTiles,
+    TailWorkspace,
+    attend_tail,
+    partial_rows,
+    tail_tiles,
+)
 from attention.kv_pool import LayerKV
-from attention.metadata import ChunkBatch, TailBatch
+from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask, to_device
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 
 MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
 
 
+FIXED_TILES = TailTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
+FIXED_SPAN = 1024  # tokens of an item where contexts are short enough
+MAX_PIECE_ROWS = 32  # of a prompt chunk
+MAX_PIECE_SLOTS = 256  # partial results that the pieces of one launch have room for
+
+
+def fixed_span(max_model_len: int) -> int:
+    """The span for contexts of up to max_model_len tokens, and as many again that rounds in flight may write."""
+    return max(FIXED_SPAN, 1 << (-(-2 * max_model_len // MAX_SPLITS) - 1).bit_length())
+
+
 class TritonBackend(AttentionBackend):
+    """span: None, or a multiple of FIXED_TILES.block_n, of which MAX_SPLITS hold the longest context; see above."""
+
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, span: int | None = None) -> None:
+        assert span is None or span % FIXED_TILES.block_n == 0
+        self.span = span
         self._workspaces: dict[tuple[torch.device, TailTiles, int], TailWorkspace] = {}
+        self._outgrown: list[TailWorkspace] = []  # captured graphs hold their addresses
 
     def prepare(self, batch: TailBatch | ChunkBatch) -> Prepared:
+        if self.span is not None and isinstance(batch, ChunkBatch):
+            return _PreparedPieces(batch, self)
         return _PreparedTail(batch, self) if isinstance(batch, TailBatch) else _PreparedChunks(batch)
 
     def workspace(self, tiles: TailTiles, head_dim: int, device: torch.device) -> TailWorkspace:
@@ -43,6 +72,20 @@ class TritonBackend(AttentionBackend):
                 raise RuntimeError("attention backend 'triton': a new shape under capture; run it once before that")
             num_programs = _num_multiprocessors(device) * tiles.programs_per_sm
             self._workspaces[key] = TailWorkspace.create(tiles, head_dim, num_programs, device)
+        return self._workspaces[key]
+
+    def fixed_workspace(self, num_rows: int, head_dim: int, device: torch.device) -> TailWorkspace:
+        """Room for num_rows rows of partial results: slots x columns x rows of one. Graphs are captured from the
+        largest batch down, so that there is seldom more than one, of 4 * (head_dim + 1) bytes a row: for 32 requests of
+        up to 8,192 tokens, 4 rows each and 8 KV heads with 4 query heads of 128 values, 21 MB."""
+        key = (device, FIXED_TILES, head_dim)
+        held = self._workspaces.get(key)
+        if held is None or held.lse.shape[0] < num_rows:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("attention backend 'triton': a new shape under capture; run it once before that")
+            if held is not None:
+                self._outgrown.append(held)
+            self._workspaces[key] = TailWorkspace.merged_apart(num_rows, head_dim, device)
         return self._workspaces[key]
 
 
@@ -62,7 +105,10 @@ class _PreparedTail(Prepared):
         key = (num_heads, num_kv_heads, head_dim, itemsize)
         if key not in self.plans:
             _check_head_dim(head_dim)
-            device = self.batch.prefix_len.device
+            device, span = self.batch.prefix_len.device, self.backend.span
+            if span is not None:
+                self.plans[key] = plan_fixed(self.batch, num_heads, num_kv_heads, head_dim, self.backend)
+                return self.plans[key]
             density = self.batch.num_requests * num_kv_heads / _num_multiprocessors(device)
             tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), itemsize, density)
             workspace = self.backend.workspace(tiles, head_dim, device)
@@ -80,6 +126,19 @@ def plan_tail(batch: TailBatch, num_heads: int, num_kv_heads: int, tiles: TailTi
     each = min(MAX_SPLITS, budget // batch.num_requests)
     at_once = min(MERGED_AT_ONCE, 1 << max(1, (each - 1).bit_length()))
     return TailPlan(tiles, items, workspace, apart=each > 1, splits=at_once, pdl=launches_early(device))
+
+
+def plan_fixed(batch: TailBatch, num_heads: int, num_kv_heads: int, head_dim: int, backend: TritonBackend) -> TailPlan:
+    """The plan of a backend with a span: nothing in it that changes a row's result depends on the batch. Launches one
+    small kernel."""
+    device, span = batch.prefix_len.device, backend.span
+    assert span is not None and batch.max_kv_len <= span * MAX_SPLITS
+    items = plan_spans(batch.prefix_len, batch.tail, span, batch.max_kv_len)
+    packed_rows = batch.rows * (num_heads // num_kv_heads)
+    columns = num_kv_heads * -(-packed_rows // FIXED_TILES.block_m)
+    num_rows = items.items.shape[0] * columns * partial_rows(FIXED_TILES, packed_rows)
+    workspace = backend.fixed_workspace(num_rows, head_dim, device)
+    return TailPlan(FIXED_TILES, items, workspace, True, MERGED_AT_ONCE, pdl=launches_early(device), fixed=True)
 
 
 def split_budget(num_requests: int, items: int) -> int:
@@ -124,3 +183,52 @@ class _PreparedChunks(Prepared):
             tile_list = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
             self.plans[key] = (tiles, tile_list)
         return self.plans[key]
+
+
+@dataclass(frozen=True)
+class _PreparedPieces(Prepared):
+    """Prompt chunks as tail batches. plans: by the number of query heads for a KV head, made at a pass's first layer;
+    there is one. Each has batches, and the rows of q that they take."""
+
+    batch: ChunkBatch
+    backend: TritonBackend
+    plans: dict[int, list[tuple[_PreparedTail, Tensor]]] = field(default_factory=dict)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        group = q.shape[1] // kv.k.shape[2]
+        if group not in self.plans:
+            rows = max(1, min(MAX_PIECE_ROWS, FIXED_TILES.block_m // group))
+            self.plans[group] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for tail, places in self.plans[group]:
+            out[places] = tail.forward(q[places], kv, scale)
+        return out
+
+    def _prepare(self, size: int, largest: int) -> list[tuple[_PreparedTail, Tensor]]:
+        """The pieces of `size` rows, as many at once as there is room for."""
+        assert self.backend.span is not None
+        pieces = [piece for piece in list_pieces(self.batch, largest) if piece[3] == size]
+        longest = max((start + size for _, _, start, _ in pieces), default=1)
+        at_once = max(1, MAX_PIECE_SLOTS // -(-longest // self.backend.span))
+        device, prepared = self.batch.page_table.device, []
+        for first in range(0, len(pieces), at_once):
+            columns = torch.tensor(pieces[first : first + at_once], dtype=torch.int64).unbind(1)
+            chunk, row, start, _ = (to_device(column.contiguous(), device) for column in columns)
+            tail = TailBatch(Mode.DRAFT_EXTEND, size, size, start.int(), causal_mask(len(start), size, device),
+                             self.batch.page_table[chunk], longest)
+            places = (row.unsqueeze(1) + torch.arange(size, device=device)).flatten()
+            prepared.append((_PreparedTail(tail, self.backend), places))
+        return prepared
+
+
+def list_pieces(batch: ChunkBatch, rows: int) -> list[tuple[int, int, int, int]]:
+    """The chunks' rows in pieces of `rows`, as (chunk, first row, its position, rows). The last piece of a chunk may
+    have some of the one before again; chunks of fewer rows come one by one."""
+    pieces = []
+    for chunk, start in enumerate(batch.starts):
+        first, end = batch.qo_indptr[chunk], batch.qo_indptr[chunk + 1]
+        size = rows if end - first >= rows else 1
+        for row in range(first, end, size):
+            row = min(row, end - size)
+            pieces.append((chunk, row, start + row - first, size))
+    return pieces

@@ -87,7 +87,8 @@ class IngressConfig(EdgeConfig):
 
 
 class AerieConfig(BaseModel):
-    """One application: a target, its draft if it speculates, and the engines and ingresses that serve it."""
+    """One application: a target, its draft if it speculates, and the engines and ingresses that serve it.
+    deterministic: see `workers.deterministic`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -100,6 +101,7 @@ class AerieConfig(BaseModel):
     parallel: ParallelConfig = ParallelConfig()
     ingress: IngressConfig = IngressConfig()
     engine: EngineConfig = EngineConfig()
+    deterministic: bool = False
 
     @property
     def worker(self) -> WorkerConfig:
@@ -110,6 +112,7 @@ class AerieConfig(BaseModel):
             scheduler=self.scheduler,
             attention=self.attention,
             tensor_parallel=self.parallel.tensor_parallel,
+            deterministic=self.deterministic,
             debug=self.engine.debug,
         )
 

@@ -43,13 +43,22 @@ class ModelShape:
         )
 
 
-def target_backends(names: TargetAttention, shape: ModelShape, speculative: SpeculativeConfig | None) -> Backends:
-    """Verification follows decode. Raises ValueError as `choose_backends` does."""
+def target_backends(
+    names: TargetAttention, shape: ModelShape, speculative: SpeculativeConfig | None, span: int | None = None
+) -> Backends:
+    """Verification follows decode. span: of `TritonBackend`, the only one that has it. Raises ValueError as
+    `choose_backends` does."""
     choices = [Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
                Choice("attention.decode", names.decode, shape.use(Mode.DECODE))]
     if speculative is not None:
         choices.append(Choice("attention.decode", names.decode, shape.use(Mode.VERIFY, speculative.top_k > 1)))
-    return choose_backends(choices)
+    chosen = choose_backends(choices)
+    if span is None:
+        return chosen
+    from attention.triton_backend import TritonBackend
+
+    assert all(isinstance(backend, TritonBackend) for backend in chosen.values()), "others are refused before"
+    return dict.fromkeys(chosen, TritonBackend(span))
 
 
 def draft_backends(names: DraftAttention, shape: ModelShape, speculative: SpeculativeConfig) -> Backends:

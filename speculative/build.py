@@ -17,6 +17,7 @@ from speculative.drafter import DraftRunner
 from speculative.loading import load_draft
 from workers.config import PLAIN, RoundShape, WorkerConfig
 from workers.decoding import Autoregressive, DecodingStrategy
+from workers.deterministic import checked_deterministic
 from workers.loading import PoolSize, load_target, pages_that_fit, read_target_config
 from workers.model_config import ModelConfig
 from workers.model_runner import TargetRunner, resolve_device, resolve_dtype
@@ -106,13 +107,17 @@ def build_worker(
     device = resolve_device(spec.worker.model.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backends, backends_of_draft = _backends(spec, layout, device)
+    deterministic = checked_deterministic(spec.worker, layout.target, layout.dtype, device)
+    backends, backends_of_draft = _backends(spec, layout, device, deterministic)
     clock = _Phases(report)
-    group = join_tp_group(rank, spec.worker.tensor_parallel, address, device)
+    # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
+    group = join_tp_group(rank, spec.worker.tensor_parallel, address, device, peer_memory=not deterministic)
     clock.done("process group joined")
     slots = _slot_table(spec, layout, device)
     capture = layout.draft.capture if layout.draft else ()
-    model = load_target(spec.worker.model, layout.target, group, device, layout.max_position, capture)
+    model = load_target(
+        spec.worker.model, layout.target, group, device, layout.max_position, capture, deterministic
+    )
     clock.done("target loaded")
     page_size = spec.worker.cache.page_size
     pool = PoolSize.of(layout.target, group.size, layout.dtype).make(layout.num_pages, page_size, device)
@@ -133,11 +138,18 @@ def build_worker(
     return worker
 
 
-def _backends(spec: EngineSpec, layout: EngineLayout, device: torch.device) -> tuple[Backends, Backends]:
+def _backends(
+    spec: EngineSpec, layout: EngineLayout, device: torch.device, deterministic: bool
+) -> tuple[Backends, Backends]:
     """Of the target and of the draft (none without one); raises ValueError where one cannot do what it is named for."""
     page_size = spec.worker.cache.page_size
     shape = ModelShape(layout.target, spec.worker.tensor_parallel, layout.dtype, page_size, device)
-    target = target_backends(spec.worker.attention, shape, spec.speculative)
+    span = None
+    if deterministic:
+        from attention.triton_backend import fixed_span
+
+        span = fixed_span(layout.max_model_len)
+    target = target_backends(spec.worker.attention, shape, spec.speculative, span)
     if spec.speculative is None or layout.draft is None:
         return target, {}
     shape = ModelShape(layout.draft.model, layout.draft_tp, layout.dtype, page_size, device)

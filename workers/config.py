@@ -66,7 +66,8 @@ class WorkerConfig:
 
     cuda_graphs: capture rounds on a GPU; off only to measure what they bring. graph_scope: what one graph holds: a
     whole round; or, to measure what that brings, one of its three stages (verify, draft-extend, draft), of which
-    "eager_extend" runs draft-extend without a graph. debug: assert after every step that all ranks agree.
+    "eager_extend" runs draft-extend without a graph. deterministic: on a GPU, answers that depend on nothing but their
+    request (see `workers.deterministic`). debug: assert after every step that all ranks agree.
     """
 
     model: ModelSource
@@ -76,4 +77,5 @@ class WorkerConfig:
     tensor_parallel: int = 1
     cuda_graphs: bool = True
     graph_scope: GraphScope = "round"
+    deterministic: bool = False
     debug: bool = False

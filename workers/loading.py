@@ -31,9 +31,10 @@ def read_target_config(source: ModelSource, tensor_parallel: int) -> ModelConfig
 
 def load_target(
     source: ModelSource, config: ModelConfig, group: TPGroup, device: torch.device, max_position: int,
-    capture: tuple[int, ...] = (),
+    capture: tuple[int, ...] = (), deterministic: bool = False,
 ) -> Decoder:
-    """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step."""
+    """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
+    deterministic: see `pack_all`."""
     with torch.device("meta"):
         model = Decoder(config, group, max_position, device, capture)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
@@ -44,7 +45,7 @@ def load_target(
         optional = {"rotary_emb.inv_freq", "lm_head"} if config.tie_embeddings else {"rotary_emb.inv_freq"}
         tensors = checkpoint_tensors(source.path)
         load_parameters(model, tensors, f"model {source.path}", strip="model.", optional=frozenset(optional))
-    pack_all(model)
+    pack_all(model, deterministic)
     return model.eval()
 
 

@@ -55,9 +55,11 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 SOLO = TPGroup(rank=0, size=1)
 
 
-def join_tp_group(rank: int, size: int, address: str, device: torch.device) -> TPGroup:
+def join_tp_group(
+    rank: int, size: int, address: str, device: torch.device, peer_memory: bool = True
+) -> TPGroup:
     """Join `size` ranks that meet at `address` ("tcp://host:port", on rank 0's node): gloo on CPUs, NCCL on GPUs, with
-    peer memory for small sums where the GPUs can reach each other.
+    peer memory for small sums where the GPUs can reach each other, if `peer_memory`.
 
     Raises torch.distributed's error if the others do not come within 60 s.
     """
@@ -72,7 +74,7 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device) -> T
     )
     world = dist.group.WORLD
     assert world is not None
-    peers = connect(world, rank, size, device) if backend == "nccl" else None
+    peers = connect(world, rank, size, device) if backend == "nccl" and peer_memory else None
     return TPGroup(rank, size, world, peers)
 
 

@@ -51,9 +51,27 @@ def _plan_items(prefix_ptr, items_ptr, requests_ptr, tail, num_requests, budget,
     tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
 
 
+@triton.jit(do_not_specialize=["tail", "span", "each"])
+def _plan_spans(prefix_ptr, items_ptr, requests_ptr, tail, span, each, EACH: tl.constexpr):
+    request, i = tl.program_id(0), tl.arange(0, EACH)
+    length = tl.load(prefix_ptr + request) + tail
+    count = tl.minimum(tl.cdiv(length, span), each)
+    first = request * each
+    item = items_ptr + (first + i) * ITEM_FIELDS
+    there = i < each
+    tl.store(item, tl.where(i < count, request, IDLE), mask=there)
+    tl.store(item + 1, i * span, mask=there)
+    tl.store(item + 2, tl.minimum(i * span + span, length), mask=there)
+    tl.store(item + 3, first + i, mask=there)
+    tl.store(item + 4, first + i * 0, mask=there)
+    tl.store(item + 5, count + i * 0, mask=there)
+    tl.store(requests_ptr + 2 * request, first)
+    tl.store(requests_ptr + 2 * request + 1, count)
+
+
 @dataclass(frozen=True)
 class Items:
-    """items: [num_requests + budget, ITEM_FIELDS] int32. requests: [num_requests, 2] int32, the slot of each request's
+    """items: [any, ITEM_FIELDS] int32. requests: [num_requests, 2] int32, the slot of each request's
     first item and its number of items."""
 
     items: Tensor
@@ -75,6 +93,17 @@ def plan_items(prefix_len: Tensor, tail: int, budget: int, min_span: int, tile: 
         TILE=tile, MAX_SPLITS=max_splits, REQUESTS=triton.next_power_of_2(num_requests),
         ITEMS=triton.next_power_of_2(num_items), num_warps=4,
     )
+    return Items(items, requests)
+
+
+def plan_spans(prefix_len: Tensor, tail: int, span: int, max_kv_len: int) -> Items:
+    """The items of requests of prefix_len [B] int32 plus `tail` positions each, at most max_kv_len: each request is cut
+    at the multiples of `span`, whatever the others are. A request has ceil(max_kv_len / span) slots."""
+    num_requests, each = prefix_len.shape[0], triton.cdiv(max_kv_len, span)
+    items = torch.empty((num_requests * each, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
+    requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
+    _plan_spans[(num_requests,)](prefix_len, items, requests, tail, span, each, EACH=triton.next_power_of_2(each),
+                                 num_warps=1)
     return Items(items, requests)
 
 

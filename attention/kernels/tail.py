@@ -6,6 +6,13 @@ blocks of rows) x items of `attention.kernels.splits`. Where a batch is small en
 second kernel merges their partial results, spread over the device. Where only unusually long requests are cut, the
 programs that finish last do so and nothing is launched for it: of every FAN items the last merges those, of these last
 ones the last merges all.
+
+In a `fixed` plan a row's bits do not depend on the pass it is in: neither on the other requests, nor on how many rows
+there are, nor on where a tree put its ancestors. Tiles have one shape, items are fixed spans (`plan_spans`), and behind
+the prefix of a tree (PATHS) a tile is computed once per row, with that row's path in the order of a chain and nothing
+for the others. All that a tile, an item or a merge holds of columns that a row does not see leaves its sums as they
+were, to the bit: a weight of 2^-inf = 0, a factor of 2^0 = 1. So does one partial result merged with an empty one,
+1 * part / 1, which is what a single item stores at once.
 """
 
 from dataclasses import dataclass
@@ -18,18 +25,19 @@ from torch import Tensor
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate
 from attention.kernels.splits import ITEM_FIELDS, Items
 from attention.kv_pool import LayerKV
-from attention.metadata import TailBatch
+from attention.metadata import Mode, TailBatch
 
 FAN = 8
 MAX_SPLITS = FAN * FAN
 MAX_BLOCK_M = 64
+TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in others a row's path lies in its columns as a chain does
 
 
 @triton.jit
 def _merge_rows(part_ptr, lse_ptr, out_ptr, requests_ptr, ROWS: tl.constexpr, GROUP: tl.constexpr,
                 KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
                 SPLITS: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """One row and query head from its partial results, SPLITS of them at a time."""
+    """One row and query head from its partial results, SPLITS of them at a time. BLOCK_M: rows that each has."""
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
@@ -118,13 +126,28 @@ def _merge_by_the_last(part_ptr, lse_ptr, ticket_ptr, out, slot, first, count, m
                 _merge(part_ptr, lse_ptr, first, FAN, groups, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
 
 
+@triton.jit
+def _path_columns(path, over):
+    """For places `over` [N] of a row's path: the tail columns they are at, the path being the set bits of the row's
+    mask in their order, and whether they are seen: those before the path are, those behind it are not."""
+    place, length = over * 0, 0
+    for part in tl.static_range(4):  # of 16 bits, for few registers
+        bit = part * 16 + tl.arange(0, 16)
+        ones = ((path >> bit.to(tl.int64)) & 1).to(tl.int32)
+        rank = length + tl.cumsum(ones, 0) - ones
+        hit = (ones != 0)[None, :] & (rank[None, :] == over[:, None])
+        place += tl.sum(tl.where(hit, bit[None, :], 0), 1)
+        length += tl.sum(ones, 0)
+    return place, over < length
+
+
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "tail", "num_tickets"])
 def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, items_ptr, part_ptr, lse_ptr,
                  ticket_ptr, scale_log2, q_row_stride, q_head_stride, mask_request_stride, mask_row_stride,
                  table_stride, tail, num_tickets, ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
                  D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  COLUMNS: tl.constexpr, SLICE: tl.constexpr, FAN: tl.constexpr, APART: tl.constexpr,
-                 PDL: tl.constexpr, UPCAST: tl.constexpr):
+                 PATHS: tl.constexpr, PART_M: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
     head = tl.program_id(0) % KV_HEADS
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
     request = tl.load(item)
@@ -156,7 +179,10 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
                 mask=live[:, None], other=0.0).to(k_ptr.dtype.element_ty)
     if UPCAST:
         q = q.to(tl.float32)
-    for start in range(low, high, BLOCK_N):
+    shared_end = high
+    if PATHS:
+        shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
+    for start in range(low, shared_end, BLOCK_N):
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
@@ -172,12 +198,29 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
             seen = (over < 0)[None, :] | ((over < tail)[None, :] & (seen != 0))
             scores = tl.where(seen, scores, float("-inf"))
         top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
+    if PATHS:
+        first_row = tl.program_id(0) // KV_HEADS * BLOCK_M // GROUP
+        end_row = tl.minimum(ROWS, (tl.program_id(0) // KV_HEADS * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        for start in range(tl.maximum(low, shared_end), high, BLOCK_N):
+            for r in range(first_row, end_row):
+                path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
+                place, seen = _path_columns(path, start + n - prefix)
+                column = tl.where(start + n < prefix, start + n, prefix + place)
+                token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
+                offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
+                k = tl.load(k_ptr + offset)
+                v = tl.load(v_ptr + offset)
+                if UPCAST:
+                    k, v = k.to(tl.float32), v.to(tl.float32)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
+                top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if count == 1:
         tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
     else:
-        partial = (slot * COLUMNS + tl.program_id(0)) * BLOCK_M + m
+        partial = (slot * COLUMNS + tl.program_id(0)) * PART_M + m
         tl.store((part_ptr + partial.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(lse_ptr + partial, lse, mask=live)
@@ -239,12 +282,22 @@ class TailWorkspace:
             torch.zeros(2 * partials, dtype=torch.int32, device=device),
         )
 
+    @staticmethod
+    def merged_apart(num_rows: int, head_dim: int, device: torch.device) -> "TailWorkspace":
+        """For num_rows rows of partial results, all of them merged by the second kernel."""
+        return TailWorkspace(
+            torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_rows, dtype=torch.float32, device=device),
+            torch.empty(0, dtype=torch.int32, device=device),
+        )
+
 
 @dataclass(frozen=True)
 class TailPlan:
     """What all layers of a pass share. items: of `plan_items`, with a budget of at most the workspace's programs by
     columns. apart: merge in a second kernel, of up to `splits` partial results at a time. pdl: launch before the
-    previous kernel ends (compute capability 9 or later)."""
+    previous kernel ends (compute capability 9 or later). fixed: a row's bits depend on its own path only, given `apart`
+    and items of `plan_spans`."""
 
     tiles: TailTiles
     items: Items
@@ -252,6 +305,13 @@ class TailPlan:
     apart: bool
     splits: int
     pdl: bool
+    fixed: bool = False
+
+
+def partial_rows(tiles: TailTiles, packed_rows: int) -> int:
+    """Rows that programs store of a partial result if none are kept that are not there, for packed_rows = rows x group
+    of a request."""
+    return min(tiles.block_m, 1 << (packed_rows - 1).bit_length())
 
 
 def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, plan: TailPlan, scale: float) -> Tensor:
@@ -267,19 +327,20 @@ def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, plan: TailPlan, scale:
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.tail <= 63
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch = {"PDL": plan.pdl, **({"launch_pdl": True} if plan.pdl else {})}
-    shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "BLOCK_M": tiles.block_m,
-             "COLUMNS": columns}
+    shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
+    part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_tail[(columns, plan.items.items.shape[0])](
         q, kv.k, kv.v, out, batch.mask, batch.prefix_len, batch.page_table, plan.items.items, workspace.part,
         workspace.lse, workspace.tickets, scale * LOG2_E, q.stride(0), q.stride(1), batch.mask.stride(0),
         batch.mask.stride(1), batch.page_table.stride(0), batch.tail, workspace.tickets.shape[0] // 2, PAGE=page_size,
-        **shape, BLOCK_N=tiles.block_n, SLICE=tiles.merge_slice(head_dim), FAN=FAN, APART=plan.apart,
-        UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages, **launch,
+        **shape, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, SLICE=tiles.merge_slice(head_dim), FAN=FAN,
+        APART=plan.apart, PATHS=plan.fixed and batch.mode in TREE_MODES, PART_M=part_m, UPCAST=INTERPRETED,
+        num_warps=tiles.warps, num_stages=tiles.stages, **launch,
     )
     if plan.apart:
         _merge_rows[(batch.rows * group, num_kv_heads, batch.num_requests)](
-            workspace.part, workspace.lse, out, plan.items.requests, **shape, SPLITS=plan.splits, MAX_SPLITS=MAX_SPLITS,
-            num_warps=min(4, max(1, plan.splits * head_dim // 2048)), **launch,
+            workspace.part, workspace.lse, out, plan.items.requests, **shape, BLOCK_M=part_m, SPLITS=plan.splits,
+            MAX_SPLITS=MAX_SPLITS, num_warps=min(4, max(1, plan.splits * head_dim // 2048)), **launch,
         )
     return out
 

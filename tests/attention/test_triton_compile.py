@@ -12,6 +12,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from attention.kernels import chunks, rope_store, splits, tail  # noqa: E402
+from attention.triton_backend import FIXED_TILES  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,7 +55,7 @@ def tail_constants(rows: int, group: int, head_dim: int, page_size: int, tiles: 
     columns = 8 * -(-rows * group // tiles.block_m)
     return {"ROWS": rows, "GROUP": group, "KV_HEADS": 8, "D": head_dim, "PAGE": page_size, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "COLUMNS": columns, "SLICE": tiles.merge_slice(head_dim), "FAN": tail.FAN,
-            "APART": False,
+            "APART": False, "PATHS": False, "PART_M": tiles.block_m,
             "PDL": True, "UPCAST": False}
 
 
@@ -72,6 +73,20 @@ def test_tail_attention_fits_hopper(rows: int, group: int, head_dim: int, page_s
     assert spills == 0
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
+
+
+@pytest.mark.parametrize("rows,group,head_dim", [(1, 4, 128), (16, 4, 128), (16, 8, 64)])
+@pytest.mark.parametrize("paths", [False, True])
+def test_tail_attention_in_fixed_spans_fits_hopper(rows: int, group: int, head_dim: int, paths: bool,
+                                                   tmp_path: Path) -> None:
+    tiles = FIXED_TILES
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
+    pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
+    constants = tail_constants(rows, group, head_dim, 16, tiles)
+    constants |= {"APART": True, "PATHS": paths, "PART_M": tail.partial_rows(tiles, rows * group)}
+    spills, shared, _ = compiled(tail._attend_tail, tmp_path, pointers, constants, tiles.warps, tiles.stages)
+    assert spills <= (128 if paths else 0)  # the state of two loops; little beside a tile's loads
+    assert shared * tiles.programs_per_sm <= SHARED_PER_SM
 
 
 @pytest.mark.parametrize("group,head_dim,dtype", [(4, 128, "bf16"), (1, 128, "bf16"), (7, 64, "bf16"),

@@ -29,6 +29,7 @@ def test_sections_become_the_layers_dataclasses(base: Path) -> None:
             cache={"page_size": 32, "memory_gb": 2},
             parallel={"tensor_parallel": 2},
             ingress={"num_replicas": 3, "api_keys": ["0123456789"]},
+            deterministic=True,
         ),
         base,
     )
@@ -36,6 +37,7 @@ def test_sections_become_the_layers_dataclasses(base: Path) -> None:
     assert config.worker.cache.page_size == 32 and config.worker.tensor_parallel == 2
     assert isinstance(config.ingress, EdgeConfig) and config.ingress.api_keys == ("0123456789",)
     assert config.ingress.num_replicas == 3
+    assert config.worker.deterministic and not parse(_args(), base).worker.deterministic
 
 
 def test_replica_takes_more_calls_than_are_ever_sent(base: Path) -> None:
@@ -57,6 +59,7 @@ def test_replica_takes_more_calls_than_are_ever_sent(base: Path) -> None:
         ({"engine": {"on_worker_loss": "retry"}}, "engine.on_worker_loss='retry': input should be 'resume' or 'error'"),
         ({"ingress": {"num_replicas": 0}}, "ingress.num_replicas=0: must be at least 1"),
         ({"scheduler": 3}, "scheduler=3: "),
+        ({"deterministic": "yes"}, "deterministic='yes': input should be a valid boolean"),
         ({"speculative": {"path": "nowhere"}}, "speculative.path=nowhere: "),
         (
             {"speculative": {"path": "draft", "num_steps": 3, "num_draft_tokens": 9}},

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.kernels.few_rows import MAX_ROWS, Workspace, few_rows, few_rows_tiles  # noqa: E402
+from workers.kernels.few_rows import MAX_ROWS, Workspace, few_rows, few_rows_tiles, fixed_rows  # noqa: E402
 
 pytestmark = MARKS
 
@@ -44,6 +44,24 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     whole = few_rows(x, weight, None, workspace)
     for rows in (33, 50):
         assert torch.equal(few_rows(x[:rows], weight, None, workspace), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
+def test_a_row_of_fixed_rows_depends_on_nothing_else(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    workspace = Workspace.create(SHAPES, DEVICE)
+    for n, k in SHAPES:
+        weight = torch.randn(n, k, generator=generator).to(DEVICE, dtype)
+        bias = torch.randn(n, generator=generator).to(DEVICE, dtype)
+        x = torch.randn(200, k, generator=generator).to(DEVICE, dtype)
+        whole = fixed_rows(x, weight, bias, workspace)
+        expected = x.double() @ weight.double().T + bias.double()
+        assert float((whole.double() - expected).norm() / expected.norm()) < 2e-3
+        for first, rows in ((199, 1), (3, 4), (61, 13), (7, 64), (100, 65)) if INTERPRETED else [
+            ((37 * rows) % (201 - rows), rows) for rows in range(1, 201)
+        ]:
+            part = x[first : first + rows]
+            assert torch.equal(fixed_rows(part, weight, bias, workspace), whole[first : first + rows]), (n, k, rows)
 
 
 @pytest.mark.parametrize("rows,n,k,splits", [

@@ -8,7 +8,8 @@ depend on nothing, and only then waits for x.
 
 The tile is W's, [BLOCK_N, BLOCK_K] times x^T of at least 16 rows, so that the matrix unit's 64 rows are W's. K is cut
 into splits that together fill the device; the program that finishes a tile last adds its splits in their order, so that
-equal inputs give equal bits. A row's result depends on the other rows only by which of the table's sizes they fill.
+equal inputs give equal bits. A row's result depends on the other rows only by which of the table's sizes they fill;
+`fixed_rows` computes any number of rows by one size, so that it depends on none.
 """
 
 from collections.abc import Sequence
@@ -131,17 +132,19 @@ class Workspace:
 
 
 def few_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None,
+    tiles_of: int | None = None,
 ) -> Tensor:
     """[rows, N] x W^T + b in x's dtype, for x [rows, K] of at most MAX_ROWS rows, last stride 1, and W [N, K]
     contiguous, both of a 16-bit type; K must be a multiple of 128. workspace: made for this shape. out: contiguous, to
-    write to instead of new memory.
+    write to instead of new memory. tiles_of: the number of rows whose tiles are used, x's own by default.
 
     Reference: `torch.nn.functional.linear`.
     """
     rows, (n, k) = x.shape[0], weight.shape
-    tiles, pdl = few_rows_tiles(rows, n, k), launches_early(x.device)
-    assert tiles is not None and x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
+    tiles, pdl = few_rows_tiles(tiles_of or rows, n, k), launches_early(x.device)
+    assert tiles is not None and rows <= tiles.block_m
+    assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
     if out is None:
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     assert out.shape == (rows, n) and out.is_contiguous() and out.dtype == x.dtype
@@ -151,4 +154,17 @@ def few_rows(
         HAS_BIAS=bias is not None, PDL=pdl, UPCAST=INTERPRETED, num_warps=4, num_stages=tiles.stages,
         **({"launch_pdl": True} if pdl else {}),
     )
+    return out
+
+
+def fixed_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
+) -> Tensor:
+    """The same for any number of rows, MAX_ROWS in a launch and always in the tiles of so many: a row's bits are a
+    function of that row. W is read once for each launch, so that many rows take longer than a library's product."""
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    for first in range(0, x.shape[0], MAX_ROWS):
+        rows = slice(first, first + MAX_ROWS)
+        few_rows(x[rows], weight, bias, workspace, out[rows], tiles_of=MAX_ROWS)
     return out

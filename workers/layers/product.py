@@ -34,12 +34,18 @@ class _Blocked:
 
 @dataclass(frozen=True)
 class _FewRows:
-    """max_rows: up to how many rows the kernel is used."""
+    """max_rows: up to how many rows the kernel is used. fixed: use it for all, a row's bits being a function of that
+    row alone."""
 
     workspace: "Workspace"
     max_rows: int
+    fixed: bool
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        if self.fixed:
+            from workers.kernels.few_rows import fixed_rows
+
+            return fixed_rows(x, weight, bias, self.workspace, out)
         if x.shape[0] > self.max_rows:
             return _library(x, weight, bias, out)
         from workers.kernels.few_rows import few_rows
@@ -70,14 +76,18 @@ class Multiplies(nn.Module):
             return _library(x, self.product_weight(), bias, out)
         return self._faster.multiply(x, self.product_weight(), bias, out)
 
-    def prepare(self, workspace: "Workspace | None") -> None:
-        """Once the weight is final: choose how to multiply by it. workspace: on GPUs, of `pack_all`."""
+    def prepare(self, workspace: "Workspace | None", deterministic: bool = False) -> None:
+        """Once the weight is final: choose how to multiply by it. workspace: on GPUs, of `pack_all`. deterministic: see
+        there. What another model shares, and has prepared, stays as it is."""
+        if self._faster is not None:
+            return
         weight = self.product_weight()
         if workspace is not None:
             from workers.kernels.few_rows import MAX_ROWS, few_rows_tiles
 
             fits = few_rows_tiles(1, weight.shape[0], weight.shape[1]) is not None
-            self._faster = _FewRows(workspace, MAX_ROWS) if fits else None
+            assert fits or not deterministic, "refused at start"
+            self._faster = _FewRows(workspace, MAX_ROWS, deterministic) if fits else None
         elif weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
             self._faster = _Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
 
@@ -94,8 +104,9 @@ class Product(Multiplies):
         return self.weight
 
 
-def pack_all(model: nn.Module) -> None:
-    """Prepare every product in `model`, whose weights are final."""
+def pack_all(model: nn.Module, deterministic: bool = False) -> None:
+    """Prepare every product in `model`, whose weights are final. deterministic: on a GPU, a row's result must not
+    depend on the others (weights of a 16-bit type, inputs a multiple of 128)."""
     modules = [m for m in model.modules() if isinstance(m, Multiplies)]
     workspace, weight = None, modules[0].product_weight()
     if weight.is_cuda and weight.itemsize == 2:
@@ -104,4 +115,4 @@ def pack_all(model: nn.Module) -> None:
         shapes = [(m.product_weight().shape[0], m.product_weight().shape[1]) for m in modules]
         workspace = Workspace.create(shapes, weight.device)
     for module in modules:
-        module.prepare(workspace)
+        module.prepare(workspace, deterministic and workspace is not None)
