@@ -4,6 +4,7 @@ models' layers call them; importing a module here needs triton, this one does no
 online_softmax   the step that both attention kernels share, and what Triton's interpreter needs
 splits           which program reads which part of whose context, decided on the device
 tail             DECODE, VERIFY, DRAFT_EXTEND, DRAFT_DECODE: few rows per request over paged KV
+merge            partial results of a request become one
 chunks           PREFILL: ragged causal chunks over paged KV
 rope_store       rotary embedding of q and k, and the write of k and v to their pages
 """

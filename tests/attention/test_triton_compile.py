@@ -11,7 +11,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.kernels import chunks, rope_store, splits, tail  # noqa: E402
+from attention.kernels import chunks, merge, rope_store, splits, tail  # noqa: E402
 from attention.triton_backend import FIXED_TILES  # noqa: E402
 
 pytestmark = [
@@ -109,7 +109,7 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     constants = {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "SPLITS": 8,
                  "MAX_SPLITS": 64, "PDL": True}
     pointers = {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}
-    assert compiled(tail._merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
+    assert compiled(merge.merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64", "position_ptr": "i64"}
     constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "PDL": True}

@@ -1,0 +1,78 @@
+"""A deterministic engine under Triton's interpreter (TRITON_INTERPRET=1), which `tests/attention/
+test_triton_interpreter.py` starts in a process of its own: the target's products and attention are those of a GPU, in
+float16, and what is row-wise is torch's."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from attention.config import CacheConfig  # noqa: E402
+from attention.metadata import Mode  # noqa: E402
+from attention.triton_backend import TritonBackend  # noqa: E402
+from speculative.build import EngineSpec  # noqa: E402
+from speculative.config import SpeculativeConfig  # noqa: E402
+from speculative.local import local_engine  # noqa: E402
+from tests.speculative.conftest import Pair  # noqa: E402
+from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402
+from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
+from workers.config import SchedulerConfig  # noqa: E402
+from workers.kernels.few_rows import MAX_ROWS, Workspace  # noqa: E402
+from workers.layers.product import Multiplies, _FewRows  # noqa: E402
+from workers.plan import SamplingParams  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")
+
+SPAN = 64  # so that short contexts have several
+TARGET_MODES = (Mode.PREFILL, Mode.DECODE, Mode.VERIFY)
+
+
+@pytest.fixture(scope="module")
+def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target whose products have inputs of 128, with nearly even logits, so that last bits matter."""
+    folder: Path = tmp_path_factory.mktemp("wide")
+    target = make_target(folder / "target", calm=0.1, hidden_size=128, intermediate_size=128, head_dim=32,
+                         num_hidden_layers=2)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 61, 40)]
+    eagle = make_eagle(folder / "eagle", target, copying=True)
+    return Pair(target, eagle, eagle, prompts)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pack_target(model: nn.Module, deterministic: bool = False) -> None:
+        modules = [module for module in model.modules() if isinstance(module, Multiplies)]
+        shapes = [(m.product_weight().shape[0], m.product_weight().shape[1]) for m in modules]
+        workspace = Workspace.create(shapes, torch.device("cpu"))
+        for module in modules:
+            module._faster = _FewRows(workspace, MAX_ROWS, deterministic)
+
+    monkeypatch.setattr("speculative.build.checked_deterministic", lambda worker, *_: worker.deterministic)
+    monkeypatch.setattr("speculative.build.target_backends",
+                        lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN)))
+    monkeypatch.setattr("workers.loading.pack_all", pack_target)
+
+
+def answers(pair: Pair, speculative: SpeculativeConfig | None, at_once: int, max_step_tokens: int) -> list[list[int]]:
+    spec: EngineSpec = pair.spec(speculative, CacheConfig(16, 100),
+                                 SchedulerConfig(max_running=3, max_step_tokens=max_step_tokens))
+    model = dataclasses.replace(spec.worker.model, dtype="float16")
+    spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, model=model, deterministic=True))
+    with local_engine(spec) as engine:
+        requests = engine.generate(pair.prompts, SamplingParams(6, 1.0, seed=5), at_once)
+        if speculative is not None:
+            drafted = torch.tensor([r.acceptance_histogram for r in requests]).sum(0).tolist()
+            assert sum(drafted[1:]) > 0, "no draft was accepted, so nothing was shown"
+        return [list(request.output) for request in requests]
+
+
+def test_neither_speculation_nor_company_changes_a_token(wide_pair: Pair) -> None:
+    expected = answers(wide_pair, None, 1, 512)
+    assert answers(wide_pair, None, 3, 40) == expected
+    assert answers(wide_pair, wide_pair.chain(), 3, 40) == expected
+    assert answers(wide_pair, wide_pair.tree(), 3, 64) == expected
