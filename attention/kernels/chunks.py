@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate
+from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kv_pool import LayerKV
 from attention.metadata import ChunkBatch
 
@@ -30,12 +30,7 @@ def _attend_span(low, high, q, k_ptr, v_ptr, table, position, last, head, scale_
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
-        k = tl.load(k_ptr + offset)
-        v = tl.load(v_ptr + offset)
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
         if MASKED:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
         top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)

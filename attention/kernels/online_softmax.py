@@ -11,6 +11,18 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Scores [M, N] float32 of q [M, D] against the keys of the pool's tokens `token` [N] int64, and their values [N, D].
+    K is loaded like V and transposed by the product, so that both share addresses."""
+    offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
+    k = tl.load(k_ptr + offset)
+    v = tl.load(v_ptr + offset)
+    if UPCAST:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+    return tl.dot(q, tl.trans(k), input_precision="ieee"), v
+
+
+@triton.jit
 def accumulate(scores, v, scale_log2, top, total, acc):
     """One tile: scores [M, N] float32 (minus infinity where a row must not look), v [N, D], scale_log2 > 0.
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.merge import merge_by_the_last, merge_rows
-from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate
+from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kernels.splits import ITEM_FIELDS, Items
 from attention.kv_pool import LayerKV
 from attention.metadata import Mode, TailBatch
@@ -71,8 +71,7 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
     prefix = tl.load(prefix_ptr + request)
     last = prefix + tail - 1
     # Triton keeps several tiles of K and V in flight only if their page numbers were loaded a tile earlier. Positions
-    # behind the last read some row of its page, and are masked. K is loaded like V and transposed by the product, so
-    # that both share addresses.
+    # behind the last read some row of its page, and are masked.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -94,12 +93,7 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
-        k = tl.load(k_ptr + offset)
-        v = tl.load(v_ptr + offset)
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
         if start + BLOCK_N > prefix:
             over = column - prefix
             seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
@@ -115,12 +109,7 @@ def _attend_tail(q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, prefix_ptr, table_ptr, 
                 place, seen = _path_columns(path, start + n - prefix)
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
-                offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
-                k = tl.load(k_ptr + offset)
-                v = tl.load(v_ptr + offset)
-                if UPCAST:
-                    k, v = k.to(tl.float32), v.to(tl.float32)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
                 scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
                 top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
