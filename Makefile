@@ -1,4 +1,4 @@
-# make serve | test | check | bench | bench-gpu. Needs python3 (3.11 or later) and make, nothing else.
+# make serve | test | check | bench | test-gpu | bench-gpu. Needs python3 (3.11 or later) and make, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test check bench bench-gpu clean
+.PHONY: serve test check bench test-gpu bench-gpu clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
@@ -21,6 +21,10 @@ check: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench
+
+# What the tests of `make test` skip without a GPU.
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m gpu
 
 bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench --gpu

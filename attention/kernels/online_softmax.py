@@ -12,8 +12,8 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
-    """Scores [M, N] float32 of q [M, D] against the keys of the pool's tokens `token` [N] int64, and their values [N, D].
-    K is loaded like V and transposed by the product, so that both share addresses."""
+    """Scores [M, N] float32 of q [M, D] against the keys of the pool's tokens `token` [N] int64, and their values
+    [N, D]. K is loaded like V and transposed by the product, so that both share addresses."""
     offset = ((token * KV_HEADS + head) * D)[:, None] + d[None, :]
     k = tl.load(k_ptr + offset)
     v = tl.load(v_ptr + offset)
