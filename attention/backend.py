@@ -122,7 +122,9 @@ def choose_backends(choices: Iterable[Choice]) -> dict[Mode, AttentionBackend]:
             able = [other for other in BACKENDS if refusal(other, choice.use) is None]
             raise ValueError(f"{choice.field}={choice.name}: {name} cannot serve {choice.use.mode.value}: {reason}; "
                              f"{'those that can: ' + ', '.join(able) if able else 'no backend can'}")
-        chosen[choice.use.mode] = made.get(name) or made.setdefault(name, build_backend(name, choice.use.mode))
+        if name not in made:
+            made[name] = BACKENDS[name].build()
+        chosen[choice.use.mode] = made[name]
     return chosen
 
 
@@ -149,3 +151,10 @@ def build_backend(name: str, mode: Mode) -> AttentionBackend:
 
 def _mode_refusal(facts: BackendFacts) -> str:
     return f"it does {', '.join(sorted(mode.value for mode in facts.modes))} only"
+
+
+def assert_not_captured(name: str, device: torch.device) -> None:
+    """For a backend about to make what captured graphs will hold: raises RuntimeError under capture, whose memory is
+    the graph's own."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"attention backend {name!r}: a new shape under capture; run it once before that")

@@ -57,10 +57,11 @@ def torch_refusal(use: AttentionUse) -> str | None:
 
 
 def triton_refusal(use: AttentionUse) -> str | None:
-    return mla_refusal(use) or _gpu_refusal(use, TRITON_CAPABILITY) or _triton_head_dim_refusal(use.head_dim)
+    return mla_refusal(use) or _gpu_refusal(use, TRITON_CAPABILITY) or triton_head_dim_refusal(use.head_dim)
 
 
-def _triton_head_dim_refusal(head_dim: int) -> str | None:
+def triton_head_dim_refusal(head_dim: int) -> str | None:
+    """Why our kernels have no tiles for head_dim, None if they do."""
     if head_dim < 16 or head_dim & (head_dim - 1):
         return f"head_dim={head_dim}: must be a power of two of at least 16"
     return None

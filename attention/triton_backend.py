@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, Prepared
+from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.kernels.chunks import ChunkTiles, attend_chunks, chunk_tiles, list_tiles
 from attention.kernels.early_launch import launches_early
 from attention.kernels.splits import plan_items, plan_spans
@@ -30,6 +30,7 @@ from attention.kernels.tail import (
     tail_tiles,
 )
 from attention.kv_pool import LayerKV
+from attention.limits import triton_head_dim_refusal
 from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask, to_device
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
@@ -68,8 +69,7 @@ class TritonBackend(AttentionBackend):
         """The buffers for programs of this shape. They are never freed: captured graphs hold their addresses."""
         key = (device, tiles, head_dim)
         if key not in self._workspaces:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("attention backend 'triton': a new shape under capture; run it once before that")
+            assert_not_captured(self.name, device)
             num_programs = _num_multiprocessors(device) * tiles.programs_per_sm
             self._workspaces[key] = TailWorkspace.create(tiles, head_dim, num_programs, device)
         return self._workspaces[key]
@@ -81,8 +81,7 @@ class TritonBackend(AttentionBackend):
         key = (device, FIXED_TILES, head_dim)
         held = self._workspaces.get(key)
         if held is None or held.lse.shape[0] < num_rows:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("attention backend 'triton': a new shape under capture; run it once before that")
+            assert_not_captured(self.name, device)
             if held is not None:
                 self._outgrown.append(held)
             self._workspaces[key] = TailWorkspace.merged_apart(num_rows, head_dim, device)
@@ -105,15 +104,17 @@ class _PreparedTail(Prepared):
         key = (num_heads, num_kv_heads, head_dim, itemsize)
         if key not in self.plans:
             _check_head_dim(head_dim)
-            device, span = self.batch.prefix_len.device, self.backend.span
-            if span is not None:
+            if self.backend.span is not None:
                 self.plans[key] = plan_fixed(self.batch, num_heads, num_kv_heads, head_dim, self.backend)
-                return self.plans[key]
-            density = self.batch.num_requests * num_kv_heads / _num_multiprocessors(device)
-            tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), itemsize, density)
-            workspace = self.backend.workspace(tiles, head_dim, device)
-            self.plans[key] = plan_tail(self.batch, num_heads, num_kv_heads, tiles, workspace)
+            else:
+                self.plans[key] = self._plan_for_the_device(num_heads, num_kv_heads, head_dim, itemsize)
         return self.plans[key]
+
+    def _plan_for_the_device(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> TailPlan:
+        device = self.batch.prefix_len.device
+        density = self.batch.num_requests * num_kv_heads / _num_multiprocessors(device)
+        tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), itemsize, density)
+        return plan_tail(self.batch, num_heads, num_kv_heads, tiles, self.backend.workspace(tiles, head_dim, device))
 
 
 def plan_tail(batch: TailBatch, num_heads: int, num_kv_heads: int, tiles: TailTiles,
@@ -151,9 +152,9 @@ def split_budget(num_requests: int, items: int) -> int:
 
 
 def _check_head_dim(head_dim: int) -> None:
-    if head_dim < 16 or head_dim & (head_dim - 1):
-        raise ValueError(f"attention backend 'triton': head_dim={head_dim}: must be a power of two of at least 16; "
-                         "choose another backend")
+    reason = triton_head_dim_refusal(head_dim)
+    if reason is not None:
+        raise ValueError(f"attention backend 'triton': {reason}; choose another backend")
 
 
 def _num_multiprocessors(device: torch.device) -> int:
@@ -179,9 +180,7 @@ class _PreparedChunks(Prepared):
             _check_head_dim(head_dim)
             tiles, device = chunk_tiles(group, head_dim, itemsize), self.batch.page_table.device
             host = torch.tensor(list_tiles(self.batch, tiles.block_m // group), dtype=torch.int32)
-            # Pinned memory comes from torch's cache, which reuses it only once the copy is done.
-            tile_list = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-            self.plans[key] = (tiles, tile_list)
+            self.plans[key] = (tiles, to_device(host, device))
         return self.plans[key]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, Prepared
+from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.kv_pool import LayerKV
 from attention.limits import TRTLLM_GEN_MAJOR
 from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask
@@ -85,13 +85,13 @@ class TrtllmBackend(AttentionBackend):
     def _words(self, mode: Mode, num_requests: int, rows: int, device: torch.device) -> Tensor:
         key = (device, mode, num_requests, rows)
         if key not in self._masks:
-            _assert_not_captured(device)
+            assert_not_captured(self.name, device)
             self._masks[key] = torch.empty((num_requests, rows, words_of(rows)), dtype=torch.uint16, device=device)
         return self._masks[key]
 
     def _device(self, device: torch.device) -> Device:
         if device not in self._devices:
-            _assert_not_captured(device)
+            assert_not_captured(self.name, device)
             from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
             major = torch.cuda.get_device_capability(device)[0]
@@ -143,8 +143,3 @@ def mask_words(mask: Tensor) -> Tensor:
     memory, as on every machine with such a GPU)."""
     rows = mask.shape[1]
     return mask.contiguous().view(torch.uint16).view(mask.shape[0], rows, 4)[..., : words_of(rows)]
-
-
-def _assert_not_captured(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("attention backend 'trtllm': a new shape under capture; run it once before that")

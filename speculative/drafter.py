@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.metadata import Mode, TailBatch
+from attention.metadata import Mode, TailBatch, causal_mask
 from speculative.config import SpeculativeConfig
 from speculative.heads import DraftHead
 from speculative.tree import Candidates, Children, TreeTable, bare_roots, candidate_depths, chain, grow
@@ -47,9 +47,8 @@ class Drafter:
         shard = runner.model.lm_head.shard
         own = torch.arange(shard.first, shard.first + shard.size, device=slots.device)
         self._noise_ids = runner.model.to_target(own.clamp_max(shard.vocab_size - 1))
-        steps = torch.arange(1, config.num_steps + 1, device=slots.device)
         # step s of a chain sees the s tail columns up to its own: [num_steps, 1, 1]
-        self._chain_masks = ((torch.ones_like(steps) << steps) - 1).view(-1, 1, 1)
+        self._chain_masks = causal_mask(1, config.num_steps, slots.device).view(-1, 1, 1)
         # [num_steps - 1, 1, top_k]: step s's rows stand s - 1 behind the committed length
         levels = torch.arange(config.num_steps - 1, device=slots.device)
         self._level_positions = levels.view(-1, 1, 1).expand(-1, 1, config.top_k).contiguous()

@@ -40,12 +40,14 @@ class _Key:
 @dataclass
 class _Captured:
     """run: replays the round. slots: its input. output: what it emitted, at the same place after every replay. filled:
-    the batch's slots that the input was last filled from."""
+    the batch's slots that the input was last filled from. kept: what one graph hands to another, so must not be freed.
+    """
 
     run: Callable[[], None]
     slots: Tensor
     output: StepTensors
     filled: Tensor | None = None
+    kept: object = None
 
     def fill(self, slots: Tensor, padding_slot: int) -> None:
         """Take over a batch's slots, which nobody changes in place: the same tensor need not be copied again."""
@@ -108,7 +110,7 @@ class GraphedDecoding:
                 self._inner.step(batch)
         torch.cuda.current_stream().wait_stream(stream)
         if self._scope != "round" and isinstance(self._inner, StagedStrategy):
-            return _Captured(*self._stages(self._inner, batch))
+            return self._stages(self._inner, batch)
         graph, output = self._graph(lambda: self._inner.step(batch))
         return _Captured(graph.replay, slots, output)
 
@@ -120,29 +122,24 @@ class GraphedDecoding:
             output = function()
         return graph, output
 
-    def _stages(self, inner: StagedStrategy, batch: StepBatch) -> tuple[Callable[[], None], Tensor, StepTensors]:
-        """The stages of a round one by one; what one returns stays alive, and where it is, for the next."""
+    def _stages(self, inner: StagedStrategy, batch: StepBatch) -> _Captured:
+        """The stages of a round one by one; what one returns stays where it is, for the next."""
         verify, judged = self._graph(lambda: inner.verify(batch))
         if self._scope == "eager_extend":
             hidden = torch.empty_like(inner.extend(batch, judged))
-            draft, output = self._graph(lambda: inner.draft(batch, judged, hidden))
 
-            def run() -> None:
-                verify.replay()
+            def extend() -> None:
                 hidden.copy_(inner.extend(batch, judged))
-                draft.replay()
-
-            return run, batch.slots, output
-        extend, hidden = self._graph(lambda: inner.extend(batch, judged))
+        else:
+            graph, hidden = self._graph(lambda: inner.extend(batch, judged))
+            extend = graph.replay
         draft, output = self._graph(lambda: inner.draft(batch, judged, hidden))
-        kept = (judged, hidden)
 
-        def replay() -> None:
-            assert kept
-            for graph in (verify, extend, draft):
-                graph.replay()
+        def run() -> None:
+            for stage in (verify.replay, extend, draft.replay):
+                stage()
 
-        return replay, batch.slots, output
+        return _Captured(run, batch.slots, output, kept=(judged, hidden))
 
     def step(self, batch: StepBatch) -> StepTensors:
         key = self._key(batch)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from attention.metadata import ChunkBatch, Mode, TailBatch, to_device
+from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask, to_device
 from workers.config import PLAIN, RoundShape
 from workers.layers.vocab import LMHead
 from workers.model_runner import TargetRunner
@@ -112,7 +112,7 @@ class Autoregressive:
         self._target = target
         self._slots = slots
         self._sampler = sampler
-        self._sees_itself = torch.ones((1, 1), dtype=torch.int64, device=slots.device)
+        self._sees_itself = causal_mask(1, 1, slots.device)
 
     @property
     def shapes(self) -> Sequence[RoundShape]:

@@ -156,14 +156,7 @@ class Sampler:
 
     def _draw_sharded(self, logits: Tensor, rows: Rows) -> Tensor:
         """[B * R] int64 token ids drawn from this and the other ranks' logits [B * R, shard size]."""
-        shard = self._shard
-        value, index = self._draw(logits, rows, shard.first, filtered=False)
-        if shard.group.size == 1:
-            return index
-        # float64 carries both the float32 value and an id below 2^53 exactly
-        gathered = shard.group.all_gather(torch.stack((value.double(), (index + shard.first).double()), dim=-1))
-        best = gathered[..., 0].argmax(0, keepdim=True)
-        return gathered[..., 1].gather(0, best).squeeze(0).long()
+        return self._shard.best_of_ranks(*self._draw(logits, rows, self._shard.first, filtered=False))
 
     def _draw(self, logits: Tensor, rows: Rows, first: int, filtered: bool) -> tuple[Tensor, Tensor]:
         """The largest noisy logit [B * R] and its column [B * R] int64, of tokens first, first + 1, ..."""

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.early_launch import early_launch
 from attention.kv_pool import LayerKV
 
 
@@ -56,7 +57,7 @@ def rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positi
     _rope_store[(rows, num_kv_heads)](
         q, k, v, cos, sin, positions, kv.k, kv.v, kv_slots, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), GROUP=group, GROUP_PADDED=triton.next_power_of_2(group), KV_HEADS=num_kv_heads,
-        D=head_dim, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
+        D=head_dim, num_warps=1, **early_launch(pdl),
     )
 
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.early_launch import early_launch
 from attention.kernels.merge import merge_by_the_last, merge_rows
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kernels.splits import ITEM_FIELDS, Items
@@ -223,7 +224,7 @@ def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, plan: TailPlan, scale:
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.tail <= 63
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch = {"PDL": plan.pdl, **({"launch_pdl": True} if plan.pdl else {})}
+    launch = early_launch(plan.pdl)
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_tail[(columns, plan.items.items.shape[0])](

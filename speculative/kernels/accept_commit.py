@@ -42,7 +42,8 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
     chosen = tl.load(chosen_ptr + b * W + node, mask=inside, other=-1)
     wanted = tl.load(chosen_ptr + b * W + parent, mask=inside, other=-1)
     was_finished = tl.load(finished_ptr + slot * finished_stride).to(tl.int1)
-    enabled = tl.load(speculative_ptr + slot * speculative_stride).to(tl.int1) & (was_finished == 0)
+    wants = tl.load(speculative_ptr + slot * speculative_stride).to(tl.int1)
+    enabled = wants & (was_finished == 0)
 
     length = tl.load(seq_len_ptr + slot).to(tl.int64)
     matches = ((token == wanted) & enabled & inside) | (node == 0)
@@ -79,7 +80,6 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
     tl.store(accepted_ptr + b, num_drafts)
     tl.store(count_ptr + b, count)
     tl.store(finish_ptr + b, finish)
-    wants = tl.load(speculative_ptr + slot * speculative_stride).to(tl.int1)
     tl.store(reported_ptr + b, tl.where(wants & (count > 0) & (W > 1), num_drafts, -1))
     tl.store(newest_ptr + b, (b * COLUMNS + tl.maximum(count - 1, 0)).to(tl.int64))
 

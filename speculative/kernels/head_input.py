@@ -7,14 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.early_launch import launches_early
-
-
-@triton.jit
-def _normed(x, weight, size, eps):
-    x = x.to(tl.float32)
-    scaled = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    return scaled.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+from attention.kernels.early_launch import early_launch, launches_early
+from workers.kernels.rows import normed, num_warps
 
 
 @triton.jit
@@ -31,8 +25,9 @@ def _head_input(id_ptr, table_ptr, hidden_ptr, table_weight_ptr, hidden_weight_p
     source = table_ptr + tl.load(id_ptr + row) * size
     if second == 1:
         source = hidden_ptr + row * size
-    x = tl.load(source + column, mask=inside, other=0.0)
-    tl.store(out_ptr + (2 * row + second) * size + column, _normed(x, weight, size, eps), mask=inside)
+    x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    out = normed(x, weight, size, eps, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (2 * row + second) * size + column, out, mask=inside)
 
 
 def head_input(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor,
@@ -45,10 +40,10 @@ def head_input(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor,
     assert all(t.is_contiguous() for t in (ids, table, hidden, table_weight, hidden_weight))
     assert table.dtype == hidden.dtype == table_weight.dtype and table.shape[1] == size
     out = torch.empty((rows, 2 * size), dtype=hidden.dtype, device=hidden.device)
-    block, pdl = triton.next_power_of_2(size), launches_early(hidden.device)
+    block = triton.next_power_of_2(size)
     _head_input[(rows, 2)](
-        ids, table, hidden, table_weight, hidden_weight, out, size, eps, BLOCK=block, PDL=pdl,
-        num_warps=max(1, min(16, block // 256)), **({"launch_pdl": True} if pdl else {}),
+        ids, table, hidden, table_weight, hidden_weight, out, size, eps, BLOCK=block,
+        num_warps=num_warps(block), **early_launch(launches_early(hidden.device)),
     )
     return out
 

@@ -167,6 +167,15 @@ def bench_rope_store(clock: Clock, memory: Tensor, sizes: list[int]) -> list[dic
     return results
 
 
+def random_memory(gigabytes: int) -> Tensor:
+    """bfloat16 numbers on the GPU, for the KV of all layers."""
+    torch.manual_seed(0)
+    memory = torch.empty(gigabytes << 29, dtype=torch.bfloat16, device="cuda")
+    for part in memory.split(1 << 30):
+        part.normal_()
+    return memory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64, 128])
@@ -175,10 +184,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=int, default=80, help="memory for KV")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    torch.manual_seed(0)
-    memory = torch.empty(args.gigabytes << 29, dtype=torch.bfloat16, device="cuda")
-    for part in memory.split(1 << 30):
-        part.normal_()
+    memory = random_memory(args.gigabytes)
     clock = Clock(args.rounds)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version(), flush=True)
     print(json.dumps({

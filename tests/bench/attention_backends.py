@@ -35,6 +35,7 @@ from tests.bench.attention import (
     Clock,
     captured,
     layer_views,
+    random_memory,
 )
 from tests.support.attention_cases import Work, mask_of
 
@@ -206,10 +207,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=int, default=40, help="memory for KV")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    torch.manual_seed(0)
-    memory = torch.empty(args.gigabytes << 29, dtype=torch.bfloat16, device="cuda")
-    for part in memory.split(1 << 30):
-        part.normal_()
+    memory = random_memory(args.gigabytes)
     bench = Bench(Clock(args.rounds), memory)
     tables = {
         "prefill": bench.prefill(),

@@ -21,7 +21,7 @@ from tests.speculative.conftest import Pair  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.config import SchedulerConfig  # noqa: E402
-from workers.kernels.few_rows import MAX_ROWS, Workspace  # noqa: E402
+from workers.kernels.few_rows import Workspace  # noqa: E402
 from workers.layers.product import Multiplies, _FewRows  # noqa: E402
 from workers.plan import SamplingParams  # noqa: E402
 
@@ -50,7 +50,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes = [(m.product_weight().shape[0], m.product_weight().shape[1]) for m in modules]
         workspace = Workspace.create(shapes, torch.device("cpu"))
         for module in modules:
-            module._faster = _FewRows(workspace, MAX_ROWS, deterministic)
+            module._faster = _FewRows(workspace, deterministic)
 
     monkeypatch.setattr("speculative.build.checked_deterministic", lambda worker, *_: worker.deterministic)
     monkeypatch.setattr("speculative.build.target_backends",

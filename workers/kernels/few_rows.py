@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.early_launch import launches_early
+from attention.kernels.early_launch import early_launch, launches_early
 from attention.kernels.online_softmax import INTERPRETED
 
 MAX_ROWS = 64  # beyond them the library's products are as fast, see tests/bench/RESULTS.md
@@ -142,7 +142,7 @@ def few_rows(
     Reference: `torch.nn.functional.linear`.
     """
     rows, (n, k) = x.shape[0], weight.shape
-    tiles, pdl = few_rows_tiles(tiles_of or rows, n, k), launches_early(x.device)
+    tiles = few_rows_tiles(tiles_of or rows, n, k)
     assert tiles is not None and rows <= tiles.block_m
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
     if out is None:
@@ -151,8 +151,8 @@ def few_rows(
     _few_rows[(triton.cdiv(n, BLOCK_N), tiles.splits)](
         x, weight, bias, out, workspace.part, workspace.tickets, rows, x.stride(0), N=n, K=k, BLOCK_M=tiles.block_m,
         BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, SPAN=k // tiles.splits, HEAD=tiles.head,
-        HAS_BIAS=bias is not None, PDL=pdl, UPCAST=INTERPRETED, num_warps=4, num_stages=tiles.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        HAS_BIAS=bias is not None, UPCAST=INTERPRETED, num_warps=4, num_stages=tiles.stages,
+        **early_launch(launches_early(x.device)),
     )
     return out
 

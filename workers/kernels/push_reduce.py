@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.early_launch import launches_early
+from attention.kernels.early_launch import early_launch, launches_early
 
 
 @triton.jit(do_not_specialize=["rank"])  # one kernel on all ranks: the same operations in the same order
@@ -116,12 +116,11 @@ def push_reduce(
     residual, weight, eps = norm if norm is not None else (x, x, 0.0)
     assert residual.is_contiguous() and residual.shape == x.shape and residual.dtype == weight.dtype == x.dtype
     block = triton.next_power_of_2(pairs)
-    early = launches_early(x.device)
     as_pairs = [t.view(torch.int32) for t in (x, residual, weight, out)]
     _push_reduce[(rows,)](
         *as_pairs, inbox, inboxes, epochs, pairs, capacity, rank, eps, WORLD=world, NORM=norm is not None,
         HALF=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16, BLOCK=block, num_warps=num_warps(world, block),
-        PDL=early, **({"launch_pdl": True} if early else {}),
+        **early_launch(launches_early(x.device)),
     )
 
 

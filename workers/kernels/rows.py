@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.early_launch import launches_early
+from attention.kernels.early_launch import early_launch, launches_early
+
+
+@triton.jit
+def normed(x, weight, size, eps, DTYPE: tl.constexpr):
+    """x / rms(x) * weight of a row x, `size` float32 numbers and zeros; rounded to DTYPE before the weight."""
+    scaled = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    return scaled.to(DTYPE).to(tl.float32) * weight.to(tl.float32)
 
 
 @triton.jit
@@ -31,9 +38,8 @@ def _add_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL:
         x = (x + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * size + column, x, mask=inside)
         x = x.to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row * size + column, normed, mask=inside)
+    out = normed(x, weight, size, eps, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, out, mask=inside)
 
 
 @triton.jit
@@ -50,12 +56,8 @@ def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr
     tl.store(out_ptr + row * size + column, activated * up, mask=inside)
 
 
-def _early_launch(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel with PDL; the option `launch_pdl` exists on GPUs only."""
-    return {"PDL": True, "launch_pdl": True} if launches_early(device) else {"PDL": False}
-
-
-def _num_warps(block: int) -> int:
+def num_warps(block: int) -> int:
+    """Of a program that holds a row of `block` numbers."""
     return max(1, min(16, block // 256))
 
 
@@ -68,8 +70,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size, out = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(size)
     rows = x.numel() // size
-    _add_norm[(rows,)](x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=block, num_warps=_num_warps(block),
-                       **_early_launch(x.device))
+    _add_norm[(rows,)](x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=block, num_warps=num_warps(block),
+                       **early_launch(launches_early(x.device)))
     return out
 
 
@@ -82,8 +84,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     size, out = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(size)
     rows = x.numel() // size
-    _add_norm[(rows,)](x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=block, num_warps=_num_warps(block),
-                       **_early_launch(x.device))
+    _add_norm[(rows,)](x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=block, num_warps=num_warps(block),
+                       **early_launch(launches_early(x.device)))
     return out
 
 
@@ -97,7 +99,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
     _silu_mul[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4,
-                                                       **_early_launch(out.device))
+                                                       **early_launch(launches_early(out.device)))
     return out
 
 

@@ -34,22 +34,18 @@ class _Blocked:
 
 @dataclass(frozen=True)
 class _FewRows:
-    """max_rows: up to how many rows the kernel is used. fixed: use it for all, a row's bits being a function of that
-    row alone."""
+    """fixed: use the kernel for any number of rows, a row's bits being a function of that row alone."""
 
     workspace: "Workspace"
-    max_rows: int
     fixed: bool
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        from workers.kernels.few_rows import MAX_ROWS, few_rows, fixed_rows
+
         if self.fixed:
-            from workers.kernels.few_rows import fixed_rows
-
             return fixed_rows(x, weight, bias, self.workspace, out)
-        if x.shape[0] > self.max_rows:
+        if x.shape[0] > MAX_ROWS:
             return _library(x, weight, bias, out)
-        from workers.kernels.few_rows import few_rows
-
         return few_rows(x, weight, bias, self.workspace, out)
 
 
@@ -83,11 +79,11 @@ class Multiplies(nn.Module):
             return
         weight = self.product_weight()
         if workspace is not None:
-            from workers.kernels.few_rows import MAX_ROWS, few_rows_tiles
+            from workers.kernels.few_rows import few_rows_tiles
 
             fits = few_rows_tiles(1, weight.shape[0], weight.shape[1]) is not None
             assert fits or not deterministic, "refused at start"
-            self._faster = _FewRows(workspace, MAX_ROWS, deterministic) if fits else None
+            self._faster = _FewRows(workspace, deterministic) if fits else None
         elif weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
             self._faster = _Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
 

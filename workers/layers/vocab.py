@@ -35,7 +35,13 @@ class VocabShard:
         if self.group.size == 1:
             return _argmax(logits)
         index = _argmax(logits)
-        value = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return self.best_of_ranks(logits.gather(-1, index.unsqueeze(-1)).squeeze(-1), index)
+
+    def best_of_ranks(self, value: Tensor, index: Tensor) -> Tensor:
+        """[rows] int64 token ids: of the ranks' largest values [rows], at columns index [rows] int64 of their shards,
+        the largest; ties go to the lowest rank. The same on every rank."""
+        if self.group.size == 1:
+            return index
         # float64 carries both the float32 value and an id below 2^53 exactly.
         packed = torch.stack((value.double(), (index + self.first).double()), dim=-1)
         gathered = self.group.all_gather(packed)
