@@ -116,7 +116,6 @@ class Ingress:
         # Serve adds the header X-Request-ID to every answer itself
         return build_app(self._edge, self._tokenizer, self._engines, echo_request_id=False)
 
-
     async def _read(self, inbox: TokenInbox) -> None:
         while True:
             inbox.deliver(decode_tokens(await self._socket.recv()))  # type: ignore[misc]

@@ -191,8 +191,7 @@ class RemoteEngines:
         ended_at: float | None = None
         try:
             while True:
-                deadline = None if ended_at is None else ended_at + LAST_TOKENS_TIMEOUT_S
-                await _wait(stream.changed, None if deadline is None else deadline - self._clock())
+                # First what there is, then the wait: `take` clears the event that the call's end has set, too.
                 delta = stream.take(client_id)
                 if delta is not None:
                     yield delta
@@ -201,14 +200,17 @@ class RemoteEngines:
                     continue
                 if stream.broken is not None:
                     raise _EngineFailed(stream.broken)
+                remaining_s: float | None = None
                 if call.done():
                     summary = _outcome(call)
                     if summary.finish in ("error", "abort"):
                         yield TokenDelta(request_id=client_id, tokens=(), finish=summary.finish, error=summary.error)
                         return
                     ended_at = self._clock() if ended_at is None else ended_at
-                    if self._clock() - ended_at >= LAST_TOKENS_TIMEOUT_S:
+                    remaining_s = ended_at + LAST_TOKENS_TIMEOUT_S - self._clock()
+                    if remaining_s <= 0:
                         raise _EngineFailed("the call ended but its last tokens did not arrive")
+                await _wait(stream.changed, remaining_s)
         finally:
             self._inbox.close(request.request_id)
             if not call.done():
@@ -243,4 +245,4 @@ def _already_finished(delivered: list[int], sampling: SamplingParams) -> str | N
 
 async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s if timeout_s is None else max(0.0, timeout_s))
+        await asyncio.wait_for(event.wait(), timeout_s)

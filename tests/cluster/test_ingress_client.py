@@ -137,6 +137,20 @@ async def test_dead_engine_is_resumed_once_with_the_tokens_delivered() -> None:
     assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
 
 
+async def test_engine_that_dies_with_tokens_under_way_is_noticed() -> None:
+    """Its last tokens and its death are seen at once: the reader must not sleep after taking the tokens."""
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.calls.calls[0].set_exception(RuntimeError("the replica died"))
+    asyncio.get_running_loop().call_soon(rig.send, 0, 5, 6)
+    await rig.call_started(2)
+    assert unpack_i32(rig.calls.requests[1].output).tolist() == [5, 6]
+    rig.send(1, 7, finish="length")
+    deltas = await asyncio.wait_for(reading, 5)
+    assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
+
+
 async def test_second_failure_ends_with_an_error_delta() -> None:
     rig = Rig()
     reading = rig.run()
