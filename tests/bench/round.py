@@ -5,14 +5,17 @@
 
 As peers were measured: prompts of 512 tokens, 256 output tokens, greedy, no prefix cache; (time of the whole batch -
 time with max_tokens=1) / rounds, best of 2, acceptance length 3.0. Scheduling, plans and reading results are included.
-Beside it what torch's profiler counts in steady rounds (graph launches, copies to the host, idle share), and the floor:
-the bytes that a round must read over the measured copy bandwidth. Markdown tables, then one JSON line. Needs a GPU for
-figures that mean anything; `--tiny` tries it on a CPU.
+full_ms is the median round while all requests run, without the batch's beginning and end. Beside it what torch's
+profiler counts in steady rounds (graph launches, copies to the host, idle share), and the floor: the bytes that a round
+must read over the measured copy bandwidth. Markdown tables, then one JSON line. Needs a GPU for figures that mean
+anything; `--tiny` tries it on a CPU.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
+import statistics
 import subprocess
 import tempfile
 import time
@@ -29,6 +32,7 @@ from tests.bench.trace import figures, profile, start
 from workers.config import GraphScope, ModelSource, SchedulerConfig, WorkerConfig
 from workers.local import LocalEngine
 from workers.plan import SamplingParams
+from workers.request import Request, RequestOutput
 
 # hidden, layers, heads, KV heads, head dim, MLP, vocabulary, draft vocabulary
 MODELS = {
@@ -39,6 +43,7 @@ MODELS = {
 }
 SHAPES = {"plain": None, "chain": (3, 1, 4), "tree": (5, 4, 8)}
 PROFILED_ROUNDS = 10
+PIPELINE = 4  # a request's first results, which come while steps with prompts are still under way
 COPY_BYTES_PER_S = 4.27e12  # measured on an H200: device-to-device copy, read and written bytes
 
 
@@ -107,14 +112,37 @@ def engine_spec(
     ))
 
 
-def timed(engine: LocalEngine, batch: int, setting: Setting, max_tokens: int) -> tuple[float, int]:
-    """Seconds and steps of one whole batch."""
+@dataclasses.dataclass(frozen=True, order=True)
+class Run:
+    """A whole batch. full_ms: median time between two results while every request ran, prompts behind them."""
+
+    seconds: float
+    steps: int
+    full_ms: float
+
+
+def timed(engine: LocalEngine, batch: int, setting: Setting, sampling: SamplingParams) -> Run:
+    """Run one whole batch."""
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(10, 60, (setting.prompt_tokens,), generator=generator).tolist() for _ in range(batch)]
+    requests = [
+        Request(f"r{i}", torch.randint(10, 60, (setting.prompt_tokens,), generator=generator).tolist(), sampling)
+        for i in range(batch)
+    ]
+    stamps: list[float] = []  # of the last request's tokens, until the first request ends
+    ended = 0
+
+    def listen(output: RequestOutput) -> None:
+        nonlocal ended
+        ended += output.finish_reason is not None
+        if output.request is requests[-1] and not ended:
+            stamps.append(time.perf_counter())
+
     steps = engine.scheduler.stats.num_steps
     started_s = time.perf_counter()
-    engine.generate(prompts, SamplingParams(max_tokens, 0.0), batch)
-    return time.perf_counter() - started_s, engine.scheduler.stats.num_steps - steps
+    engine.run(requests, batch, listen)
+    seconds = time.perf_counter() - started_s
+    gaps = [later - sooner for sooner, later in itertools.pairwise(stamps[PIPELINE:])]
+    return Run(seconds, engine.scheduler.stats.num_steps - steps, statistics.median(gaps) * 1e3 if gaps else 0.0)
 
 
 def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
@@ -122,20 +150,19 @@ def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
     started_s = time.perf_counter()
     with local_engine(spec) as engine:
         ready_s = time.perf_counter() - started_s
-        timed(engine, batch, setting, 16)
-        prefill_s = min(timed(engine, batch, setting, 1)[0] for _ in range(setting.repeats))
-        prefill_steps = timed(engine, batch, setting, 1)[1]
-        runs = [timed(engine, batch, setting, setting.output_tokens) for _ in range(setting.repeats)]
-        best = min(runs, key=lambda run: run[0])
+        short, whole = SamplingParams(1, 0.0), SamplingParams(setting.output_tokens, 0.0)
+        timed(engine, batch, setting, SamplingParams(16, 0.0))
+        prefill = min(timed(engine, batch, setting, short) for _ in range(setting.repeats + 1))
+        best = min(timed(engine, batch, setting, whole) for _ in range(setting.repeats))
         seen = {}
         if torch.cuda.is_available() and spec.worker.tensor_parallel == 1:
             start(engine, batch, setting.prompt_tokens, setting.output_tokens)
             seen = figures(profile(engine, PROFILED_ROUNDS), PROFILED_ROUNDS)
-    rounds = best[1] - prefill_steps
-    ms = (best[0] - prefill_s) / rounds * 1e3
-    tokens_per_s = batch * (setting.output_tokens - 1) / (best[0] - prefill_s)
-    return {"ms_per_round": ms, "requests_per_s": batch / best[0], "rounds": rounds, "tokens_per_s": tokens_per_s,
-            "prefill_s": prefill_s, "ready_s": ready_s,
+    rounds, decoding_s = best.steps - prefill.steps, best.seconds - prefill.seconds
+    tokens_per_s = batch * (setting.output_tokens - 1) / decoding_s
+    return {"ms_per_round": decoding_s / rounds * 1e3, "full_ms": best.full_ms,
+            "requests_per_s": batch / best.seconds, "rounds": rounds, "tokens_per_s": tokens_per_s,
+            "prefill_s": prefill.seconds, "ready_s": ready_s,
             **{name: seen[name] for name in ("graph_launches", "copies_to_host", "idle_share", "kernels") if seen}}
 
 

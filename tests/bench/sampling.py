@@ -11,7 +11,6 @@ for figures that mean anything; `--tiny` tries it on a CPU, without kernels.
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from msgspec.structs import replace
 
 from speculative.build import EngineSpec
 from speculative.local import local_engine
-from tests.bench.round import MODELS, SHAPES, Setting, commit, engine_spec, hardware, write_checkpoints
-from workers.local import LocalEngine
+from tests.bench.round import MODELS, SHAPES, Setting, commit, engine_spec, hardware, timed, write_checkpoints
 from workers.plan import SamplingParams, SlotInit
 from workers.sampler import Rows, Sampler, SamplingNeeds, logprobs_of
 from workers.slots import SlotTable
@@ -36,16 +34,6 @@ KINDS = {
 }
 
 
-def timed(engine: LocalEngine, batch: int, setting: Setting, sampling: SamplingParams) -> tuple[float, int]:
-    """Seconds and steps of one whole batch."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(10, 60, (setting.prompt_tokens,), generator=generator).tolist() for _ in range(batch)]
-    steps = engine.scheduler.stats.num_steps
-    started_s = time.perf_counter()
-    engine.generate(prompts, sampling, batch)
-    return time.perf_counter() - started_s, engine.scheduler.stats.num_steps - steps
-
-
 def measure(spec: EngineSpec, shape: str, batch: int, setting: Setting) -> dict[str, dict[str, float]]:
     """Per kind: ms per round, and the seconds that its first batch took longer than the next, captures included."""
     results = {}
@@ -53,12 +41,11 @@ def measure(spec: EngineSpec, shape: str, batch: int, setting: Setting) -> dict[
         timed(engine, batch, setting, KINDS["greedy"])
         for name, kind in KINDS.items():
             short, whole = replace(kind, max_tokens=1), replace(kind, max_tokens=setting.output_tokens)
-            first_s = timed(engine, batch, setting, replace(kind, max_tokens=16))[0]
-            again_s = timed(engine, batch, setting, replace(kind, max_tokens=16))[0]
-            prefill_s, prefill_steps = min(timed(engine, batch, setting, short) for _ in range(2))
+            first, again = (timed(engine, batch, setting, replace(kind, max_tokens=16)) for _ in range(2))
+            prefill = min(timed(engine, batch, setting, short) for _ in range(2))
             best = min(timed(engine, batch, setting, whole) for _ in range(2))
-            ms = (best[0] - prefill_s) / (best[1] - prefill_steps) * 1e3
-            results[name] = {"ms_per_round": ms, "first_use_s": first_s - again_s}
+            ms = (best.seconds - prefill.seconds) / (best.steps - prefill.steps) * 1e3
+            results[name] = {"ms_per_round": ms, "first_use_s": first.seconds - again.seconds}
             print(shape, batch, name, f"{ms:.3f} ms", flush=True)
     return results
 

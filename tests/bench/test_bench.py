@@ -49,6 +49,25 @@ def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -
     assert result["details"][part]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", ["round", "sampling", "mixed"])
+def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
+    options = ["--tiny", "--shapes", "chain", "--batches", "2", *(["--chunks", "32"] if bench == "mixed" else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.bench.{bench}", *options], cwd=ROOT, capture_output=True, text=True, timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["bench"] == bench and result["commit"]
+    figures = result["results"]["chain"]["2"]
+    if bench == "round":
+        assert figures["rounds"] == 9 and figures["ms_per_round"] > 0 and figures["full_ms"] > 0
+    else:
+        times = [value for row in figures.values() for name, value in row.items() if "ms" in name.split("_")]
+        assert times and min(times) > 0
+
+
 def test_unknown_part_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--only", "nothing"])
