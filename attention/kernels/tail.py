@@ -224,7 +224,9 @@ def attend_tail(q: Tensor, kv: LayerKV, batch: TailBatch, plan: TailPlan, scale:
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.tail <= 63
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch = early_launch(plan.pdl)
+    # Fused or not, a multiplication and an addition round differently, and which are fused is the compiler's choice in
+    # every variant of a kernel anew: in a fixed plan none are.
+    launch = early_launch(plan.pdl) | {"enable_fp_fusion": not plan.fixed}
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_tail[(columns, plan.items.items.shape[0])](
