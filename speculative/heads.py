@@ -79,6 +79,7 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: DraftConfig, group: TPGroup) -> None:
         super().__init__()
         model = config.model
+        self.group = group
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
         self.self_attn = Attention(model, 0, group, 2 * model.hidden_size)
@@ -95,8 +96,8 @@ class Eagle3Layer(nn.Module):
         return torch.cat((self.input_layernorm(embedding(ids)), self.hidden_norm(hidden)), dim=-1)
 
     def forward(self, both: Tensor, hidden: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        attended = self.self_attn(both, angles, context)
-        normed, residual = self.post_attention_layernorm.add(attended, hidden)
+        attended = self.self_attn.partial(both, angles, context)
+        normed, residual = self.post_attention_layernorm.add(attended, hidden, self.group)
         out: Tensor = residual + self.mlp(normed)
         return out
 
@@ -135,12 +136,14 @@ class EagleLayer(nn.Module):
     def __init__(self, config: DraftConfig, group: TPGroup) -> None:
         super().__init__()
         model = config.model
+        self.group = group
         self.self_attn = Attention(model, 0, group, model.hidden_size)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
         self.mlp = MLP(model, group)
 
     def forward(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        normed, residual = self.post_attention_layernorm.add(self.self_attn(x, angles, context), x)
+        attended = self.self_attn.partial(x, angles, context)
+        normed, residual = self.post_attention_layernorm.add(attended, x, self.group)
         out: Tensor = residual + self.mlp(normed)
         return out
 

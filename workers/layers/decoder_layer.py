@@ -31,9 +31,6 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        return self.o_proj.group.all_reduce(self.partial(x, angles, context))
-
     def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """This rank's part of the output, as `RowLinear.partial` gives it."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
