@@ -37,7 +37,6 @@ CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts 
 
 MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
 
-
 FIXED_TILES = TailTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
 FIXED_SPAN = 1024  # tokens of an item where contexts are short enough
 MAX_PIECE_ROWS = 32  # of a prompt chunk

@@ -73,7 +73,6 @@ def draft_backends(names: DraftAttention, shape: ModelShape, speculative: Specul
 def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
     """The engine's one decision: which backends of a round read lengths on the host, for the log; None if none does,
     and rounds can be CUDA graphs with nothing copied to the host."""
-    readers = [(mode, backend) for model in models for mode, backend in model.items() if mode is not Mode.PREFILL]
-    if not any(backend.needs_cpu_seq_lens(mode) for mode, backend in readers):
-        return None
-    return ", ".join(sorted({f"{b.name} in {mode.value}" for mode, b in readers if b.needs_cpu_seq_lens(mode)}))
+    readers = {f"{backend.name} in {mode.value}" for model in models for mode, backend in model.items()
+               if mode is not Mode.PREFILL and backend.needs_cpu_seq_lens(mode)}
+    return ", ".join(sorted(readers)) or None

@@ -73,18 +73,34 @@ class DraftHead(nn.Module):
         return ids if self.target_ids is None else self.target_ids[ids]
 
 
-class Eagle3Layer(nn.Module):
-    """A Llama block whose attention reads the normalised embedding beside the normalised feature."""
+class HeadLayer(nn.Module):
+    """A Llama block without a norm before its attention, as EAGLE's heads have it. input_size: what attention reads."""
 
-    def __init__(self, config: DraftConfig, group: TPGroup) -> None:
+    def __init__(self, config: DraftConfig, group: TPGroup, input_size: int) -> None:
         super().__init__()
         model = config.model
         self.group = group
-        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
-        self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
-        self.self_attn = Attention(model, 0, group, 2 * model.hidden_size)
+        self.self_attn = Attention(model, 0, group, input_size)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
         self.mlp = MLP(model, group)
+
+    def forward(self, x: Tensor, residual: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """[rows, hidden]: residual, what attention makes of x [rows, input_size], and what the MLP makes of both. On a
+        GPU `residual` is changed in place."""
+        attended = self.self_attn.partial(x, angles, context)
+        normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
+        out: Tensor = residual + self.mlp(normed)
+        return out
+
+
+class Eagle3Layer(HeadLayer):
+    """Its attention reads the normalised embedding beside the normalised feature."""
+
+    def __init__(self, config: DraftConfig, group: TPGroup) -> None:
+        model = config.model
+        super().__init__(config, group, 2 * model.hidden_size)
+        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
+        self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
 
     def input(self, ids: Tensor, hidden: Tensor, embedding: VocabEmbedding) -> Tensor:
         """[rows, 2 * hidden_size]: the norms of the embeddings of ids [rows] int64 and of hidden, side by side."""
@@ -94,12 +110,6 @@ class Eagle3Layer(nn.Module):
             norms = self.input_layernorm, self.hidden_norm
             return head_input(ids, embedding.weight, hidden, norms[0].weight, norms[1].weight, norms[0].eps)
         return torch.cat((self.input_layernorm(embedding(ids)), self.hidden_norm(hidden)), dim=-1)
-
-    def forward(self, both: Tensor, hidden: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        attended = self.self_attn.partial(both, angles, context)
-        normed, residual = self.post_attention_layernorm.add(attended, hidden, self.group)
-        out: Tensor = residual + self.mlp(normed)
-        return out
 
 
 class Eagle3Head(DraftHead):
@@ -130,24 +140,6 @@ class Eagle3Head(DraftHead):
         return logits
 
 
-class EagleLayer(nn.Module):
-    """A Llama block without a norm before its attention, as EAGLE's heads have it."""
-
-    def __init__(self, config: DraftConfig, group: TPGroup) -> None:
-        super().__init__()
-        model = config.model
-        self.group = group
-        self.self_attn = Attention(model, 0, group, model.hidden_size)
-        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
-        self.mlp = MLP(model, group)
-
-    def forward(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        attended = self.self_attn.partial(x, angles, context)
-        normed, residual = self.post_attention_layernorm.add(attended, x, self.group)
-        out: Tensor = residual + self.mlp(normed)
-        return out
-
-
 class EagleHead(DraftHead):
     """EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858): the final hidden state and the embedding through one
     projection; embedding and vocabulary head are the target's."""
@@ -156,7 +148,7 @@ class EagleHead(DraftHead):
         super().__init__(config, group, max_position, device)
         model = config.model
         self.fc = Projection(2 * model.hidden_size, model.hidden_size, config.fc_bias)
-        self.layers = nn.ModuleList([EagleLayer(config, group)])
+        self.layers = nn.ModuleList([HeadLayer(config, group, model.hidden_size)])
 
     def features(self, output: DecoderOutput) -> Tensor:
         return output.hidden
@@ -166,7 +158,7 @@ class EagleHead(DraftHead):
 
     def forward(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         x = self.fc(torch.cat((self.embed_tokens(ids), hidden), dim=-1))
-        out: Tensor = self.layers[0](x, self.rotary.at(context.positions), context)
+        out: Tensor = self.layers[0](x, x, self.rotary.at(context.positions), context)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class ForwardContext:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles, scale: float
     ) -> Tensor:
-        """Rotate q [rows, q_heads, head_dim] and k by `angles`, write k and v
-        [rows, kv_heads, head_dim] of a layer and attend q to it. On a GPU q is rotated in place."""
+        """Rotate q [rows, q_heads, head_dim] and k by `angles`, write k and v [rows, kv_heads, head_dim] of a layer and
+        attend q to it. On a GPU q is rotated in place."""
         kv = self.pool.layer(layer)
         if q.is_cuda:
             from attention.kernels.early_launch import launches_early

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workers.filters import MAX_GAP, gap_limits, gaps
-from workers.layers.vocab import VocabShard
+from workers.layers.vocab import VocabShard, argmax
 from workers.slots import SlotFacts, SlotTable
 
 if TYPE_CHECKING:
@@ -228,12 +228,3 @@ class Sampler:
         stop.scatter_(1, torch.where(ids >= 0, ids, logits.shape[2]), True)
         shaped = shaped.masked_fill(early.unsqueeze(-1) & stop[:, None, :-1], float("-inf"))
         return torch.where(table.shapes_logits[slots].view(-1, 1, 1), shaped, logits)
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """[rows] int64: the column of the largest of logits [rows, n]."""
-    if logits.is_cuda:
-        from workers.kernels.argmax import argmax as fast_argmax
-
-        return fast_argmax(logits)
-    return logits.argmax(-1)

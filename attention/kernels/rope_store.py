@@ -45,9 +45,8 @@ def rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positi
 
     q, k and v may be views of one packed product (last stride 1). cos, sin: [max_position, head_dim / 2] float32,
     contiguous; positions: [rows] int64, the rows' lines in them. kv_slots: [rows] int64 token indices; rows that share
-    one (padding) leave
-    any one of their values. k and v themselves stay as they are. pdl: launch before the previous kernel ends (compute
-    capability 9 or later).
+    one (padding) leave any one of their values. k and v themselves stay as they are. pdl: launch before the previous
+    kernel ends (compute capability 9 or later).
     """
     rows, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads

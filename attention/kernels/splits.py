@@ -71,8 +71,8 @@ def _plan_spans(prefix_ptr, items_ptr, requests_ptr, tail, span, each, EACH: tl.
 
 @dataclass(frozen=True)
 class Items:
-    """items: [any, ITEM_FIELDS] int32. requests: [num_requests, 2] int32, the slot of each request's
-    first item and its number of items."""
+    """items: [any, ITEM_FIELDS] int32. requests: [num_requests, 2] int32, the slot of each request's first item and its
+    number of items."""
 
     items: Tensor
     requests: Tensor

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.early_launch import early_launch, launches_early
-from workers.kernels.rows import normed, num_warps
+from workers.kernels.rows import normed, num_warps, rms_norm_reference
 
 
 @triton.jit
@@ -51,8 +51,5 @@ def head_input(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor,
 def reference(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor,
               eps: float) -> Tensor:
     """The same in torch."""
-    normed = []
-    for x, weight in ((table[ids], table_weight), (hidden, hidden_weight)):
-        full = x.float()
-        normed.append((full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight)
-    return torch.cat(normed, dim=-1)
+    inputs = ((table[ids], table_weight), (hidden, hidden_weight))
+    return torch.cat([rms_norm_reference(x, weight, eps) for x, weight in inputs], dim=-1)

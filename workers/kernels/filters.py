@@ -5,8 +5,7 @@ Reference: `workers.filters`, which defines gaps and limits. Gaps have 24 bits; 
 sums the masses (top-p), within seven limits at once and so finds three more bits: eight passes each. Every row is cut
 into parts by its size alone and every part is summed in one order, so a row's limits do not depend on its neighbours.
 A pass begins by adding up what the parts of the pass before found, as a kernel boundary is the only barrier there is;
-rows without the filter, and those whose search is settled, leave
-at once.
+rows without the filter, and those whose search is settled, leave at once.
 """
 
 from dataclasses import dataclass

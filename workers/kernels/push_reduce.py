@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.early_launch import early_launch, launches_early
+from workers.kernels.rows import add_rms_norm_reference
 
 
 @triton.jit(do_not_specialize=["rank"])  # one kernel on all ranks: the same operations in the same order
@@ -135,6 +136,4 @@ def push_reduce_reference(parts: Sequence[Tensor], norm: tuple[Tensor, Tensor, f
     if norm is None:
         return total
     residual, weight, eps = norm
-    residual += total
-    full = residual.float()
-    return (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(total.dtype) * weight
+    return add_rms_norm_reference(total, residual, weight, eps)

@@ -32,9 +32,9 @@ class VocabShard:
     def argmax(self, logits: Tensor) -> Tensor:
         """[rows] int64 token ids of the largest of logits [rows, size], the same on every rank; ties go to the
         smallest id. One gather of two numbers per row and rank."""
+        index = argmax(logits)
         if self.group.size == 1:
-            return _argmax(logits)
-        index = _argmax(logits)
+            return index
         return self.best_of_ranks(logits.gather(-1, index.unsqueeze(-1)).squeeze(-1), index)
 
     def best_of_ranks(self, value: Tensor, index: Tensor) -> Tensor:
@@ -122,12 +122,12 @@ class LMHead(Multiplies):
         self.shard.load_rows(self.product_weight().data, part, full)
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """[rows] int64: the column of the largest of logits [rows, n]."""
     if logits.is_cuda:
-        from workers.kernels.argmax import argmax
+        from workers.kernels.argmax import argmax as fast_argmax
 
-        return argmax(logits)
+        return fast_argmax(logits)
     return logits.argmax(-1)
 
 
