@@ -22,7 +22,7 @@ from attention.backend import BACKENDS, AttentionBackend, build_backend, refusal
 from attention.kv_pool import LayerKV
 from attention.metadata import ChunkBatch, Mode, TailBatch
 from attention.torch_backend import TorchBackend
-from tests.bench.attention import captured
+from tests.bench.gpu_time import captured
 from tests.support.attention_cases import (
     LENGTHS,
     MAX_LENGTH,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bench.finding import table
+from tests.bench.gpu_time import elapsed_us
 from tests.bench.round import commit, hardware
 from tests.support.ranks import RankError, run_ranks
 from workers.layers.norm import RMSNorm
@@ -75,12 +76,7 @@ def graph_us(call: Call, device: torch.device) -> float:
             call()
     best = float("inf")
     for _ in range(REPLAYS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) * 1e3 / CALLS)
+        best = min(best, elapsed_us(graph.replay) / CALLS)
     return best
 
 

@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention.backend import build_backend
 from attention.kv_pool import LayerKV
 from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask
+from tests.bench.gpu_time import captured, elapsed_us
+from tests.support.attention_cases import random_table
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 BYTES_PER_TOKEN = 2 * KV_HEADS * DIM * 2
@@ -49,22 +51,8 @@ class Clock:
             run()
         for _ in range(self.rounds):
             for run, times in zip((*runs, lambda: self.target.copy_(self.source)), timed, strict=True):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                run()
-                end.record()
-                end.synchronize()
-                times.append(1000 * start.elapsed_time(end))
+                times.append(elapsed_us(run))
         return [statistics.median(times) for times in timed]
-
-
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def layer_views(memory: Tensor, num_layers: int, num_pages: int) -> list[LayerKV]:
@@ -80,9 +68,7 @@ def tail_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Ca
     bytes_per_layer = 2 * (batch * pages + 1) * PAGE * KV_HEADS * DIM * 2
     num_layers = min(NUM_LAYERS, memory.nbytes // bytes_per_layer)
     layers = layer_views(memory, num_layers, batch * pages)
-    table = torch.zeros((batch, max(MAX_PREFIX // PAGE, pages)), dtype=torch.int32)
-    table[:, :pages] = 1 + torch.randperm(batch * pages).view(batch, pages)
-    device = memory.device
+    table, device = random_table([context + rows] * batch, PAGE, max(MAX_PREFIX // PAGE, pages)), memory.device
     tail = TailBatch(Mode.VERIFY, rows, rows, torch.full((batch,), context, dtype=torch.int32, device=device),
                      causal_mask(batch, rows, device), table.to(device), MAX_PREFIX)
     q = torch.randn((batch * rows, HEADS, DIM), device=device, dtype=memory.dtype)
@@ -121,7 +107,7 @@ def bench_prefill(clock: Clock, memory: Tensor, shapes: list[tuple[int, int]]) -
     results = []
     for chunks, length in shapes:
         pages = -(-length // PAGE)
-        table = (1 + torch.randperm(chunks * pages)).int().view(chunks, pages).to(memory.device)
+        table = random_table([length] * chunks, PAGE, pages).to(memory.device)
         batch = ChunkBatch(tuple(range(0, chunks * length + 1, length)), (0,) * chunks, table)
         q = torch.randn((chunks * length, HEADS, DIM), device=memory.device, dtype=memory.dtype)
         kv = layer_views(memory, 1, chunks * pages)[0]

@@ -33,11 +33,11 @@ from tests.bench.attention import (
     PAGE,
     SCALE,
     Clock,
-    captured,
     layer_views,
     random_memory,
 )
-from tests.support.attention_cases import Work, mask_of
+from tests.bench.gpu_time import captured
+from tests.support.attention_cases import Work, mask_of, random_table
 
 NAMES = tuple(name for name in BACKENDS if name != "torch")
 BYTES_A_PASS = 400 << 20  # eight times the L2 cache
@@ -82,10 +82,7 @@ class Bench:
         self.backends: dict[str, AttentionBackend] = {name: build_backend(name, Mode.DECODE) for name in NAMES}
 
     def tail(self, work: Work, context: int, batch: int) -> TailBatch:
-        pages = -(-(context + work.tail) // PAGE)
-        table = torch.zeros((batch, MAX_PREFIX // PAGE), dtype=torch.int32)
-        table[:, :pages] = 1 + torch.randperm(batch * pages).view(batch, pages)
-        device = self.memory.device
+        table, device = random_table([context + work.tail] * batch, PAGE, MAX_PREFIX // PAGE), self.memory.device
         prefix = torch.full((batch,), context, dtype=torch.int32, device=device)
         return TailBatch(work.mode, work.rows, work.tail, prefix, mask_of(work, batch).to(device), table.to(device),
                          MAX_PREFIX)
@@ -166,7 +163,7 @@ class Bench:
         cases = []
         for count, rows, start in CHUNKS:
             pages = -(-(start + rows) // PAGE)
-            table = (1 + torch.randperm(count * pages)).int().view(count, pages).to(self.memory.device)
+            table = random_table([start + rows] * count, PAGE, pages).to(self.memory.device)
             batch = ChunkBatch(tuple(range(0, count * rows + 1, rows)), (start,) * count, table)
             q = torch.randn((count * rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
             layer = layer_views(self.memory, 1, count * pages)[0]

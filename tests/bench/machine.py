@@ -18,7 +18,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else ""),
         "load_1min": round(os.getloadavg()[0], 2),
     }
 
@@ -52,6 +52,7 @@ def _cpu_model() -> str:
     return "unknown"
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
+    """What git prints, of the checkout that this runs in; "" where there is none."""
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip()

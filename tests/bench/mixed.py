@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
-from tests.bench.round import MODELS, SHAPES, Setting, commit, engine_spec, hardware, write_checkpoints
+from tests.bench.round import Setting, add_engine_options, commit, engine_spec, hardware, model_of, write_checkpoints
 from workers.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.worker import Worker
 
@@ -138,11 +138,8 @@ def table(results: dict[str, dict[str, dict[str, Figures]]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["plain", "chain"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    add_engine_options(parser, ["plain", "chain"], [1, 8, 32])
     parser.add_argument("--chunks", nargs="+", type=int, default=[512, 2048])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and short prompts: a trial on any machine")
     arguments = parser.parse_args()
     # rounds of all repeats, the warm-up's and the chunks', of 4 tokens at most
     rounds = 4 * (REPEATS * (ROUNDS + CHUNKED) + 4)
@@ -151,7 +148,7 @@ def main() -> None:
     if prompt_tokens + output_tokens > 2048:
         parser.error(f"--chunks {max(arguments.chunks)}: these engines hold 2048 tokens per request; ask for less")
     results: dict[str, dict[str, dict[str, Figures]]] = {}
-    model = "tiny" if arguments.tiny else arguments.model
+    model = model_of(arguments)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoints(Path(folder), model)
         for shape in arguments.shapes:

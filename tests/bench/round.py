@@ -16,11 +16,9 @@ import dataclasses
 import itertools
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,18 +26,20 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from tests.bench.machine import git
 from tests.bench.trace import figures, profile, start
+from tests.support.replica import Dimensions, write_config
 from workers.config import GraphScope, ModelSource, SchedulerConfig, WorkerConfig
 from workers.local import LocalEngine
 from workers.plan import SamplingParams
 from workers.request import Request, RequestOutput
 
-# hidden, layers, heads, KV heads, head dim, MLP, vocabulary, draft vocabulary
+# hidden, heads, KV heads, head dim, MLP, vocabulary, draft vocabulary, layers
 MODELS = {
-    "llama-3.1-8b": (4096, 32, 32, 8, 128, 14336, 128256, 32000),
-    "llama-2-70b": (8192, 80, 64, 8, 128, 28672, 32000, 32000),
-    "llama-3-70b": (8192, 80, 64, 8, 128, 28672, 128256, 32000),
-    "tiny": (64, 8, 4, 2, 16, 96, 256, 64),
+    "llama-3.1-8b": Dimensions(4096, 32, 8, 128, 14336, 128256, 32000, 32),
+    "llama-2-70b": Dimensions(8192, 64, 8, 128, 28672, 32000, 32000, 80),
+    "llama-3-70b": Dimensions(8192, 64, 8, 128, 28672, 128256, 32000, 80),
+    "tiny": Dimensions(64, 4, 2, 16, 96, 256, 64, 8),
 }
 SHAPES = {"plain": None, "chain": (3, 1, 4), "tree": (5, 4, 8)}
 PROFILED_ROUNDS = 10
@@ -59,32 +59,22 @@ class Setting:
 def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_parallel: int) -> float:
     """Milliseconds that copying the bytes takes which a round must read on each GPU: weights once per pass, and the KV
     of half-grown answers. Embeddings and activations are left out."""
-    hidden, layers, heads, kv_heads, dim, mlp, vocab, draft_vocab = MODELS[name]
-    attention, rest = hidden * (heads + 2 * kv_heads) * dim, heads * dim * hidden + 3 * hidden * mlp
+    size = MODELS[name]
+    attention = size.hidden * (size.heads + 2 * size.kv_heads) * size.head_dim
+    rest = size.heads * size.head_dim * size.hidden + 3 * size.hidden * size.mlp
     tokens = batch * (setting.prompt_tokens + setting.output_tokens / 2)
-    numbers = layers * (attention + rest) + vocab * hidden + tokens * 2 * layers * kv_heads * dim
+    kv = tokens * 2 * size.kv_heads * size.head_dim  # of a layer
+    numbers = size.layers * (attention + rest + kv) + size.vocab * size.hidden
     tree = SHAPES[shape]
     if tree is not None:
-        one_pass = 2 * attention + rest + draft_vocab * hidden + tokens * 2 * kv_heads * dim
-        numbers += 3 * hidden * hidden + tree[0] * one_pass
+        one_pass = 2 * attention + rest + size.draft_vocab * size.hidden + kv
+        numbers += 3 * size.hidden * size.hidden + tree[0] * one_pass
     return 2 * numbers / tensor_parallel / COPY_BYTES_PER_S * 1e3
 
 
-def write_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
+def write_checkpoints(folder: Path, name: str) -> None:
     """config.json of a target and an EAGLE-3 head of these dimensions; the weights are dummies."""
-    hidden, layers, heads, kv_heads, dim, mlp, vocab, draft_vocab = MODELS[name]
-    common: dict[str, Any] = {
-        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim,
-        "intermediate_size": mlp, "vocab_size": vocab, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-        "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-    }
-    target = {**common, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers}
-    draft = {**common, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-             "draft_vocab_size": draft_vocab}
-    for kind, config in (("target", target), ("draft", draft)):
-        (folder / kind).mkdir(parents=True)
-        (folder / kind / "config.json").write_text(json.dumps(config))
-    return folder / "target", folder / "draft"
+    write_config(folder, MODELS[name], max_position=8192)
 
 
 def engine_spec(
@@ -171,15 +161,25 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    return git("rev-parse", "--short", "HEAD") or "unknown"
+
+
+def add_engine_options(parser: argparse.ArgumentParser, shapes: list[str], batches: list[int]) -> None:
+    """Which engines are measured; shapes and batches: unless others are given."""
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=shapes)
+    parser.add_argument("--batches", nargs="+", type=int, default=batches)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens: a trial on any machine")
+
+
+def model_of(arguments: argparse.Namespace) -> str:
+    """The name of the model whose dimensions the engines have."""
+    return "tiny" if arguments.tiny else str(arguments.model)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128])
+    add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128])
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
     parser.add_argument("--graph-scope", choices=["round", "stages", "eager_extend"], default="round",
@@ -187,14 +187,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
     parser.add_argument("--repeats", type=int, default=Setting.repeats, help="the best of how many runs is taken")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens: a trial on any machine")
     arguments = parser.parse_args()
     setting = Setting(arguments.prompt_tokens, arguments.output_tokens, repeats=arguments.repeats)
     if arguments.tiny:
         setting = Setting(40, 24)
     results: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = "tiny" if arguments.tiny else arguments.model
+        model = model_of(arguments)
         write_checkpoints(Path(folder), model)
         for shape in arguments.shapes:
             for batch in arguments.batches:

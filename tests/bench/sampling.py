@@ -10,6 +10,7 @@ for figures that mean anything; `--tiny` tries it on a CPU, without kernels.
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,18 @@ from msgspec.structs import replace
 
 from speculative.build import EngineSpec
 from speculative.local import local_engine
-from tests.bench.round import MODELS, SHAPES, Setting, commit, engine_spec, hardware, timed, write_checkpoints
+from tests.bench.gpu_time import captured, elapsed_us
+from tests.bench.round import (
+    MODELS,
+    Setting,
+    add_engine_options,
+    commit,
+    engine_spec,
+    hardware,
+    model_of,
+    timed,
+    write_checkpoints,
+)
 from workers.plan import SamplingParams, SlotInit
 from workers.sampler import Rows, Sampler, SamplingNeeds, logprobs_of
 from workers.slots import SlotTable
@@ -52,21 +64,14 @@ def measure(spec: EngineSpec, shape: str, batch: int, setting: Setting) -> dict[
 
 def replay_us(step: Callable[[], object]) -> float:
     """Microseconds of a replay of `step` as a CUDA graph: the median of 21 times of ten replays."""
-    for _ in range(2):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(21):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
+    step()
+    graph = captured(step)
+
+    def replays() -> None:
         for _ in range(10):
             graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 100)
-    return sorted(times)[10]
+
+    return statistics.median(elapsed_us(replays) / 10 for _ in range(21))
 
 
 @torch.inference_mode()
@@ -99,18 +104,15 @@ def kernels(rows: int, size: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["plain", "chain"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    add_engine_options(parser, ["plain", "chain"], [1, 8, 64])
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
     parser.add_argument("--skip-kernels", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens: a trial on any machine")
     arguments = parser.parse_args()
     setting = Setting(40, 24) if arguments.tiny else Setting()
     results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoints(Path(folder), "tiny" if arguments.tiny else arguments.model)
+        write_checkpoints(Path(folder), model_of(arguments))
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(
@@ -121,7 +123,7 @@ def main() -> None:
                     torch.cuda.empty_cache()
         timed_kernels: dict[str, dict[str, float]] = {}
         if torch.cuda.is_available() and not arguments.skip_kernels:
-            size = MODELS[arguments.model][6]
+            size = MODELS[arguments.model].vocab
             timed_kernels = {str(rows): kernels(rows, size) for rows in (1, 8, 64, 256)}
     for shape, by_batch in results.items():
         print(f"\n| {shape}, ms per round at batch | " + " | ".join(by_batch) + " |")

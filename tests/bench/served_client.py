@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.bench.sse_client import BODY_END, END, EVENT, request_bytes
+
 FLUSH_TRIES = 3
 FLUSH_PAUSE_S = 2.0
-_EVENT = b"data: "
-_BODY_END = b"\r\n0\r\n\r\n"  # of a chunked one
-_END = b"data: [DONE]\n\n" + _BODY_END
 
 
 async def served_model(client: httpx.AsyncClient, url: str) -> str:
@@ -77,17 +75,15 @@ async def load(
 async def _connection(url: str, todo: Iterator[dict[str, Any]], base: dict[str, Any]) -> list[Timing]:
     """One kept-alive connection's answers, one after another."""
     where = urlsplit(url)
+    assert where.hostname is not None and where.port is not None, f"{url}: must name host and port"
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     timings = []
     try:
         for prompt in todo:
-            body = json.dumps(base | prompt).encode()
             route = "chat/completions" if "messages" in prompt else "completions"
+            request = request_bytes(where.port, base | prompt, route, where.hostname)
             sent_s = time.perf_counter()
-            writer.write(
-                f"POST /v1/{route} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n".encode() + body
-            )
+            writer.write(request)
             first_s, end_s = await _read_answer(reader)
             timings.append(Timing(first_s - sent_s, end_s - first_s, base["max_tokens"]))
     finally:
@@ -100,14 +96,14 @@ async def _connection(url: str, todo: Iterator[dict[str, Any]], base: dict[str, 
 async def _read_answer(reader: asyncio.StreamReader) -> tuple[float, float]:
     """When the answer's first event and its end came."""
     seen, first_s = b"", 0.0
-    while not seen.endswith(_END):
+    while not seen.endswith(END):
         part = await reader.read(1 << 16)
-        seen = seen[-len(_END) :] + part if first_s else seen + part
+        seen = seen[-len(END) :] + part if first_s else seen + part
         if not first_s and len(seen) > 12 and seen[8:13] != b" 200 ":
             raise RuntimeError(f"a request failed: {seen[:500]!r}")
-        if not first_s and _EVENT in seen:
+        if not first_s and EVENT in seen:
             first_s = time.perf_counter()
-        if not part or (seen.endswith(_BODY_END) and not seen.endswith(_END)):
+        if not part or (seen.endswith(BODY_END) and not seen.endswith(END)):
             raise RuntimeError(f"a stream ended without [DONE]: {seen[-500:]!r}")
     return first_s, time.perf_counter()
 

@@ -15,13 +15,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 EVENT = b"data: "
-END = b"data: [DONE]\n\n\r\n0\r\n\r\n"  # the last event, and the end of the chunked body
+BODY_END = b"\r\n0\r\n\r\n"  # of a chunked one
+END = b"data: [DONE]\n\n" + BODY_END
 
 
-def request_bytes(port: int, body: dict[str, Any]) -> bytes:
-    """A POST to /v1/chat/completions on the loopback."""
+def request_bytes(
+    port: int, body: dict[str, Any], route: str = "chat/completions", host: str = "127.0.0.1"
+) -> bytes:
+    """A POST to /v1/`route`."""
     raw = json.dumps(body).encode()
-    head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    head = (f"POST /v1/{route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(raw)}\r\n\r\n")
     return head.encode() + raw
 

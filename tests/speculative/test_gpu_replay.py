@@ -47,7 +47,8 @@ def bucket_edges(num_slots: int) -> list[int]:
 def twins(folder: Path, arm: Arm, size: Dimensions, run_first: Runner) -> Twins:
     """Of a GPU's two replicas the first has graphs."""
     on_gpu = torch.cuda.is_available() and size is ON_GPU
-    write_config(folder, size, max_position=arm.longest + 4096)
+    capture = (0, size.layers // 2 - 1, size.layers - 2)
+    write_config(folder, size, arm.longest + 4096, capture)
     device = "cuda" if on_gpu else "cpu"
     first, second = (build_replica(arm.spec(folder, device, graphs)) for graphs in (on_gpu, False))
     return Twins(arm, first, second, run_first, padded_eager(bucket_sizes(arm.num_slots)))

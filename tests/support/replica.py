@@ -1,6 +1,7 @@
 """Engines with random weights, opened up for tests that compare two of them: see `tests.support.replay`."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,22 @@ class Dimensions:
     layers: int = 4
 
 
-def write_config(folder: Path, size: Dimensions, max_position: int) -> Path:
-    """config.json of target and draft under `folder`; the weights are dummies."""
+def write_config(
+    folder: Path, size: Dimensions, max_position: int, capture: Sequence[int] | None = None
+) -> Path:
+    """config.json of target and draft under `folder`; the weights are dummies. capture: layers that the head reads,
+    instead of the usual ones."""
     common: dict[str, Any] = {
         "hidden_size": size.hidden, "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads,
         "head_dim": size.head_dim, "intermediate_size": size.mlp, "vocab_size": size.vocab, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "max_position_embeddings": max_position, "tie_word_embeddings": False,
+        "rope_theta": 500000.0, "max_position_embeddings": max_position, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
     }
     target = {**common, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": size.layers}
     draft = {**common, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-             "draft_vocab_size": size.draft_vocab,
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, size.layers // 2 - 1, size.layers - 2]}}
+             "draft_vocab_size": size.draft_vocab}
+    if capture is not None:
+        draft["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(capture)}
     for kind, config in (("target", target), ("draft", draft)):
         (folder / kind).mkdir(parents=True)
         (folder / kind / "config.json").write_text(json.dumps(config))
