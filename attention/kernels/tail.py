@@ -153,12 +153,13 @@ def tail_tiles(packed_rows: int, itemsize: int, density: float) -> TailTiles:
     if itemsize == 4:
         return TailTiles(min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows))), 32, 4, 2, 2, 128)
     # Tiles of 64 rows run on wgmma, which takes K and V from shared memory and needs fewer barriers than mma on 16
-    # rows: worth the empty rows except where partial results are many or programs are.
-    if density <= 1:
-        return TailTiles(16, 64, 4, 3, 2, 64) if packed_rows <= 16 else TailTiles(64, 32, 4, 4, 2, 64)
-    if density > 2 and packed_rows <= 16:
-        return TailTiles(16, 32, 2, 4, 2, 128)
-    return TailTiles(64, 64, 4, 3, 2, 128)
+    # rows. Alone that is worth the empty rows at a density between 1 and 2; within rounds of such batches, which run at
+    # the limit of the GPU's power, multiplying them costs more.
+    if packed_rows <= 16:
+        if density <= 1:
+            return TailTiles(16, 64, 4, 3, 2, 64)
+        return TailTiles(16, 64, 2, 3, 2, 128) if density <= 2 else TailTiles(16, 32, 1, 4, 2, 128)
+    return TailTiles(64, 32, 4, 4, 2, 64) if density <= 1 else TailTiles(64, 64, 4, 3, 2, 128)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ DTYPES = {"bf16": 2, "fp32": 4}
 
 
 def compiled(kernel: Any, tmp_path: Path, pointers: dict[str, str], constants: dict[str, Any], warps: int,
-             stages: int, **options: Any) -> tuple[int, int, str]:
-    """Bytes of spills and of shared memory, and the PTX. options: of the compiler, beside warps and stages. Pointers
-    not named are to int32; other arguments are int32 that 16 divides, or float32 for a scale."""
+             stages: int, descriptors: dict[str, tuple[int, int]] | None = None,
+             **options: Any) -> tuple[int, int, str]:
+    """Bytes of spills and of shared memory, and the PTX. descriptors: blocks of tensor maps over bfloat16. options: of
+    the compiler, beside warps and stages. Pointers not named are to int32; other arguments are int32 that 16 divides,
+    or float32 for a scale."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -33,6 +35,8 @@ def compiled(kernel: Any, tmp_path: Path, pointers: dict[str, str], constants: d
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif descriptors is not None and name in descriptors:
+            signature[name] = f"tensordesc<bf16{list(descriptors[name])}>"
         elif name.endswith("_ptr"):
             signature[name] = "*" + pointers.get(name, "i32")
         else:

@@ -7,12 +7,23 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.kernels.few_rows import MAX_ROWS, Workspace, few_rows, few_rows_tiles, fixed_rows  # noqa: E402
+from workers.kernels.few_rows import (  # noqa: E402
+    MAX_GATED_ROWS,
+    MAX_ROWS,
+    Workspace,
+    few_rows,
+    few_rows_gated,
+    few_rows_tiles,
+    fixed_rows,
+    gated_tiles,
+)
+from workers.kernels.rows import silu_mul_reference  # noqa: E402
 
 pytestmark = MARKS
 
-SHAPES = [(96, 512), (70, 384), (64, 128)] if INTERPRETED else [
-    (6144, 4096), (4096, 14336), (28672, 4096), (32001, 4096), (70, 384), (64, 128), (4096, 12288)
+WIDE = [(8466, 128)] if INTERPRETED else [(28672, 4096), (14336, 8192), (32002, 4096), (8466, 384)]
+SHAPES = [(96, 512), (70, 384), (64, 128), *WIDE] if INTERPRETED else [
+    (6144, 4096), (4096, 14336), (70, 384), (64, 128), (4096, 12288), *WIDE
 ]
 
 
@@ -24,7 +35,9 @@ def test_product_of_few_rows_is_torchs(dtype: torch.dtype, bias: bool) -> None:
     for n, k in SHAPES:
         weight = torch.randn(n, k, generator=generator).to(DEVICE, dtype)
         b = torch.randn(n, generator=generator).to(DEVICE, dtype) if bias else None
-        for rows in (1, 16, 17, MAX_ROWS):
+        for rows in (1, 16, 17, 64, 65, MAX_ROWS):
+            if few_rows_tiles(rows, n, k) is None:
+                continue
             # rows of a wider tensor, as the heads of a packed product are
             x = torch.randn(rows, 2 * k, generator=generator).to(DEVICE, dtype)[:, :k]
             out = few_rows(x, weight, b, workspace)
@@ -37,13 +50,33 @@ def test_product_of_few_rows_is_torchs(dtype: torch.dtype, bias: bool) -> None:
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     generator = torch.Generator().manual_seed(4)
-    n, k = SHAPES[0]
+    n, k = WIDE[0]
     workspace = Workspace.create([(n, k)], DEVICE)
     weight = torch.randn(n, k, generator=generator).to(DEVICE, torch.float16)
     x = torch.randn(MAX_ROWS, k, generator=generator).to(DEVICE, torch.float16)
     whole = few_rows(x, weight, None, workspace)
-    for rows in (33, 50):
+    for rows in (65, 90):
         assert torch.equal(few_rows(x[:rows], weight, None, workspace), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
+def test_a_gated_product_is_torchs(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7)
+    workspace = Workspace.create(WIDE, DEVICE)
+    for n, k in WIDE:
+        weight = (torch.randn(n, k, generator=generator) / k**0.5).to(DEVICE, dtype)
+        for rows in (1, 17, 64, MAX_ROWS, MAX_ROWS + 1, MAX_GATED_ROWS):
+            x = torch.randn(rows, k, generator=generator).to(DEVICE, dtype)
+            out = few_rows_gated(x, weight, workspace)
+            expected = silu_mul_reference(x.double() @ weight.double().T)
+            # four roundings: of the gate, its silu, what is gated, and the whole
+            error = float((out.double() - expected).norm() / expected.norm())
+            assert error < (6e-3 if dtype == torch.bfloat16 else 8e-4), (n, k, rows, error)
+
+
+def test_few_gates_are_left_to_a_kernel_of_their_own() -> None:
+    assert gated_tiles(4, 6144, 4096) is None and few_rows_tiles(4, 6144, 4096) is not None
+    assert gated_tiles(MAX_GATED_ROWS + 1, 28672, 4096) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
@@ -65,17 +98,16 @@ def test_a_row_of_fixed_rows_depends_on_nothing_else(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("rows,n,k,splits", [
-    (1, 6144, 4096, 4), (17, 6144, 4096, 2), (64, 6144, 4096, 1), (64, 4096, 4096, 2),
-    (64, 8192, 14336, 1), (4, 28672, 4096, 1), (4, 4096, 14336, 4),
-    (1, 64, 128, 1),
+    (1, 6144, 4096, 1), (17, 6144, 4096, 1), (64, 4096, 4096, 2), (128, 4096, 14336, 2), (64, 8192, 14336, 1),
+    (4, 2560, 8192, 2), (4, 28672, 4096, 1), (4, 64, 4096, 16), (1, 64, 128, 1), (1, 64, 384, 1), (128, 8466, 384, 1),
 ])
 def test_splits_fill_the_device_and_divide_k(rows: int, n: int, k: int, splits: int) -> None:
     tiles = few_rows_tiles(rows, n, k)
     assert tiles is not None and tiles.splits == splits
-    assert k % splits == 0 and (k // splits - tiles.head) % tiles.block_k == 0
+    assert k % splits == 0 and (tiles.span(k) - tiles.columns_ahead) % tiles.block_k == 0
 
 
-@pytest.mark.parametrize("rows,n,k", [(65, 64, 128), (1, 64, 100)])
+@pytest.mark.parametrize("rows,n,k", [(129, 8466, 128), (1, 64, 100), (128, 5120, 8192)])
 def test_what_does_not_fit_the_tiles_is_left_to_the_library(rows: int, n: int, k: int) -> None:
     assert few_rows_tiles(rows, n, k) is None
 

@@ -23,26 +23,32 @@ FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i6
 
 
 @pytest.mark.parametrize("num_rows,n,k", [
-    (1, 6144, 4096), (16, 28672, 4096), (17, 4096, 14336), (32, 28672, 8192), (40, 4096, 4096), (64, 28672, 4096),
-    (64, 8192, 14336), (64, 5120, 8192),
+    (1, 6144, 4096), (16, 28672, 4096), (4, 64, 256), (17, 4096, 14336), (32, 28672, 8192), (40, 4096, 4096),
+    (64, 28672, 4096), (64, 8192, 14336), (64, 5120, 8192), (128, 8192, 4096), (128, 28672, 4096), (128, 14336, 8192),
+    (128, 4096, 14336), (256, 28672, 4096),
 ])
-@pytest.mark.parametrize("bias", [False, True])
-def test_product_of_few_rows_fits_hopper(num_rows: int, n: int, k: int, bias: bool, tmp_path: Path) -> None:
-    tiles = few_rows.few_rows_tiles(num_rows, n, k)
-    assert tiles is not None
+@pytest.mark.parametrize("kind", ["", "bias", "gated"])
+def test_product_of_few_rows_fits_hopper(num_rows: int, n: int, k: int, kind: str, tmp_path: Path) -> None:
+    tiles = (few_rows.gated_tiles if kind == "gated" else few_rows.few_rows_tiles)(num_rows, n, k)
+    if tiles is None:
+        assert kind == "gated" or num_rows > few_rows.MAX_ROWS
+        return
     pointers = BF16 | {"part_ptr": "fp32"}
-    constants = {"N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": few_rows.BLOCK_N, "BLOCK_K": tiles.block_k,
-                 "SPLITS": tiles.splits, "SPAN": k // tiles.splits, "HEAD": tiles.head, "HAS_BIAS": bias, "PDL": True,
-                 "UPCAST": False}
-    spills, shared, ptx = compiled(few_rows._few_rows, tmp_path, pointers, constants, 4, tiles.stages)
+    blocks = {"x_desc": (tiles.block_m, tiles.block_k), "w_desc": (tiles.block_n, tiles.block_k)}
+    constants = {"N": n, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+                 "SPLITS": tiles.splits, "SPAN": tiles.span(k), "AHEAD": tiles.columns_ahead,
+                 "GATED": kind == "gated", "HAS_BIAS": kind == "bias", "PDL": True, "UPCAST": False}
+    spills, shared, ptx = compiled(
+        few_rows._few_rows, tmp_path, pointers, constants, tiles.warps, tiles.stages, descriptors=blocks
+    )
     assert spills == 0
-    # the next product's programs find room beside at least one of these
     assert shared <= SHARED_PER_SM
-    assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     # launched early, it may read W, which nobody writes, before it waits, and nothing else
     before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
     assert "griddepcontrol.launch_dependents" in before_the_wait
-    assert ("ld.global" in before_the_wait) == (tiles.head > 0) and "st.global" not in before_the_wait
+    assert ("cp.async.bulk.tensor" in before_the_wait) == tiles.ahead
+    assert "ld.global" not in before_the_wait and "st.global" not in before_the_wait
 
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {

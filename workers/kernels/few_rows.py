@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""y = x W^T for the few rows of a round, where reading W is all the work. Called by `workers.layers.product` on GPUs.
+"""y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading the weights is most of the work.
+Called by `workers.layers.product` on GPUs.
 
 Between two products of a library memory rests: the next one starts its reads when the kernel in front of it has ended,
 and waits a microsecond for the first of them. Here a program is launched while the kernels in front still run
-(programmatic dependent launch), brings the first columns of its rows of W into shared memory at once, since weights
-depend on nothing, and only then waits for x.
+(programmatic dependent launch). For the fewest rows it brings the first columns of its rows of W into shared memory at
+once, since weights depend on nothing; then it waits for x. Both come through tensor maps, whose copies need no
+registers, so that a multiprocessor's whole shared memory can be on its way.
 
 The tile is W's, [BLOCK_N, BLOCK_K] times x^T of at least 16 rows, so that the matrix unit's 64 rows are W's. K is cut
 into splits that together fill the device; the program that finishes a tile last adds its splits in their order, so that
@@ -13,52 +15,57 @@ equal inputs give equal bits. A row's result depends on the other rows only by w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.early_launch import early_launch, launches_early
 from attention.kernels.online_softmax import INTERPRETED
 
-MAX_ROWS = 64  # beyond them the library's products are as fast, see tests/bench/RESULTS.md
-BLOCK_N = 64
-MULTIPROCESSORS = 132  # of an H200: so many programs have one to themselves, and its shared memory
+MAX_ROWS = 128  # beyond them the library's products are faster, see tests/bench/RESULTS.md
+MAX_GATED_ROWS = 256  # of a gated product, which saves a kernel
+FIXED_ROWS = 64  # in a launch of `fixed_rows`
+MULTIPROCESSORS = 132  # of an H200
 MAX_SPLITS = 16
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _few_rows(x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, ticket_ptr, rows, x_stride, N: tl.constexpr, K: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-              SPAN: tl.constexpr, HEAD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr):
+def _few_rows(x_desc, w_desc, bias_ptr, out_ptr, part_ptr, ticket_ptr, rows, N: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
+              AHEAD: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+              UPCAST: tl.constexpr):
     tile, split = tl.program_id(0), tl.program_id(1)
-    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    live = m < rows
+    first = split * SPAN
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # rows behind the last of W are read as its last, and not stored
-    w = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + split * SPAN
-    x = x_ptr + m.to(tl.int64)[:, None] * x_stride + split * SPAN
-    if HEAD > 0:
-        w_head = tl.load(w + tl.arange(0, HEAD)[None, :])
+    if AHEAD > 0:
+        w_ahead = w_desc.load([tile * BLOCK_N, first])
     if PDL:
         tl.extra.cuda.gdc_wait()
-    k = tl.arange(0, BLOCK_K)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(HEAD, SPAN, BLOCK_K):
-        weights = tl.load(w + k + start)
-        inputs = tl.load(x + k + start, mask=live[:, None], other=0.0)
+    if GATED:
+        acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # what lies outside x and W is read as zeros
+    for start in range(first + AHEAD, first + SPAN, BLOCK_K):
+        weights = w_desc.load([tile * BLOCK_N, start])
+        inputs = x_desc.load([0, start])
         if UPCAST:
             weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
         acc = tl.dot(weights, tl.trans(inputs), acc)
-    if HEAD > 0:
+        if GATED:
+            weights = w_desc.load([N + tile * BLOCK_N, start])
+            acc_up = tl.dot(weights.to(tl.float32) if UPCAST else weights, tl.trans(inputs), acc_up)
+    if AHEAD > 0:
         # last, so that the loop's reads start first
-        inputs = tl.load(x + tl.arange(0, HEAD)[None, :], mask=live[:, None], other=0.0)
+        inputs = x_desc.load([0, first])
         if UPCAST:
-            w_head, inputs = w_head.to(tl.float32), inputs.to(tl.float32)
-        acc = tl.dot(w_head, tl.trans(inputs), acc)
+            w_ahead, inputs = w_ahead.to(tl.float32), inputs.to(tl.float32)
+        acc = tl.dot(w_ahead, tl.trans(inputs), acc)
+    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     if SPLITS > 1:
         part = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
         tl.store(part + split * (BLOCK_N * BLOCK_M), acc)
@@ -73,20 +80,36 @@ def _few_rows(x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, ticket_ptr, rows, x_str
             acc += tl.load(part + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        # each rounded where the product alone and `silu_mul` round
+        acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+        acc = (acc / (1.0 + tl.exp(-acc))).to(out_ptr.dtype.element_ty).to(tl.float32)
+        acc *= acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
     out = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & live[None, :])
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
 
 
 @dataclass(frozen=True)
 class FewRowsTiles:
-    """How up to block_m rows are multiplied. block_k: columns of a step. head: columns of W read before the wait.
-    stages: Triton's."""
+    """How up to block_m rows are multiplied. block_n: rows of W of a program; of a gated product rows of gates, and as
+    many that they gate. block_k: columns of a step. ahead: whether the first step's columns of W are read before the
+    wait. stages, warps: Triton's."""
 
     block_m: int
+    block_n: int
     block_k: int
     splits: int
-    head: int
+    ahead: bool
     stages: int
+    warps: int
+
+    def span(self, k: int) -> int:
+        """Columns of a program."""
+        return k // self.splits
+
+    @property
+    def columns_ahead(self) -> int:
+        return self.block_k if self.ahead else 0
 
 
 def few_rows_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
@@ -94,18 +117,22 @@ def few_rows_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
     if rows > MAX_ROWS or k % 128:
         return None
     block_m = max(16, triton.next_power_of_2(rows))
-    most = {16: 400, 32: 256, 64: 160}[block_m]
-    splits, tiles = 1, triton.cdiv(n, BLOCK_N)
-    while 2 * splits * tiles <= most and k % (2 * splits * 128) == 0 and splits < MAX_SPLITS:
+    tiles = triton.cdiv(n, 64)
+    if tiles > MULTIPROCESSORS:
+        # A long W hides the wait for its first columns by itself.
+        if block_m == 128:
+            stages = 3 if triton.cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs to a multiprocessor, or one
+            return FewRowsTiles(block_m, 128, 64, 1, False, stages, warps=4)
+        return FewRowsTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
+    # A program to a multiprocessor, with all of its shared memory.
+    block_k = 256 if block_m <= 32 and k % 256 == 0 else 128
+    splits = 1
+    while 2 * splits * tiles <= MULTIPROCESSORS and k % (2 * splits * block_k) == 0 and splits < MAX_SPLITS:
         splits *= 2
-    span = k // splits
-    if block_m == 64 and splits * tiles <= MULTIPROCESSORS and span > 128:
-        return FewRowsTiles(block_m, 128, splits, head=128, stages=4)
-    head = {16: 256, 32: 256, 64: 128}[block_m]
-    if splits > 1 and span > head:
-        return FewRowsTiles(block_m, 128, splits, head, stages=3)
-    # A long span hides the wait for its first columns by itself, and a head costs it a stage's shared memory.
-    return FewRowsTiles(block_m, *{16: (128, splits, 0, 4), 32: (64, splits, 128, 3), 64: (64, splits, 0, 3)}[block_m])
+    if block_m == 128 and splits * tiles < 0.9 * MULTIPROCESSORS:
+        return None  # here multiplying counts, and each multiprocessor that has nothing to do
+    ahead = block_m == 16 and k // splits > block_k
+    return FewRowsTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
 
 
 @dataclass(frozen=True)
@@ -121,50 +148,85 @@ class Workspace:
         """For weights of these shapes [N, K]."""
         cells = num_tiles = 0
         for n, k in shapes:
-            for tiles in (few_rows_tiles(rows, n, k) for rows in (16, 32, 64)):
+            for tiles in (few_rows_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
                 if tiles is not None and tiles.splits > 1:
-                    num_tiles = max(num_tiles, triton.cdiv(n, BLOCK_N))
-                    cells = max(cells, triton.cdiv(n, BLOCK_N) * tiles.splits * BLOCK_N * tiles.block_m)
+                    tiles_of_w = triton.cdiv(n, tiles.block_n)
+                    num_tiles = max(num_tiles, tiles_of_w)
+                    cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
         return Workspace(
             torch.empty(cells, dtype=torch.float32, device=device),
             torch.zeros(num_tiles, dtype=torch.int32, device=device),
         )
 
 
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor, tiles: FewRowsTiles, gated: bool
+) -> None:
+    (rows, n), k = out.shape, weight.shape[1]
+    assert rows <= tiles.block_m and x.shape == (rows, k)
+    assert weight.is_contiguous() and out.is_contiguous() and x.dtype == weight.dtype == out.dtype
+    inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
+    weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
+    _few_rows[(triton.cdiv(n, tiles.block_n), tiles.splits)](
+        inputs, weights, bias, out, workspace.part, workspace.tickets, rows, N=n, BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, SPAN=tiles.span(k),
+        AHEAD=tiles.columns_ahead, GATED=gated, HAS_BIAS=bias is not None, UPCAST=INTERPRETED, num_warps=tiles.warps,
+        num_stages=tiles.stages, **early_launch(launches_early(x.device)),
+    )
+
+
 def few_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None,
     tiles_of: int | None = None,
 ) -> Tensor:
-    """[rows, N] x W^T + b in x's dtype, for x [rows, K] of at most MAX_ROWS rows, last stride 1, and W [N, K]
-    contiguous, both of a 16-bit type; K must be a multiple of 128. workspace: made for this shape. out: contiguous, to
-    write to instead of new memory. tiles_of: the number of rows whose tiles are used, x's own by default.
+    """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type,
+    of shapes that `few_rows_tiles` has tiles for; x and its rows must start at multiples of 16 bytes. workspace: made
+    for this shape. out: contiguous, to write to instead of new memory. tiles_of: the number of rows whose tiles are
+    used, x's own by default.
 
     Reference: `torch.nn.functional.linear`.
     """
-    rows, (n, k) = x.shape[0], weight.shape
-    tiles = few_rows_tiles(tiles_of or rows, n, k)
-    assert tiles is not None and rows <= tiles.block_m
-    assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
+    tiles = few_rows_tiles(tiles_of or x.shape[0], *weight.shape)
+    assert tiles is not None
     if out is None:
-        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    assert out.shape == (rows, n) and out.is_contiguous() and out.dtype == x.dtype
-    _few_rows[(triton.cdiv(n, BLOCK_N), tiles.splits)](
-        x, weight, bias, out, workspace.part, workspace.tickets, rows, x.stride(0), N=n, K=k, BLOCK_M=tiles.block_m,
-        BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, SPAN=k // tiles.splits, HEAD=tiles.head,
-        HAS_BIAS=bias is not None, UPCAST=INTERPRETED, num_warps=4, num_stages=tiles.stages,
-        **early_launch(launches_early(x.device)),
-    )
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _multiply(x, weight, bias, workspace, out, tiles, gated=False)
+    return out
+
+
+def gated_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
+    """The same for the gates and what they gate in one weight [n, k], up to MAX_GATED_ROWS: a program has 64 rows of
+    each; None where it would have fewer, since the matrix unit takes so many."""
+    if rows > MAX_GATED_ROWS or k % 128 or triton.cdiv(n, 64) <= MULTIPROCESSORS:
+        return None
+    if rows > MAX_ROWS:
+        return FewRowsTiles(MAX_GATED_ROWS, 64, 64, 1, False, stages=4, warps=8)
+    tiles = few_rows_tiles(rows, n, k)
+    assert tiles is not None and tiles.block_n == 128
+    return replace(tiles, block_n=64, warps=4)
+
+
+def few_rows_gated(x: Tensor, weight: Tensor, workspace: Workspace) -> Tensor:
+    """[rows, N] silu(x G^T) * (x U^T) for x as in `few_rows` and W [2 N, K], G above U, of shapes that `gated_tiles`
+    has tiles for.
+
+    Reference: `workers.kernels.rows.silu_mul_reference` of `torch.nn.functional.linear`.
+    """
+    tiles = gated_tiles(x.shape[0], *weight.shape)
+    assert tiles is not None
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    _multiply(x, weight, None, workspace, out, tiles, gated=True)
     return out
 
 
 def fixed_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
 ) -> Tensor:
-    """The same for any number of rows, MAX_ROWS in a launch and always in the tiles of so many: a row's bits are a
+    """The same for any number of rows, FIXED_ROWS in a launch and always in the tiles of so many: a row's bits are a
     function of that row. W is read once for each launch, so that many rows take longer than a library's product."""
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    for first in range(0, x.shape[0], MAX_ROWS):
-        rows = slice(first, first + MAX_ROWS)
-        few_rows(x[rows], weight, bias, workspace, out[rows], tiles_of=MAX_ROWS)
+    for first in range(0, x.shape[0], FIXED_ROWS):
+        rows = slice(first, first + FIXED_ROWS)
+        few_rows(x[rows], weight, bias, workspace, out[rows], tiles_of=FIXED_ROWS)
     return out

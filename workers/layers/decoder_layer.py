@@ -1,10 +1,9 @@
 """The Llama block and its parts: attention over a `ForwardContext`, gated MLP. Qwen2 and Qwen3 differ by two flags."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.forward import ForwardContext
-from workers.layers.linear import ColumnLinear, RowLinear, kv_head_span, rank_span
+from workers.layers.linear import ColumnLinear, GatedLinear, RowLinear, kv_head_span, rank_span
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
 from workers.model_config import ModelConfig
@@ -48,7 +47,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, group: TPGroup) -> None:
         super().__init__()
         span = rank_span(config.intermediate_size, group, "intermediate_size")
-        self.gate_up = ColumnLinear(config.hidden_size, {"gate_proj": span, "up_proj": span}, bias=False)
+        self.gate_up = GatedLinear(config.hidden_size, {"gate_proj": span, "up_proj": span}, bias=False)
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, group, "intermediate_size")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,17 +55,7 @@ class MLP(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the output, as `RowLinear.partial` gives it."""
-        return self.down_proj.partial(_swiglu(self.gate_up(x)))
-
-
-def _swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [rows, size] of both side by side [rows, 2 * size]."""
-    if gate_up.is_cuda:
-        from workers.kernels.rows import silu_mul
-
-        return silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+        return self.down_proj.partial(self.gate_up(x))
 
 
 class DecoderLayer(nn.Module):

@@ -36,6 +36,13 @@ class ColumnLinear(Product):
         target.data[offset : offset + end - first].copy_(full[first:end])
 
 
+class GatedLinear(ColumnLinear):
+    """silu(x W_gate^T) * (x W_up^T). parts: both, in this order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply_gated(x)
+
+
 class RowLinear(Product):
     """y = x W^T, W cut along its inputs; the ranks' partial results are summed."""
 

@@ -3,7 +3,7 @@
 On a CPU, oneDNN multiplies few rows by a weight in its own blocked layout 1.6 times faster than MKL does by a plain
 one (float32, 1792 x 512, 4 rows: 0.54 against 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13), so weights are
 packed once after loading. These operators are what torch.compile uses for frozen weights on a CPU. On a GPU the few
-rows of a round go through a kernel of ours (`workers.kernels.few_rows`).
+rows of a round go through kernels of ours (`workers.kernels.few_rows`).
 """
 
 from abc import abstractmethod
@@ -20,8 +20,20 @@ if TYPE_CHECKING:
 _ROWS_HINT = 4  # the row count oneDNN chooses its layout for: a round's
 
 
+class _Library:
+    """torch's product. Base of the faster ones."""
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def multiply_gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _swiglu(self.multiply(x, weight, None, None))
+
+
 @dataclass(frozen=True)
-class _Blocked:
+class _Blocked(_Library):
     """A second copy of the weight in oneDNN's layout."""
 
     weight: Tensor
@@ -33,26 +45,49 @@ class _Blocked:
 
 
 @dataclass(frozen=True)
-class _FewRows:
-    """fixed: use the kernel for any number of rows, a row's bits being a function of that row alone."""
+class _FixedRows(_Library):
+    """A kernel of ours for any number of rows, a row's bits being a function of that row alone."""
 
     workspace: "Workspace"
-    fixed: bool
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        from workers.kernels.few_rows import MAX_ROWS, few_rows, fixed_rows
+        from workers.kernels.few_rows import fixed_rows
 
-        if self.fixed:
-            return fixed_rows(x, weight, bias, self.workspace, out)
-        if x.shape[0] > MAX_ROWS:
-            return _library(x, weight, bias, out)
+        return fixed_rows(x, weight, bias, self.workspace, out)
+
+
+@dataclass(frozen=True)
+class _FewRows(_Library):
+    """Kernels of ours for as many rows as they have tiles for."""
+
+    workspace: "Workspace"
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        from workers.kernels.few_rows import few_rows, few_rows_tiles
+
+        if few_rows_tiles(x.shape[0], *weight.shape) is None:
+            return super().multiply(x, weight, bias, out)
         return few_rows(x, weight, bias, self.workspace, out)
 
+    def multiply_gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        from workers.kernels.few_rows import few_rows_gated, gated_tiles
 
-def _library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    if out is None:
-        return F.linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        if gated_tiles(x.shape[0], *weight.shape) is None:
+            return super().multiply_gated(x, weight)
+        return few_rows_gated(x, weight, self.workspace)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [rows, size] of both side by side [rows, 2 * size]."""
+    if gate_up.is_cuda:
+        from workers.kernels.rows import silu_mul
+
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+_LIBRARY = _Library()
 
 
 class Multiplies(nn.Module):
@@ -60,7 +95,7 @@ class Multiplies(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._faster: _Blocked | _FewRows | None = None
+        self._by = _LIBRARY
 
     @abstractmethod
     def product_weight(self) -> Tensor:
@@ -68,24 +103,27 @@ class Multiplies(nn.Module):
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[rows, out] for x [rows, in]; in the memory `out` if it is given."""
-        if self._faster is None:
-            return _library(x, self.product_weight(), bias, out)
-        return self._faster.multiply(x, self.product_weight(), bias, out)
+        return self._by.multiply(x, self.product_weight(), bias, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        """[rows, out / 2], silu of the first half of the outputs times the second, for x [rows, in]."""
+        return self._by.multiply_gated(x, self.product_weight())
 
     def prepare(self, workspace: "Workspace | None", deterministic: bool = False) -> None:
         """Once the weight is final: choose how to multiply by it. workspace: on GPUs, of `pack_all`. deterministic: see
         there. What another model shares, and has prepared, stays as it is."""
-        if self._faster is not None:
+        if self._by is not _LIBRARY:
             return
         weight = self.product_weight()
         if workspace is not None:
             from workers.kernels.few_rows import few_rows_tiles
 
-            fits = few_rows_tiles(1, weight.shape[0], weight.shape[1]) is not None
+            fits = few_rows_tiles(1, *weight.shape) is not None
             assert fits or not deterministic, "refused at start"
-            self._faster = _FewRows(workspace, deterministic) if fits else None
+            if fits:
+                self._by = _FixedRows(workspace) if deterministic else _FewRows(workspace)
         elif weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
-            self._faster = _Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
+            self._by = _Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
 
 
 class Product(Multiplies):
