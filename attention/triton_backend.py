@@ -112,7 +112,7 @@ class _PreparedTail(Prepared):
     def _plan_for_the_device(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> TailPlan:
         device = self.batch.prefix_len.device
         density = self.batch.num_requests * num_kv_heads / _num_multiprocessors(device)
-        tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), itemsize, density)
+        tiles = tail_tiles(self.batch.rows * (num_heads // num_kv_heads), head_dim, itemsize, density)
         return plan_tail(self.batch, num_heads, num_kv_heads, tiles, self.backend.workspace(tiles, head_dim, device))
 
 

@@ -67,10 +67,11 @@ def tail_constants(rows: int, group: int, head_dim: int, page_size: int, tiles: 
 @pytest.mark.parametrize("rows,group,head_dim,page_size,dtype,density", [
     (1, 4, 128, 16, "bf16", 0.5), (4, 4, 128, 16, "bf16", 8), (8, 4, 128, 16, "bf16", 0.5), (16, 4, 128, 16, "bf16", 2),
     (8, 8, 128, 64, "bf16", 0.5), (4, 4, 128, 1, "bf16", 8), (4, 7, 64, 16, "bf16", 0.5), (4, 4, 128, 16, "fp32", 1),
+    (4, 4, 128, 16, "bf16", 2), (1, 4, 64, 1, "bf16", 1.5), (4, 4, 256, 16, "bf16", 8),
 ])
 def test_tail_attention_fits_hopper(rows: int, group: int, head_dim: int, page_size: int, dtype: str, density: float,
                                     tmp_path: Path) -> None:
-    tiles = tail.tail_tiles(rows * group, DTYPES[dtype], density)
+    tiles = tail.tail_tiles(rows * group, head_dim, DTYPES[dtype], density)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
     constants = tail_constants(rows, group, head_dim, page_size, tiles) | {"APART": density <= 1}
