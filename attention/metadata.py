@@ -83,6 +83,11 @@ class ChunkBatch:
         spans = [torch.arange(start, start + n) for start, n in zip(self.starts, counts, strict=True)]
         return to_device(torch.cat(spans), self.page_table.device)
 
+    def last_rows(self) -> "ChunkBatch":
+        """Each chunk's last row alone."""
+        ends = [start + end - first for start, (first, end) in zip(self.starts, pairwise(self.qo_indptr), strict=True)]
+        return ChunkBatch(tuple(range(len(ends) + 1)), tuple(end - 1 for end in ends), self.page_table)
+
     def row_chunks(self) -> Tensor:
         """[num_rows] int64: which chunk each row belongs to."""
         counts = torch.tensor([end - first for first, end in pairwise(self.qo_indptr)])

@@ -31,23 +31,27 @@ class Accepted:
 @dataclass(frozen=True)
 class Verdict:
     """A round's acceptance and what follows from it. path_rows: [B, D + 1] int64, the path among all [B * W] rows.
-    newest: [B] int64, of the [B * (D + 1)] rows of the paths the one that the newest token was chosen behind.
-    reported: [B] int64, accepted drafts for the statistics, -1 where none were verified."""
+    newest: [B] int64, of the [B * (D + 1)] rows of the paths the one that the newest token was chosen behind;
+    newest_position: [B] int32, its KV position. reported: [B] int64, accepted drafts for the statistics, -1 where none
+    were verified."""
 
     accepted: Accepted
     commit: Commit
     path_rows: Tensor
     newest: Tensor
+    newest_position: Tensor
     reported: Tensor
 
 
-def verdict_of(accepted: Accepted, commit: Commit, width: int, speculative: Tensor) -> Verdict:
-    """For trees of `width` nodes; speculative: [B] bool, whether the request wants drafts."""
+def verdict_of(accepted: Accepted, commit: Commit, width: int, speculative: Tensor, length: Tensor) -> Verdict:
+    """For trees of `width` nodes; speculative: [B] bool, whether the request wants drafts; length: [B] int32, the
+    committed KV before."""
     batch, columns = accepted.path.shape
     row = torch.arange(batch, device=speculative.device)
     verified = speculative & (commit.counts > 0) & (width > 1)
+    depth = (commit.counts - 1).clamp_min(0)
     return Verdict(
-        accepted, commit, accepted.path + width * row.unsqueeze(1), row * columns + (commit.counts - 1).clamp_min(0),
+        accepted, commit, accepted.path + width * row.unsqueeze(1), row * columns + depth, (length + depth).int(),
         torch.where(verified, accepted.num_drafts, -1),
     )
 

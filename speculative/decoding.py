@@ -18,7 +18,8 @@ from speculative.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.tree import RoundRows, Tree
 from workers.config import PLAIN, RoundShape
 from workers.decoding import PromptChunks, StepBatch, StepTensors, begin_finals
-from workers.model_runner import TargetRunner
+from workers.forward import Attending
+from workers.model_runner import TargetRunner, last_row_indices
 from workers.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
 from workers.slots import Commit, SlotTable
 
@@ -79,6 +80,7 @@ class EagleDecoding:
         self._drafter = Drafter(config, draft, slots, sampler)
         self._shapes = (PLAIN, round_shape(config))
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in (1, config.num_steps + 1)}
+        self._every_row = draft.model.reads_last_layer  # of prompt chunks
 
     @property
     def shapes(self) -> Sequence[RoundShape]:
@@ -127,15 +129,15 @@ class EagleDecoding:
         ids = rows.ids
         if batch.chunks is not None:
             ids = torch.cat((ids, batch.chunks.ids))
-        out = self._target.forward(ids, tail, positions, batch.chunks.batch if batch.chunks else None)
+        out = self._target.forward(ids, tail, positions, batch.chunks.batch if batch.chunks else None, self._every_row)
         return out.hidden, self._draft.model.features(out)
 
-    @staticmethod
-    def _emitting_rows(hidden: Tensor, num_tail: int, chunks: PromptChunks | None) -> Tensor:
+    def _emitting_rows(self, hidden: Tensor, num_tail: int, chunks: PromptChunks | None) -> Tensor:
         """Rows whose next token is chosen: all of the rounds', and the last of each finished prompt."""
         if chunks is None:
             return hidden
-        return torch.cat((hidden[:num_tail], hidden[num_tail + chunks.final_rows]))
+        finals = chunks.final_rows if self._every_row else chunks.final_chunks
+        return torch.cat((hidden[:num_tail], hidden[num_tail + finals]))
 
     def _choose(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
         """The target's token behind every node: [B, W]."""
@@ -170,7 +172,7 @@ class EagleDecoding:
         else:
             accepted = self._accepted(batch.slots, tree, chosen, rows.length, depth, synthetic)
             commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
-            verdict = verdict_of(accepted, commit, width, slots.speculative[batch.slots])
+            verdict = verdict_of(accepted, commit, width, slots.speculative[batch.slots], rows.length)
         # a chain's path is its nodes in their order; rows behind the last accepted are read by nobody
         if self._config.top_k > 1 and width > 1:
             self._target.pool.move_path(page_table, rows.length, verdict.accepted.path)
@@ -187,7 +189,7 @@ class EagleDecoding:
 
     def extend(self, batch: StepBatch, judged: _Judged) -> Tensor:
         """Bring the draft's KV up to the committed tokens. [B + F, H]: its state behind the newest token of each
-        request that emitted."""
+        request that emitted. KV needs a row's input alone, so that the newest rows alone attend."""
         chunks, verified = batch.chunks, judged.verified
         ids, features, tail = [], [], None
         if verified is not None:
@@ -199,10 +201,13 @@ class EagleDecoding:
         if chunks is not None:
             features.append(judged.chunk_features)
             ids.append(_shifted_ids(chunks, judged.first))
-        context = self._draft.context(tail, None, chunks.batch if chunks else None)
+        newest = self._newest(batch, judged)
+        context = self._draft.context(tail, None, chunks.batch if chunks else None, newest)
         head = self._draft.model
-        hidden = head(_joined(ids), head.combine(_joined(features)), context)
-        return self._newest_rows(hidden, verified, chunks)
+        hidden: Tensor = head(_joined(ids), head.combine(_joined(features)), context)
+        if chunks is None:
+            return hidden
+        return torch.cat((hidden[: batch.num_requests], hidden[batch.num_requests + chunks.final_chunks]))
 
     def draft(self, batch: StepBatch, judged: _Judged, hidden: Tensor) -> StepTensors:
         """The next trees of all that emitted, and what they emitted."""
@@ -216,16 +221,22 @@ class EagleDecoding:
             self._drafter.draft_nothing(slots)
         return self._result(batch, judged)
 
-    @staticmethod
-    def _newest_rows(hidden: Tensor, verified: _Verified | None, chunks: PromptChunks | None) -> Tensor:
-        """[B + F, H]: the state behind each newest token."""
-        newest, num_tail = [], 0
+    def _newest(self, batch: StepBatch, judged: _Judged) -> Attending | None:
+        """The rows of `extend` behind each request's newest token and each chunk's last; None if there are no
+        others."""
+        chunks, verified = batch.chunks, judged.verified
+        rows, tail, num_tail = [], None, 0
         if verified is not None:
             num_tail = verified.accepted.tokens.numel()
-            newest.append(hidden.index_select(0, verified.verdict.newest))
+            if chunks is None and num_tail == batch.num_requests:
+                return None
+            rows.append(verified.verdict.newest)
+            mask = self._causal[1].expand(batch.num_requests, 1)
+            tail = TailBatch(Mode.DRAFT_EXTEND, 1, 1, verified.verdict.newest_position, mask, judged.page_table,
+                             batch.max_kv_len)
         if chunks is not None:
-            newest.append(hidden[num_tail + chunks.final_rows])
-        return _joined(newest)
+            rows.append(last_row_indices(chunks.batch, num_tail))
+        return Attending(_joined(rows), tail, chunks.batch.last_rows() if chunks else None)
 
     def _result(self, batch: StepBatch, judged: _Judged) -> StepTensors:
         verified, first = judged.verified, judged.first
@@ -273,8 +284,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _shifted_ids(chunks: PromptChunks, first: Commit | None) -> Tensor:
     """[rows] int64: the token after each chunk row, which the draft pairs with the row's feature."""
     shifted = chunks.ids.roll(-1)
-    last_rows = to_device(torch.tensor(chunks.batch.qo_indptr[1:]) - 1, shifted.device)
-    shifted[last_rows] = to_device(torch.tensor(chunks.next_ids), shifted.device)
+    shifted[last_row_indices(chunks.batch, 0)] = to_device(torch.tensor(chunks.next_ids), shifted.device)
     if first is not None:
         shifted[chunks.final_rows] = first.tokens.squeeze(1)
     return shifted

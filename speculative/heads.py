@@ -37,8 +37,10 @@ class Projection(Product):
 
 class DraftHead(nn.Module):
     """What drafting needs of a head. group: the ranks that share it. embed_tokens: over the target's vocabulary.
-    lm_head: over the draft's. target_ids: [draft vocab] int64, the target's id of each draft id; None if equal."""
+    lm_head: over the draft's. target_ids: [draft vocab] int64, the target's id of each draft id; None if equal.
+    reads_last_layer: whether its features are the target's final hidden states."""
 
+    reads_last_layer = False
     embed_tokens: VocabEmbedding
     lm_head: LMHead
     target_ids: Tensor | None
@@ -62,7 +64,8 @@ class DraftHead(nn.Module):
 
     @abstractmethod
     def forward(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Recurrent hidden state [rows, hidden] from next tokens ids [rows] int64 and hidden [rows, hidden]."""
+        """Recurrent hidden state [n, hidden] of the rows that attend, from next tokens ids [rows] int64 and hidden
+        [rows, hidden]."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -85,9 +88,10 @@ class HeadLayer(nn.Module):
         self.mlp = MLP(model, group)
 
     def forward(self, x: Tensor, residual: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """[rows, hidden]: residual, what attention makes of x [rows, input_size], and what the MLP makes of both. On a
-        GPU `residual` is changed in place."""
+        """[n, hidden] of the rows that attend: residual, what attention makes of x [rows, input_size], and what the MLP
+        makes of both. On a GPU `residual` is changed in place."""
         attended = self.self_attn.partial(x, angles, context)
+        residual = context.attending_rows(residual)
         normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
         out: Tensor = residual + self.mlp(normed)
         return out
@@ -143,6 +147,8 @@ class Eagle3Head(DraftHead):
 class EagleHead(DraftHead):
     """EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858): the final hidden state and the embedding through one
     projection; embedding and vocabulary head are the target's."""
+
+    reads_last_layer = True
 
     def __init__(self, config: DraftConfig, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(config, group, max_position, device)

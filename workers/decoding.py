@@ -19,14 +19,16 @@ from workers.slots import SlotTable
 @dataclass(frozen=True)
 class PromptChunks:
     """The chunks of a step. slots: [C] on the host and device. ids: [rows] int64. next_ids: per chunk the prompt token
-    behind it, -1 if it is the prompt's last chunk. finals: which chunks are; final_rows: [F] int64, their last rows,
-    counted from the first chunk row; final_slots: [F] int64; final_lengths: their prompts' lengths."""
+    behind it, -1 if it is the prompt's last chunk. finals: which chunks are, on the host and device ([F] int64);
+    final_rows: [F] int64, their last rows, counted from the first chunk row; final_slots: [F] int64; final_lengths:
+    their prompts' lengths."""
 
     batch: ChunkBatch
     slots: tuple[int, ...]
     ids: Tensor
     next_ids: tuple[int, ...]
     finals: tuple[int, ...]
+    final_chunks: Tensor
     final_rows: Tensor
     final_slots: Tensor
     final_lengths: tuple[int, ...]
@@ -130,7 +132,7 @@ class Autoregressive:
         out = self._target.forward(ids, tail, None, chunks.batch if chunks else None)
         hidden = out.hidden[: batch.slots.shape[0]]
         if chunks is not None:
-            hidden = torch.cat((hidden, out.hidden[batch.slots.shape[0] + chunks.final_rows]))
+            hidden = torch.cat((hidden, out.hidden[batch.slots.shape[0] + chunks.final_chunks]))
         return self._emit(hidden, emitting, batch)
 
     def _tail(self, batch: StepBatch) -> TailBatch:

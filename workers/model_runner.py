@@ -1,6 +1,6 @@
 """A model, its KV pool and its attention backends: one forward pass over a tail batch and prompt chunks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.kv_pool import KVPool
-from attention.metadata import ChunkBatch, Mode, TailBatch
-from workers.forward import ForwardContext, make_context
+from attention.metadata import ChunkBatch, Mode, TailBatch, to_device
+from workers.forward import Attending, ForwardContext, make_context
 from workers.models.decoder import Decoder, DecoderOutput
 
 ModelT = TypeVar("ModelT")
@@ -24,20 +24,33 @@ class ModelRunner(Generic[ModelT]):
     backends: dict[Mode, AttentionBackend]
 
     def context(
-        self, tail: TailBatch | None, tail_positions: Tensor | None = None, chunks: ChunkBatch | None = None
+        self, tail: TailBatch | None, tail_positions: Tensor | None = None, chunks: ChunkBatch | None = None,
+        attending: Attending | None = None,
     ) -> ForwardContext:
         """See `workers.forward.make_context`."""
-        tail_backend = self.backends[tail.mode if tail is not None else Mode.PREFILL]
-        return make_context(self.pool, tail, tail_positions, tail_backend, chunks, self.backends[Mode.PREFILL])
+        return make_context(self.pool, self.backends, tail, tail_positions, chunks, attending)
 
 
 class TargetRunner(ModelRunner[Decoder]):
     def forward(
-        self, ids: Tensor, tail: TailBatch | None, tail_positions: Tensor | None, chunks: ChunkBatch | None
+        self, ids: Tensor, tail: TailBatch | None, tail_positions: Tensor | None, chunks: ChunkBatch | None,
+        every_row: bool = False,
     ) -> DecoderOutput:
-        """ids: [rows] int64, tail rows first."""
-        output: DecoderOutput = self.model(ids, self.context(tail, tail_positions, chunks))
+        """ids: [rows] int64, tail rows first. Of chunks each one's last row alone goes through the whole last layer and
+        has a hidden state in the output, unless every_row."""
+        context = self.context(tail, tail_positions, chunks)
+        if chunks is not None and not every_row:
+            ends = last_row_indices(chunks, context.num_tail_rows)
+            rows = torch.cat((torch.arange(context.num_tail_rows, device=ends.device), ends))
+            prepared = self.backends[Mode.PREFILL].prepare(chunks.last_rows())
+            context = replace(context, last=replace(context, attending=rows, chunks=prepared))
+        output: DecoderOutput = self.model(ids, context)
         return output
+
+
+def last_row_indices(chunks: ChunkBatch, num_before: int) -> Tensor:
+    """[C] int64: the chunks' last rows among all rows of a pass that has num_before in front of them."""
+    return to_device(torch.tensor(chunks.qo_indptr[1:]) + (num_before - 1), chunks.page_table.device)
 
 
 def resolve_device(device: str, rank: int) -> torch.device:

@@ -150,6 +150,7 @@ class Worker:
             ids=as_tensor([token for tokens in ids for token in tokens.tolist()]),
             next_ids=tuple(chunk.next_token for chunk in plan.chunks),
             finals=finals,
+            final_chunks=as_tensor(finals),
             final_rows=as_tensor([indptr[c + 1] - 1 for c in finals]),
             final_slots=as_tensor([slots[c] for c in finals]),
             final_lengths=tuple(starts[c] + len(ids[c]) for c in finals),

@@ -28,9 +28,9 @@ def _synthetic(depth, mask, node, inside, wanted, W: tl.constexpr):
 def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chosen_ptr, slot_ptr, seq_len_ptr,
                    bonus_ptr, bonus_stride, max_len_ptr, max_len_stride, finished_ptr, finished_stride,
                    speculative_ptr, speculative_stride, stop_ptr, seed_ptr, seed_stride, certain, share, path_ptr,
-                   out_ptr, accepted_ptr, count_ptr, finish_ptr, row_ptr, newest_ptr, reported_ptr, W: tl.constexpr,
-                   W_PADDED: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr, STOP: tl.constexpr,
-                   LENGTH: tl.constexpr, SYNTHETIC: tl.constexpr):
+                   out_ptr, accepted_ptr, count_ptr, finish_ptr, row_ptr, newest_ptr, position_ptr, reported_ptr,
+                   W: tl.constexpr, W_PADDED: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr,
+                   STOP: tl.constexpr, LENGTH: tl.constexpr, SYNTHETIC: tl.constexpr):
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     node = tl.arange(0, W_PADDED)
@@ -81,7 +81,9 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
     tl.store(count_ptr + b, count)
     tl.store(finish_ptr + b, finish)
     tl.store(reported_ptr + b, tl.where(wants & (count > 0) & (W > 1), num_drafts, -1))
-    tl.store(newest_ptr + b, (b * COLUMNS + tl.maximum(count - 1, 0)).to(tl.int64))
+    depth_of_newest = tl.maximum(count - 1, 0)
+    tl.store(newest_ptr + b, (b * COLUMNS + depth_of_newest).to(tl.int64))
+    tl.store(position_ptr + b, (length + depth_of_newest).to(tl.int32))
 
 
 def accept_commit(
@@ -98,6 +100,7 @@ def accept_commit(
     path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)
     facts = torch.empty((5, batch), dtype=torch.int64, device=chosen.device)
     num_drafts, counts, finish, newest, reported = facts.unbind(0)
+    position = torch.empty(batch, dtype=torch.int32, device=chosen.device)
     certain = int(synthetic_length - 1) if synthetic_length is not None else 0
     share = synthetic_length - 1 - certain if synthetic_length is not None else 0.0
     finished, speculative = table.finished.view(torch.int8), table.speculative.view(torch.int8)
@@ -105,8 +108,10 @@ def accept_commit(
         *fields, fields[0].stride(0), chosen, slots, table.seq_len, table.bonus, table.bonus.stride(0), table.max_len,
         table.max_len.stride(0), finished, finished.stride(0), speculative, speculative.stride(0), table.stop_ids,
         table.seed, table.seed.stride(0), certain, share, path, tokens, num_drafts, counts, finish, rows, newest,
-        reported, W=width, W_PADDED=triton.next_power_of_2(width), COLUMNS=columns, STOPS=table.stop_ids.shape[1],
-        STOP=FINISH_STOP, LENGTH=FINISH_LENGTH, SYNTHETIC=synthetic_length is not None, num_warps=1,
+        position, reported, W=width, W_PADDED=triton.next_power_of_2(width), COLUMNS=columns,
+        STOPS=table.stop_ids.shape[1], STOP=FINISH_STOP, LENGTH=FINISH_LENGTH, SYNTHETIC=synthetic_length is not None,
+        num_warps=1,
     )
     table.count_output(slots, tokens, counts)
-    return Verdict(Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish), rows, newest, reported)
+    accepted, commit = Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish)
+    return Verdict(accepted, commit, rows, newest, position, reported)

@@ -62,11 +62,13 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         else:
             length = plain.seq_len[slots].long()
             expected = accept_synthetic(pad, chosen_on, enabled, steps, synthetic, plain.seed[slots], length)
+        before = plain.seq_len[slots]
         wanted = plain.commit(slots, expected.tokens, expected.num_drafts + 1)
         assert torch.equal(accepted.num_drafts, expected.num_drafts)
         assert torch.equal(commit.counts, wanted.counts) and torch.equal(commit.finish, wanted.finish)
-        judged = verdict_of(expected, wanted, width, plain.speculative[slots])
+        judged = verdict_of(expected, wanted, width, plain.speculative[slots], before)
         assert torch.equal(verdict.newest, judged.newest) and torch.equal(verdict.reported, judged.reported)
+        assert torch.equal(verdict.newest_position, judged.newest_position)
         valid = torch.arange(steps + 1, device=DEVICE) <= expected.num_drafts.unsqueeze(1)
         assert torch.equal(accepted.path[valid], expected.path[valid])
         assert torch.equal(verdict.path_rows[valid], judged.path_rows[valid])

@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
 
     def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """This rank's part of the output, as `RowLinear.partial` gives it."""
+        """This rank's part of the output, as `RowLinear.partial` gives it, of the rows that attend."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
@@ -73,7 +73,9 @@ class DecoderLayer(nn.Module):
         self, normed: Tensor, residual: Tensor, angles: Angles, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """From the residual stream [rows, hidden] and its input norm: this rank's part of what the MLP adds to the
-        stream, and the stream before that. The caller sums and adds, together with the next norm."""
+        stream, and the stream before that, both of the rows that attend. The caller sums and adds, together with the
+        next norm."""
         attended = self.self_attn.partial(normed, angles, context)
+        residual = context.attending_rows(residual)
         normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
         return self.mlp.partial(normed), residual

@@ -17,8 +17,9 @@ from workers.tp import TPGroup
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """hidden: [rows, hidden_size] after the final norm. captured: the residual stream that enters each layer named in
-    `capture`, side by side: [rows, len(capture) * hidden_size]; None if none was asked for."""
+    """hidden: [n, hidden_size] after the final norm, of the rows that attend in the last layer. captured: the residual
+    stream that enters each layer named in `capture`, side by side: [rows, len(capture) * hidden_size]; None if none was
+    asked for."""
 
     hidden: Tensor
     captured: Tensor | None
@@ -65,6 +66,8 @@ class Decoder(nn.Module):
             )
             if i in self.capture:  # a copy: the stream is changed in place
                 captured[:, self.capture.index(i)] = residual
+            if i == len(self.layers) - 1 and context.last is not None:
+                context = context.last
             added, residual = layer(normed, residual, angles, context)
         assert added is not None, "a model has layers"
         hidden, _ = self.norm.add(added, residual, self.group)

@@ -1,0 +1,92 @@
+"""Rows whose output nobody reads: in the last layer they leave their KV and nothing else is computed for them."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask
+from attention.torch_backend import TorchBackend
+from speculative.config import SpeculativeConfig
+from speculative.heads import HeadLayer
+from speculative.local import local_engine
+from tests.speculative.conftest import Pair
+from workers.config import ModelSource
+from workers.layers.decoder_layer import MLP, DecoderLayer
+from workers.loading import PoolSize, load_target, read_target_config
+from workers.model_runner import TargetRunner
+from workers.models.decoder import Decoder
+from workers.plan import SamplingParams
+from workers.tp import SOLO
+
+CPU = torch.device("cpu")
+NUM_PAGES, PAGE_SIZE = 40, 4
+
+
+def target_runner(pair: Pair) -> TargetRunner:
+    source = ModelSource(path=str(pair.target), device="cpu")
+    config = read_target_config(source, 1)
+    model = load_target(source, config, SOLO, CPU, 128, capture=(1,))
+    pool = PoolSize.of(config, 1, torch.float32).make(NUM_PAGES, PAGE_SIZE, CPU)
+    return TargetRunner(model, pool, dict.fromkeys(Mode, TorchBackend()))
+
+
+@pytest.mark.parametrize("running", [0, 2])
+def test_a_chunks_last_row_is_what_it_is_among_all_rows(pair: Pair, running: int) -> None:
+    tables = torch.arange(1, 37, dtype=torch.int32).view(4, 9)
+    chunks = ChunkBatch((0, 7, 8), (0, 5), tables[2:])
+    tail = None
+    if running:
+        length = torch.tensor([6, 11], dtype=torch.int32)
+        tail = TailBatch(Mode.VERIFY, 3, 3, length, causal_mask(2, 3, CPU), tables[:2], 14)
+    ids = torch.randint(2, 60, (3 * running + 8,), generator=torch.Generator().manual_seed(1))
+    last, whole = target_runner(pair), target_runner(pair)
+    out = last.forward(ids, tail, None, chunks)
+    expected = whole.forward(ids, tail, None, chunks, every_row=True)
+    rows = [*range(3 * running), 3 * running + 6, 3 * running + 7]
+    assert expected.hidden.shape[0] == ids.shape[0] and out.hidden.shape[0] == len(rows)
+    # float32, products of other numbers of rows
+    torch.testing.assert_close(out.hidden, expected.hidden[rows], atol=1e-5, rtol=1e-5)
+    assert out.captured is not None and expected.captured is not None
+    assert torch.equal(out.captured, expected.captured)
+    for layer in range(len(last.model.layers)):
+        ours, theirs = last.pool.layer(layer), whole.pool.layer(layer)
+        assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that reach an MLP, of a prompt of 40 tokens in chunks of 32 and of rounds with a chain of three."""
+    seen: dict[str, list[int]] = defaultdict(list)
+    names: dict[int, str] = {}
+
+    def note(module: DecoderLayer | HeadLayer, name: str) -> None:
+        names[id(module.mlp)] = name
+
+    head_init, decoder_init, partial = HeadLayer.__init__, Decoder.__init__, MLP.partial
+
+    def init_head(self: HeadLayer, *arguments: object) -> None:
+        head_init(self, *arguments)  # type: ignore[arg-type]
+        note(self, "draft")
+
+    def init_decoder(self: Decoder, *arguments: object) -> None:
+        decoder_init(self, *arguments)  # type: ignore[arg-type]
+        note(self.layers[0], "first")  # type: ignore[arg-type]
+        note(self.layers[-1], "last")  # type: ignore[arg-type]
+
+    def counted(self: MLP, x: Tensor) -> Tensor:
+        seen[names.get(id(self), "between")].append(x.shape[0])
+        return partial(self, x)
+
+    monkeypatch.setattr(HeadLayer, "__init__", init_head)
+    monkeypatch.setattr(Decoder, "__init__", init_decoder)
+    monkeypatch.setattr(MLP, "partial", counted)
+    path = pair.eagle if kind == "eagle" else pair.eagle3
+    with local_engine(pair.spec(SpeculativeConfig(str(path), kind, 3, 1, 4))) as engine:
+        seen.clear()  # of warming up
+        engine.generate([list(range(2, 42))], SamplingParams(12, 0.0), 1)
+    assert seen["first"][:2] == [32, 8] and set(seen["first"][2:]) == {4}
+    # EAGLE's features are the last layer's, of every row
+    assert seen["last"][:2] == ([32, 8] if kind == "eagle" else [1, 1]) and set(seen["last"][2:]) == {4}
+    assert set(seen["draft"]) == {1}
