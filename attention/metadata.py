@@ -7,6 +7,7 @@ backends follow that order.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -82,6 +83,11 @@ class ChunkBatch:
         counts = [end - first for first, end in pairwise(self.qo_indptr)]
         spans = [torch.arange(start, start + n) for start, n in zip(self.starts, counts, strict=True)]
         return to_device(torch.cat(spans), self.page_table.device)
+
+    @cached_property
+    def last_row_indices(self) -> Tensor:
+        """[C] int64: each chunk's last row, counted from the first chunk row."""
+        return to_device(torch.tensor(self.qo_indptr[1:]) - 1, self.page_table.device)
 
     def last_rows(self) -> "ChunkBatch":
         """Each chunk's last row alone."""

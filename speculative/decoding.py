@@ -19,7 +19,7 @@ from speculative.tree import RoundRows, Tree
 from workers.config import PLAIN, RoundShape
 from workers.decoding import PromptChunks, StepBatch, StepTensors, begin_finals
 from workers.forward import Attending
-from workers.model_runner import TargetRunner, last_row_indices
+from workers.model_runner import TargetRunner
 from workers.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
 from workers.slots import Commit, SlotTable
 
@@ -235,7 +235,7 @@ class EagleDecoding:
             tail = TailBatch(Mode.DRAFT_EXTEND, 1, 1, verified.verdict.newest_position, mask, judged.page_table,
                              batch.max_kv_len)
         if chunks is not None:
-            rows.append(last_row_indices(chunks.batch, num_tail))
+            rows.append(num_tail + chunks.batch.last_row_indices)
         return Attending(_joined(rows), tail, chunks.batch.last_rows() if chunks else None)
 
     def _result(self, batch: StepBatch, judged: _Judged) -> StepTensors:
@@ -284,7 +284,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _shifted_ids(chunks: PromptChunks, first: Commit | None) -> Tensor:
     """[rows] int64: the token after each chunk row, which the draft pairs with the row's feature."""
     shifted = chunks.ids.roll(-1)
-    shifted[last_row_indices(chunks.batch, 0)] = to_device(torch.tensor(chunks.next_ids), shifted.device)
+    behind = to_device(torch.tensor(chunks.next_ids), shifted.device)
     if first is not None:
-        shifted[chunks.final_rows] = first.tokens.squeeze(1)
+        behind[chunks.final_chunks] = first.tokens.squeeze(1)
+    shifted[chunks.batch.last_row_indices] = behind
     return shifted

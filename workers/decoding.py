@@ -19,9 +19,8 @@ from workers.slots import SlotTable
 @dataclass(frozen=True)
 class PromptChunks:
     """The chunks of a step. slots: [C] on the host and device. ids: [rows] int64. next_ids: per chunk the prompt token
-    behind it, -1 if it is the prompt's last chunk. finals: which chunks are, on the host and device ([F] int64);
-    final_rows: [F] int64, their last rows, counted from the first chunk row; final_slots: [F] int64; final_lengths:
-    their prompts' lengths."""
+    behind it, -1 if it is the prompt's last chunk. finals: which chunks are, final_chunks: [F] int64 the same;
+    final_slots: [F] int64; final_lengths: their prompts' lengths."""
 
     batch: ChunkBatch
     slots: tuple[int, ...]
@@ -29,9 +28,13 @@ class PromptChunks:
     next_ids: tuple[int, ...]
     finals: tuple[int, ...]
     final_chunks: Tensor
-    final_rows: Tensor
     final_slots: Tensor
     final_lengths: tuple[int, ...]
+
+    @property
+    def final_rows(self) -> Tensor:
+        """[F] int64: the last rows of `finals`, counted from the first chunk row."""
+        return self.batch.last_row_indices[self.final_chunks]
 
     @property
     def final_slot_ids(self) -> tuple[int, ...]:

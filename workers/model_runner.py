@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.kv_pool import KVPool
-from attention.metadata import ChunkBatch, Mode, TailBatch, to_device
+from attention.metadata import ChunkBatch, Mode, TailBatch
 from workers.forward import Attending, ForwardContext, make_context
 from workers.models.decoder import Decoder, DecoderOutput
 
@@ -40,17 +40,12 @@ class TargetRunner(ModelRunner[Decoder]):
         has a hidden state in the output, unless every_row."""
         context = self.context(tail, tail_positions, chunks)
         if chunks is not None and not every_row:
-            ends = last_row_indices(chunks, context.num_tail_rows)
+            ends = context.num_tail_rows + chunks.last_row_indices
             rows = torch.cat((torch.arange(context.num_tail_rows, device=ends.device), ends))
             prepared = self.backends[Mode.PREFILL].prepare(chunks.last_rows())
             context = replace(context, last=replace(context, attending=rows, chunks=prepared))
         output: DecoderOutput = self.model(ids, context)
         return output
-
-
-def last_row_indices(chunks: ChunkBatch, num_before: int) -> Tensor:
-    """[C] int64: the chunks' last rows among all rows of a pass that has num_before in front of them."""
-    return to_device(torch.tensor(chunks.qo_indptr[1:]) + (num_before - 1), chunks.page_table.device)
 
 
 def resolve_device(device: str, rank: int) -> torch.device:

@@ -151,7 +151,6 @@ class Worker:
             next_ids=tuple(chunk.next_token for chunk in plan.chunks),
             finals=finals,
             final_chunks=as_tensor(finals),
-            final_rows=as_tensor([indptr[c + 1] - 1 for c in finals]),
             final_slots=as_tensor([slots[c] for c in finals]),
             final_lengths=tuple(starts[c] + len(ids[c]) for c in finals),
         )
