@@ -22,7 +22,7 @@ from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E4
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.config import SchedulerConfig  # noqa: E402
 from workers.kernels.few_rows import Workspace  # noqa: E402
-from workers.layers.product import Multiplies, _FewRows, _FixedRows  # noqa: E402
+from workers.layers.product import Multiplies  # noqa: E402
 from workers.plan import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")
@@ -50,7 +50,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes = [(m.product_weight().shape[0], m.product_weight().shape[1]) for m in modules]
         workspace = Workspace.create(shapes, torch.device("cpu"))
         for module in modules:
-            module._by = _FixedRows(workspace) if deterministic else _FewRows(workspace)
+            module.prepare(workspace, deterministic)
 
     monkeypatch.setattr("speculative.build.checked_deterministic", lambda worker, *_: worker.deterministic)
     monkeypatch.setattr("speculative.build.target_backends",

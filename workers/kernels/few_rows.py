@@ -176,18 +176,14 @@ def _multiply(
 
 
 def few_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None,
-    tiles_of: int | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, tiles: FewRowsTiles, out: Tensor | None = None
 ) -> Tensor:
-    """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type,
-    of shapes that `few_rows_tiles` has tiles for; x and its rows must start at multiples of 16 bytes. workspace: made
-    for this shape. out: contiguous, to write to instead of new memory. tiles_of: the number of rows whose tiles are
-    used, x's own by default.
+    """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type;
+    x and its rows must start at multiples of 16 bytes. workspace: made for this shape. tiles: of `few_rows_tiles` for
+    this shape and at least as many rows. out: contiguous, to write to instead of new memory.
 
     Reference: `torch.nn.functional.linear`.
     """
-    tiles = few_rows_tiles(tiles_of or x.shape[0], *weight.shape)
-    assert tiles is not None
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     _multiply(x, weight, bias, workspace, out, tiles, gated=False)
@@ -197,23 +193,19 @@ def few_rows(
 def gated_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
     """The same for the gates and what they gate in one weight [n, k], up to MAX_GATED_ROWS: a program has 64 rows of
     each; None where it would have fewer, since the matrix unit takes so many."""
-    if rows > MAX_GATED_ROWS or k % 128 or triton.cdiv(n, 64) <= MULTIPROCESSORS:
+    tiles = few_rows_tiles(min(rows, MAX_ROWS), n, k)
+    if rows > MAX_GATED_ROWS or tiles is None or tiles.block_n < 128:
         return None
     if rows > MAX_ROWS:
         return FewRowsTiles(MAX_GATED_ROWS, 64, 64, 1, False, stages=4, warps=8)
-    tiles = few_rows_tiles(rows, n, k)
-    assert tiles is not None and tiles.block_n == 128
     return replace(tiles, block_n=64, warps=4)
 
 
-def few_rows_gated(x: Tensor, weight: Tensor, workspace: Workspace) -> Tensor:
-    """[rows, N] silu(x G^T) * (x U^T) for x as in `few_rows` and W [2 N, K], G above U, of shapes that `gated_tiles`
-    has tiles for.
+def few_rows_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: FewRowsTiles) -> Tensor:
+    """[rows, N] silu(x G^T) * (x U^T) for x as in `few_rows` and W [2 N, K], G above U. tiles: of `gated_tiles`.
 
     Reference: `workers.kernels.rows.silu_mul_reference` of `torch.nn.functional.linear`.
     """
-    tiles = gated_tiles(x.shape[0], *weight.shape)
-    assert tiles is not None
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _multiply(x, weight, None, workspace, out, tiles, gated=True)
     return out
@@ -224,9 +216,11 @@ def fixed_rows(
 ) -> Tensor:
     """The same for any number of rows, FIXED_ROWS in a launch and always in the tiles of so many: a row's bits are a
     function of that row. W is read once for each launch, so that many rows take longer than a library's product."""
+    tiles = few_rows_tiles(FIXED_ROWS, *weight.shape)
+    assert tiles is not None
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     for first in range(0, x.shape[0], FIXED_ROWS):
         rows = slice(first, first + FIXED_ROWS)
-        few_rows(x[rows], weight, bias, workspace, out[rows], tiles_of=FIXED_ROWS)
+        few_rows(x[rows], weight, bias, workspace, tiles, out[rows])
     return out

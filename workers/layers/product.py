@@ -65,16 +65,18 @@ class _FewRows(_Library):
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         from workers.kernels.few_rows import few_rows, few_rows_tiles
 
-        if few_rows_tiles(x.shape[0], *weight.shape) is None:
+        tiles = few_rows_tiles(x.shape[0], *weight.shape)
+        if tiles is None:
             return super().multiply(x, weight, bias, out)
-        return few_rows(x, weight, bias, self.workspace, out)
+        return few_rows(x, weight, bias, self.workspace, tiles, out)
 
     def multiply_gated(self, x: Tensor, weight: Tensor) -> Tensor:
         from workers.kernels.few_rows import few_rows_gated, gated_tiles
 
-        if gated_tiles(x.shape[0], *weight.shape) is None:
+        tiles = gated_tiles(x.shape[0], *weight.shape)
+        if tiles is None:
             return super().multiply_gated(x, weight)
-        return few_rows_gated(x, weight, self.workspace)
+        return few_rows_gated(x, weight, self.workspace, tiles)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
