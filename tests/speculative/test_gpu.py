@@ -73,6 +73,24 @@ def test_speculation_changes_few_greedy_answers(dtype: str, share: float) -> Non
         assert length > 2.5
 
 
+@pytest.mark.parametrize("speculative", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_prompts_in_pieces_are_answered_as_whole_ones(speculative: SpeculativeConfig | None) -> None:
+    """Alone and then together; steps that only begin the first prompt have no logits at all. Answers may part at near
+    ties."""
+    prompts = [[token for part in tokenized(held_out_prompts(28, seed)) for token in part] for seed in range(8)]
+    assert min(map(len, prompts)) > 2 * 512
+    sampling = SamplingParams(24, 0.0)
+    found = []
+    for max_step_tokens in (512, 16384):
+        spec = on_gpu(speculative)
+        scheduler = dataclasses.replace(spec.worker.scheduler, max_step_tokens=max_step_tokens)
+        spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, scheduler=scheduler))
+        with local_engine(spec) as engine:
+            found.append([*engine.generate(prompts[:1], sampling), *engine.generate(prompts[1:], sampling)])
+    assert all(len(request.output) == 24 for requests in found for request in requests)
+    assert sum(a.output == b.output for a, b in zip(*found, strict=True)) >= 5
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("speculative", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
 def test_two_gpus_emit_what_one_does(speculative: SpeculativeConfig | None) -> None:

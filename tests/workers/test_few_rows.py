@@ -84,6 +84,17 @@ def test_a_gated_product_is_torchs(dtype: torch.dtype) -> None:
             assert error < (6e-3 if dtype == torch.bfloat16 else 8e-4), (n, k, rows, error)
 
 
+def test_no_rows_give_none() -> None:
+    n, k = WIDE[0]
+    workspace = Workspace.create([(n, k)], DEVICE)
+    weight = torch.randn(n, k).to(DEVICE, torch.float16)
+    x = weight[:0]
+    assert product(x, weight, None, workspace).shape == (0, n)
+    assert fixed_rows(x, weight, None, workspace).shape == (0, n)
+    tiles = gated_tiles(0, n, k)
+    assert tiles is not None and few_rows_gated(x, weight, workspace, tiles).shape == (0, n // 2)
+
+
 def test_few_gates_are_left_to_a_kernel_of_their_own() -> None:
     assert gated_tiles(4, 6144, 4096) is None and few_rows_tiles(4, 6144, 4096) is not None
     assert gated_tiles(MAX_GATED_ROWS + 1, 28672, 4096) is None

@@ -165,6 +165,8 @@ def _multiply(
     (rows, n), k = out.shape, weight.shape[1]
     assert rows <= tiles.block_m and x.shape == (rows, k)
     assert weight.is_contiguous() and out.is_contiguous() and x.dtype == weight.dtype == out.dtype
+    if rows == 0:
+        return  # a step that ends no prompt has no logits, and a tensor map no empty side
     inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
     weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
     _few_rows[(triton.cdiv(n, tiles.block_n), tiles.splits)](
