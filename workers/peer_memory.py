@@ -38,11 +38,11 @@ class Limits:
 
 
 # By number of ranks, measured on H200s (NVLink 4, no multicast, torch 2.11, NCCL 2.28.9, in a CUDA graph, bfloat16,
-# rows of 8192) by `python -m tests.bench.all_reduce`. 2 ranks, us for NCCL / two-shot / push: 16 KB 12.1 / 6.7 / 4.0,
-# 256 KB 12.8 / 7.2 / 4.8, 1 MB 18.6 / 9.9 / 9.4, 1.8 MB 32.5 / 12.3 / 13.7, 16 MB 82.7 / 58.0 / -. 4 ranks, NCCL /
-# two-shot: 256 KB 16.8 / 9.7, 2 MB 32.9 / 18.8, 16 MB 102 / 93; push is not measured there, and sends every number to
-# three others at twice its size: 96 KB leave a GPU in 1.2 us at 450 GB/s. Other numbers of ranks use NCCL.
-LIMITS = {2: Limits(push=1 << 20, two_shot=16 << 20), 4: Limits(push=96 << 10, two_shot=16 << 20)}
+# rows of 8192, with the residual add and RMSNorm that follow) by `python -m tests.bench.all_reduce`. us for NCCL /
+# two-shot / push, 2 ranks: 16 KB 8.1 / 8.4 / 5.0, 256 KB 10.0 / 9.2 / 5.7, 1 MB 15.5 / 11.9 / 10.2, 1.8 MB 28.3 / 14.7
+# / 14.6, 16 MB 91.3 / 74.1 / -. 4 ranks: 16 KB 12.3 / 8.5 / 6.9, 128 KB 13.0 / 10.7 / 7.8, 256 KB 13.1 / 10.8 / 10.0,
+# 512 KB 16.2 / 11.4 / 14.7, 16 MB 114 / 106 / -. Other numbers of ranks use NCCL.
+LIMITS = {2: Limits(push=1 << 20, two_shot=16 << 20), 4: Limits(push=256 << 10, two_shot=16 << 20)}
 
 MAX_ROWS = 112  # of PUSH, a program each: the smallest H100 has 114 multiprocessors, and all programs must fit at once
 _MAX_WORDS = 16384  # 64-bit words that one program of PUSH holds in registers: 32 in each of 512 threads

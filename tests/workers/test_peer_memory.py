@@ -34,8 +34,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
     (2, 1, 4095, BF16, Method.NCCL),  # neither pairs nor 16 bytes
     (2, 112, 896, BF16, Method.PUSH),
     (2, 113, 896, BF16, Method.TWO_SHOT),  # more programs than multiprocessors
-    (4, 6, 8192, BF16, Method.PUSH),
-    (4, 7, 8192, BF16, Method.TWO_SHOT),
+    (4, 16, 8192, BF16, Method.PUSH),
+    (4, 17, 8192, BF16, Method.TWO_SHOT),
     (2, 0, 8192, BF16, Method.NCCL),
 ])
 def test_shape_and_type_choose_the_method(
