@@ -35,15 +35,16 @@ CONCURRENCY = 32
 
 @dataclass
 class Parts:
-    """figures: what each part found, by its name. failed: names."""
+    """limit_s: of each part. figures: what each part found, by its name. failed: names."""
 
+    limit_s: float
     figures: dict[str, Any] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
     async def run(self, name: str, part: Callable[[], Awaitable[dict[str, Any]]]) -> None:
         started_s = time.perf_counter()
         try:
-            found = self.figures[name] = await part()
+            found = self.figures[name] = await asyncio.wait_for(part(), self.limit_s)
             verdict = "ok  "
         except Exception as error:
             traceback.print_exc()
@@ -202,10 +203,11 @@ def main() -> int:
     parser.add_argument("--memory-gb", type=float, default=1.0, help="of the KV cache")
     parser.add_argument("--load-answers", type=int, default=256, help="of each load (default: 256)")
     parser.add_argument("--start-limit", type=float, default=300.0, help="seconds until /health must be 200")
+    parser.add_argument("--part-limit", type=float, default=300.0, help="seconds that a part may take")
     parser.add_argument("--no-haproxy", action="store_true", help="Serve's Python proxy")
     gsm8k.add_data_options(parser, num_questions=128, max_tokens=384)  # with 8 shots just below the pair's 2,048
     arguments = parser.parse_args()
-    parts = Parts()
+    parts = Parts(arguments.part_limit)
     options = ["--no-haproxy"] if arguments.no_haproxy else []
     server: RunningServer | None = None
     try:
