@@ -1,0 +1,69 @@
+"""The embedded pair on GPUs behind real Serve: prompts in chunks beside rounds, with and without speculation."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench import gsm8k
+from tests.e2e.serving import ray_cluster, serving, wait_idle
+
+pytestmark = [pytest.mark.ray, pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+MODELS = Path(__file__).resolve().parents[2] / "deploy" / "models"
+CHAIN = {"path": "draft", "num_steps": 3, "num_draft_tokens": 4}
+TREE = {"path": "draft", "num_steps": 5, "top_k": 2, "num_draft_tokens": 8}
+FLASHINFER = {
+    "attention": {"prefill": "flashinfer", "decode": "flashinfer"},
+    "draft_attention": {"prefill": "flashinfer", "extend": "flashinfer", "decode": "flashinfer"},
+}
+MAX_STEP_TOKENS = 256  # a prompt with its eight shots has three times as many
+
+
+@pytest.fixture(scope="module")
+def http_port() -> Iterator[int]:
+    with ray_cluster() as port:
+        yield port
+
+
+def asked(port: int, args: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What the GSM8K client says of such an engine: every question answered, with and without speculation."""
+    args = args | {
+        "model": {"path": "target", "device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": "bfloat16"},
+        "cache": {"num_pages": 2048},
+        "scheduler": {"max_running": 16, "max_step_tokens": MAX_STEP_TOKENS},
+    }
+    options = ["--num-questions", "24", "--max-tokens", "64", "--parallel", "16", "--compare"]
+    with serving(port, args, MODELS) as server:
+        code = gsm8k.main(["--url", server.url, *options])
+        figures: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        wait_idle()
+    assert code == 0, figures
+    assert figures["on"]["acceptance_length"] > 1.2 and figures["off"]["acceptance_length"] is None
+    return figures
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_prompts_in_chunks_are_answered(
+    http_port: int, shape: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In bfloat16 two best tokens often tie, so that some answers part."""
+    figures = asked(http_port, {"speculative": shape}, capsys)
+    assert figures["equal_share"] >= 0.4, figures["first_unequal"]
+
+
+def test_deterministic_answers_are_equal(http_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = asked(http_port, {"speculative": CHAIN, "deterministic": True}, capsys)
+    assert figures["equal_share"] == 1.0, figures["first_unequal"]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
+def test_flashinfer_in_every_phase(
+    http_port: int, tensor_parallel: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("flashinfer", reason="the extra aerie[cuda] is not installed")
+    parallel = {"tensor_parallel": tensor_parallel}
+    figures = asked(http_port, {"speculative": TREE, "parallel": parallel, **FLASHINFER}, capsys)
+    assert figures["equal_share"] >= 0.4, figures["first_unequal"]
