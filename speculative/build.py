@@ -172,10 +172,11 @@ def _warm_up(worker: Worker, layout: EngineLayout) -> None:
     tokens = pack_i32([1] * WARM_UP_TOKENS)
     greedy, random = SamplingParams(WARM_UP_TOKENS, 0.0), SamplingParams(WARM_UP_TOKENS, 1.0)
     rest = SamplingParams(WARM_UP_TOKENS, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=1)
+    beginning, whole = (Chunk(0, 0, tokens, next_token) for next_token in (1, -1))
     for number, sampling in enumerate((greedy, random, rest)):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
-        ends = [Chunk(0, 0, tokens, next_token=next_token) for next_token in (1, -1)]
-        plans = [StepPlan(0, number, b"", 0, layout.max_position, inits=(init,), chunks=(chunk,)) for chunk in ends]
+        chunks = (beginning, whole) if sampling is greedy else (whole,)  # a beginning samples nothing
+        plans = [StepPlan(0, number, b"", 0, layout.max_position, inits=(init,), chunks=(chunk,)) for chunk in chunks]
         if sampling is not rest:  # its rounds run the same kernels, and would be captured
             shapes = range(len(layout.shapes))
             plans += [StepPlan(0, number, pack_i32([0]), shape, layout.max_position) for shape in shapes]
