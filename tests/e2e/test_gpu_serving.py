@@ -2,17 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.bench import gsm8k
 from tests.e2e.serving import ray_cluster, serving, wait_idle
+from tests.support.prompts import MODELS
 
 pytestmark = [pytest.mark.ray, pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ResourceWarning")]
-MODELS = Path(__file__).resolve().parents[2] / "deploy" / "models"
 CHAIN = {"path": "draft", "num_steps": 3, "num_draft_tokens": 4}
 TREE = {"path": "draft", "num_steps": 5, "top_k": 2, "num_draft_tokens": 8}
 FLASHINFER = {
@@ -31,7 +29,7 @@ def http_port() -> Iterator[int]:
 def asked(port: int, args: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """What the GSM8K client says of such an engine: every question answered, with and without speculation."""
     args = args | {
-        "model": {"path": "target", "device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": "bfloat16"},
+        "model": {"path": "target", "device": "cuda", "dtype": "bfloat16"},
         "cache": {"num_pages": 2048},
         "scheduler": {"max_running": 16, "max_step_tokens": MAX_STEP_TOKENS},
     }

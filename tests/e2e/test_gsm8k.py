@@ -2,15 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.bench import gsm8k
 from tests.e2e.serving import Server, ray_cluster, serving, wait_idle
+from tests.support.prompts import MODELS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
-MODELS = Path(__file__).resolve().parents[2] / "deploy" / "models"
 NUM_QUESTIONS = 8
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -13,8 +11,8 @@ from speculative.training.draft_files import load_draft
 from speculative.training.regenerate import answer_prompts, generate_answers
 from speculative.training.rows import Conversation, Turn
 from speculative.training.samples import Sample
+from tests.support.prompts import MODELS
 
-MODELS = Path(__file__).parents[3] / "deploy" / "models"
 WORD_PROBLEM = (
     "A baker sells 12 loaves in the morning and twice as many in the afternoon. Each loaf costs $3. "
     "How much money does the baker make in a day?"
