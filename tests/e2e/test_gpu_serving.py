@@ -1,4 +1,5 @@
-"""The embedded pair on GPUs behind real Serve: prompts in chunks beside rounds, with and without speculation."""
+"""The embedded pair on GPUs behind real Serve: prompts in chunks beside rounds, with and without speculation, by each
+family of attention kernels, on one GPU and several."""
 
 import json
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ TREE = {"path": "draft", "num_steps": 5, "top_k": 2, "num_draft_tokens": 8}
 FLASHINFER = {
     "attention": {"prefill": "flashinfer", "decode": "flashinfer"},
     "draft_attention": {"prefill": "flashinfer", "extend": "flashinfer", "decode": "flashinfer"},
+}
+TRTLLM = {  # has no kernels for prompts, and drafts chains only
+    "attention": {"prefill": "triton", "decode": "trtllm"},
+    "draft_attention": {"prefill": "triton", "extend": "trtllm", "decode": "trtllm"},
 }
 MAX_STEP_TOKENS = 256  # a prompt with its eight shots has three times as many
 
@@ -38,6 +43,7 @@ def asked(port: int, args: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
         code = gsm8k.main(["--url", server.url, *options])
         figures: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
         wait_idle()
+    print(json.dumps(figures))  # pytest -rP shows it
     assert code == 0, figures
     assert figures["on"]["acceptance_length"] > 1.2 and figures["off"]["acceptance_length"] is None
     return figures
@@ -57,11 +63,18 @@ def test_deterministic_answers_are_equal(http_port: int, capsys: pytest.CaptureF
     assert figures["equal_share"] == 1.0, figures["first_unequal"]
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
-def test_flashinfer_in_every_phase(
-    http_port: int, tensor_parallel: int, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("backends", "shape", "tensor_parallel"), [
+    pytest.param(FLASHINFER, TREE, 1, id="flashinfer"),
+    pytest.param(FLASHINFER, TREE, 2, marks=pytest.mark.gpu(2), id="flashinfer-2"),
+    pytest.param(FLASHINFER, TREE, 4, marks=pytest.mark.gpu(4), id="flashinfer-4"),
+    pytest.param(TRTLLM, CHAIN, 1, id="trtllm"),
+    pytest.param(TRTLLM, CHAIN, 2, marks=pytest.mark.gpu(2), id="trtllm-2"),  # of four, each has two heads: refused
+])
+def test_flashinfers_kernels_in_every_phase_they_have(
+    http_port: int, backends: dict[str, Any], shape: dict[str, Any], tensor_parallel: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("flashinfer", reason="the extra aerie[cuda] is not installed")
-    parallel = {"tensor_parallel": tensor_parallel}
-    figures = asked(http_port, {"speculative": TREE, "parallel": parallel, **FLASHINFER}, capsys)
+    args = {"speculative": shape, "parallel": {"tensor_parallel": tensor_parallel}, **backends}
+    figures = asked(http_port, args, capsys)
     assert figures["equal_share"] >= 0.4, figures["first_unequal"]
