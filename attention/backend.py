@@ -92,7 +92,7 @@ def _trtllm() -> AttentionBackend:
 BACKENDS: dict[str, BackendFacts] = {
     "torch": BackendFacts(_torch, torch_refusal),
     "triton": BackendFacts(_triton, triton_refusal, package="triton"),
-    "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, cpu_seq_lens_modes=TAIL_MODES, package="flashinfer"),
+    "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, package="flashinfer"),
     "trtllm": BackendFacts(_trtllm, trtllm_refusal, TAIL_MODES, package="flashinfer"),
 }
 

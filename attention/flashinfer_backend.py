@@ -1,14 +1,18 @@
 """Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for the rest.
 
 Its wrappers cut the work on the host, from lengths there. Those of prompt chunks come with the plan, so nothing is
-copied; those of a round are on the device, and `prepare` waits for them: `needs_cpu_seq_lens`. No capture.
+copied. Those of a round are on the device, so a round's work is cut there, by a kernel of ours in FlashInfer's own way
+and format (`attention.kernels.flashinfer_plan`): nothing waits for the GPU, and a captured graph stays valid when
+lengths, page tables and masks change. When a kind of pass first comes, FlashInfer plans a request of it too, and a
+start fails if the two plans differ: what the wrappers hold is no interface that the library promises to keep.
 
-Each kind of wrapper exists twice and the two take turns: a plan is staged in pinned memory that belongs to its wrapper,
-and must have left it before the next plan is written there.
+A wrapper of prompt chunks exists twice and the two take turns: a plan is staged in pinned memory that belongs to its
+wrapper, and must have left it before the next plan is written there.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -16,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, Prepared
+from attention.backend import AttentionBackend, Prepared, assert_not_captured
+from attention.kernels.flashinfer_plan import Grid, PlanArrays, mask_bytes, write_mask, write_plan
 from attention.kv_pool import LayerKV
 from attention.metadata import ChunkBatch, Mode, TailBatch, to_device
 
@@ -24,19 +29,60 @@ WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
 # fa2 keeps partial results of 264 tiles of 128 rows x 128 dimensions in float32 for each query head of a KV head
 WORKSPACE_BYTES_PER_GROUP = 32 << 20
 MAX_CUDA_CORE_GROUP = 2  # from 3 query heads a KV head on, decoding goes through tensor cores
+SAMPLE_PAGES = 300  # of the request that FlashInfer plans too; long enough to be cut
+
+# What a wrapper's plan consists of, in its order: offsets of arrays where they are named as in `PlanArrays`.
+ROWS_PLAN = (
+    "padded_batch_size", "max_total_num_rows", "total_num_rows", "cta_tile_q", "request", "qo_tile", "kv_tile",
+    "merge_indptr", "o_indptr", "kv_chunk_size", "partial_v", "partial_lse", "block_valid", "enable_cuda_graph",
+    "split_kv",
+)
+DECODE_PLAN = (
+    "padded_batch_size", "partial_v", "partial_lse", "request", "kv_tile", "o_indptr", "block_valid", "kv_chunk_size",
+    "enable_cuda_graph", "split_kv",
+)
 
 Wrapper = Any  # flashinfer has no types
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Rows and lengths of the requests of a batch, on the host. q_lens, kv_lens: rows, and KV positions with those of
-    this pass, of each. page_table: [B, max_pages] int32 on the device. causal: rows are the last positions."""
+    """Rows and lengths of prompt chunks, on the host. q_lens, kv_lens: rows, and KV positions with those of this pass,
+    of each. page_table: [C, max_pages] int32 on the device."""
 
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
     page_table: Tensor
-    causal: bool
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a wrapper is planned for, beside lengths."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    scale: float
+
+    @staticmethod
+    def of(q: Tensor, kv: LayerKV, scale: float) -> "Heads":
+        page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+        return Heads(q.shape[1], num_kv_heads, head_dim, page_size, q.dtype, kv.k.dtype, scale)
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.page_size
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"q_data_type": self.dtype, "kv_data_type": self.kv_dtype, "sm_scale": self.scale}
 
 
 @dataclass
@@ -47,110 +93,252 @@ class _Turn:
     copied: torch.cuda.Event
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """One of fa2's kernels as FlashInfer plans it. wrapper: to be copied for each shape. plan: the fields of its plan.
+    tile_rows: query rows x heads of a KV head that a tile has. room: tiles for each KV head."""
+
+    wrapper: Wrapper
+    plan: tuple[str, ...]
+    tile_rows: int
+    room: int
+
+
 class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
 
     def __init__(self) -> None:
         self._turns: dict[tuple[str, torch.device], deque[_Turn]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
+        self._kernels: dict[tuple[torch.device, Heads, int, bool], Kernel] = {}
+        self._rounds: dict[tuple[Any, ...], RoundPlan] = {}
+        self._masks: list[Tensor] = []  # the last is the largest; captured graphs hold the others
 
     def prepare(self, batch: TailBatch | ChunkBatch) -> Prepared:
-        if isinstance(batch, ChunkBatch):
-            q_lens = [end - first for first, end in zip(batch.qo_indptr, batch.qo_indptr[1:], strict=False)]
-            kv_lens = [start + n for start, n in zip(batch.starts, q_lens, strict=True)]
-            return _Prepared(self, Extent(q_lens, kv_lens, batch.page_table, causal=True), Mode.PREFILL)
-        kv_lens = [prefix + batch.tail for prefix in batch.prefix_len.tolist()]  # waits for the GPU
-        extent = Extent([batch.rows] * len(kv_lens), kv_lens, batch.page_table, batch.mode is Mode.DRAFT_EXTEND)
-        # a single row of a round sees all of its tail: it has no siblings
-        masked = batch.rows > 1 and not extent.causal
-        return _Prepared(self, extent, batch.mode, packed_mask(batch, kv_lens) if masked else None)
+        if isinstance(batch, TailBatch):
+            return _PreparedRound(self, batch)
+        q_lens = [end - first for first, end in zip(batch.qo_indptr, batch.qo_indptr[1:], strict=False)]
+        kv_lens = [start + n for start, n in zip(batch.starts, q_lens, strict=True)]
+        return _PreparedChunks(self, Extent(q_lens, kv_lens, batch.page_table))
 
-    def turn(self, kind: str, device: torch.device, group: int, make: Callable[[Tensor], Wrapper]) -> _Turn:
-        """The wrapper of this kind whose last plan is the older one."""
-        turns = self._turns.setdefault((kind, device), deque())
+    def turn(self, device: torch.device, group: int) -> _Turn:
+        """The wrapper of prompt chunks whose last plan is the older one."""
+        kernel = prefill_kernel(device)
+        turns = self._turns.setdefault((kernel, device), deque())
         if len(turns) < 2:
-            turns.append(_Turn(make(self._workspace(device, group)), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace(device, group), "NHD", backend=kernel)
+            turns.append(_Turn(wrapper, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         else:
             turns.rotate(-1)
         turns[-1].copied.synchronize()  # a plan made two passes ago: long copied unless the host is far ahead
         return turns[-1]
 
-    def _workspace(self, device: torch.device, group: int) -> Tensor:
+    def round_plan(self, batch: TailBatch, heads: Heads) -> "RoundPlan":
+        """What all passes of this shape share: captured graphs hold its memory, so it is never freed."""
+        device = batch.prefix_len.device
+        causal = batch.rows > 1 and batch.mode is Mode.DRAFT_EXTEND
+        # a single row of a round sees all of its tail: it has no siblings
+        masked = batch.rows > 1 and not causal
+        key = (device, heads, batch.rows, causal, masked, batch.page_table.shape)
+        if key not in self._rounds:
+            assert_not_captured(self.name, device)
+            kernel = self._kernel(device, heads, batch.rows, causal)
+            num_bytes = mask_bytes(batch.rows, batch.page_table.shape[1] * heads.page_size) if masked else 0
+            mask = self._mask(batch.num_requests * num_bytes, device).view(-1, num_bytes) if masked else None
+            self._rounds[key] = RoundPlan(kernel, heads, batch, mask)
+        return self._rounds[key]
+
+    def workspace(self, device: torch.device, group: int) -> Tensor:
         """Scratch of all wrappers, which run one after another."""
         if device not in self._workspaces:
             size = max(WORKSPACE_BYTES, group * WORKSPACE_BYTES_PER_GROUP)
             self._workspaces[device] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._workspaces[device]
 
+    def _kernel(self, device: torch.device, heads: Heads, rows: int, causal: bool) -> Kernel:
+        key = (device, heads, rows, causal)
+        if key not in self._kernels:
+            self._kernels[key] = sampled_kernel(self.workspace(device, heads.group), heads, rows, causal)
+        return self._kernels[key]
+
+    def _mask(self, num_bytes: int, device: torch.device) -> Tensor:
+        """[num_bytes] uint8, the same for all passes: each writes its masks before it reads them. FlashInfer's have a
+        bit for each row and position, prefix and all."""
+        if not self._masks or self._masks[-1].shape[0] < num_bytes or self._masks[-1].device != device:
+            self._masks.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+        return self._masks[-1][:num_bytes]
+
 
 @dataclass
-class _Prepared(Prepared):
-    """mask: FlashInfer's packed mask and where each request's bytes begin. wrapper: planned at the first layer."""
+class _PreparedChunks(Prepared):
+    """wrapper: planned at the first layer."""
 
     backend: FlashInferBackend
     extent: Extent
-    mode: Mode
-    mask: tuple[Tensor, Tensor] | None = None
     wrapper: Wrapper = None
-    planned: tuple[Any, ...] = field(default=())
+    planned: Heads | None = None
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        key = (q.shape[1], kv.k.shape, q.dtype, scale)
+        heads = Heads.of(q, kv, scale)
         if self.wrapper is None:
-            self.planned = key
-            self.wrapper = self._plan(q, kv, scale)
-        assert key == self.planned, "the layers of a pass differ in shape, type or scale"
+            self.planned = heads
+            self.wrapper = self._plan(heads, q.device)
+        assert heads == self.planned, "the layers of a pass differ in shape, type or scale"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.wrapper.run(q, (kv.k, kv.v), out=out)
         return out
 
-    def _plan(self, q: Tensor, kv: LayerKV, scale: float) -> Wrapper:
-        page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-        group, device = q.shape[1] // num_kv_heads, q.device
-        shape = (q.shape[1], num_kv_heads, head_dim, page_size)
-        types = {"q_data_type": q.dtype, "kv_data_type": kv.k.dtype, "sm_scale": scale}
-        indptr, indices, last_page_len = paged(self.extent, page_size)
-        if self.mode is not Mode.PREFILL and max(self.extent.q_lens) == 1:
-            tensor_cores = group > MAX_CUDA_CORE_GROUP
-            turn = self.backend.turn(f"decode, tensor cores: {tensor_cores}", device, group,
-                                     lambda workspace: _decode_wrapper(workspace, tensor_cores))
-            turn.wrapper.plan(indptr, indices, last_page_len, *shape, **types)
-        else:
-            kernel = prefill_kernel(self.mode, device)
-            turn = self.backend.turn(kernel, device, group, lambda workspace: _rows_wrapper(workspace, kernel))
-            qo_indptr = _pinned([0, *accumulate(self.extent.q_lens)], device)
-            packed = None if self.mask is None else self.mask[0]
-            turn.wrapper.plan(qo_indptr, indptr, indices, last_page_len, *shape, causal=self.extent.causal,
-                              packed_custom_mask=packed, **types)
-            if self.mask is not None:
-                # 0.6.17 leaves a packed mask's offsets in bits where its kernels count bytes (it converts them only
-                # for masks that it packs itself, and that waits for the GPU)
-                turn.wrapper._mask_indptr_buf = self.mask[1]
+    def _plan(self, heads: Heads, device: torch.device) -> Wrapper:
+        turn = self.backend.turn(device, heads.group)
+        qo_indptr = _pinned([0, *accumulate(self.extent.q_lens)], device)
+        turn.wrapper.plan(qo_indptr, *paged(self.extent, heads.page_size), *heads.shape, causal=True, **heads.options)
         turn.copied.record()
         return turn.wrapper
 
 
-def prefill_kernel(mode: Mode, device: torch.device) -> str:
-    """"fa3" for prompt chunks on Hopper; it takes no mask, and short rows fill few of its tiles."""
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return "fa3" if mode is Mode.PREFILL and hopper else "fa2"
+@dataclass
+class _PreparedRound(Prepared):
+    """plan: of the batch's shape; written at the first layer."""
+
+    backend: FlashInferBackend
+    batch: TailBatch
+    plan: "RoundPlan | None" = None
+    planned: Heads | None = field(default=None)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        heads = Heads.of(q, kv, scale)
+        if self.plan is None:
+            self.planned = heads
+            self.plan = self.backend.round_plan(self.batch, heads)
+            self.plan.write(self.batch)
+        assert heads == self.planned, "the layers of a pass differ in shape, type or scale"
+        return self.plan.run(q, kv, self.batch.page_table)
 
 
-def _decode_wrapper(workspace: Tensor, tensor_cores: bool) -> Wrapper:
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+class RoundPlan:
+    """A wrapper that reads its plan from memory of ours, for batches of one shape.
 
-    return BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores, backend="fa2")
+    kernel: for this number of rows. mask: [B, bytes] uint8 where rows differ in what they see, else None.
+    """
+
+    def __init__(self, kernel: Kernel, heads: Heads, batch: TailBatch, mask: Tensor | None) -> None:
+        num_requests, width = batch.page_table.shape
+        device = batch.page_table.device
+        grid = Grid(num_requests, batch.rows, -(-batch.rows * heads.group // kernel.tile_rows), kernel.room,
+                    heads.page_size)
+        self._arrays = PlanArrays(grid, device)
+        self._last_page_len = torch.empty(num_requests, dtype=torch.int32, device=device)
+        self._mask = mask
+        self._wrapper = wrapper = copy(kernel.wrapper)
+        steps = torch.arange(num_requests + 1, dtype=torch.int32, device=device)
+        wrapper._int_workspace_buffer = self._arrays.ints.view(torch.uint8)
+        wrapper._plan_info = plan_info(kernel, heads, self._arrays)
+        wrapper._batch_size = num_requests
+        wrapper._qo_indptr_last = num_requests * batch.rows
+        wrapper._qo_indptr_buf = steps * batch.rows
+        wrapper._paged_kv_indptr_buf = steps * width
+        wrapper._paged_kv_last_page_len_buf = self._last_page_len
+        if mask is not None:
+            assert mask.numel() < 1 << 31, "packed masks of 2 GiB and more"
+            wrapper._custom_mask_buf = mask.flatten()
+            wrapper._mask_indptr_buf = steps * mask.shape[1]
+
+    def write(self, batch: TailBatch) -> None:
+        """Cut the work of `batch` and pack its masks, on the device."""
+        width = batch.page_table.shape[1]
+        write_plan(self._arrays, batch.prefix_len, batch.tail, width, self._last_page_len)
+        if self._mask is not None:
+            write_mask(self._mask, batch.mask, batch.prefix_len, batch.tail)
+
+    def run(self, q: Tensor, kv: LayerKV, page_table: Tensor) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._wrapper._paged_kv_indices_buf = page_table.reshape(-1)
+        # an early launch reads the plan before the kernel that writes it has ended
+        self._wrapper.run(q, (kv.k, kv.v), out=out, enable_pdl=False)
+        return out
 
 
-def _rows_wrapper(workspace: Tensor, kernel: str) -> Wrapper:
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+def plan_info(kernel: Kernel, heads: Heads, arrays: PlanArrays) -> list[int]:
+    """A wrapper's plan: sizes, and where it finds the arrays and room for partial results."""
+    grid = arrays.grid
+    values = {name: arrays.byte(name) for name in arrays.begin} | {
+        "padded_batch_size": grid.padded,
+        "max_total_num_rows": grid.num_requests * grid.rows,
+        "cta_tile_q": kernel.tile_rows,
+        "partial_v": 0,
+        "partial_lse": 4 * heads.num_heads * grid.padded * kernel.tile_rows * heads.head_dim,
+        "enable_cuda_graph": 1,  # tiles without work are launched too
+        "split_kv": int(grid.splits),
+    }
+    return [values[name] for name in kernel.plan]
 
-    return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel)
+
+def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> Kernel:
+    """The kernel for rounds of `rows` rows, from a plan that FlashInfer makes of one request.
+
+    Raises RuntimeError where ours of the same request differs: another version of FlashInfer.
+    """
+    wrapper, names = _sample(workspace, heads, rows, causal)
+    info = dict(zip(names, (int(value) for value in wrapper._plan_info), strict=True))
+    kernel = Kernel(wrapper, names, info.get("cta_tile_q", 1), info["padded_batch_size"])
+    grid = Grid(1, rows, -(-rows * heads.group // kernel.tile_rows), kernel.room, heads.page_size)
+    arrays = PlanArrays(grid, workspace.device)
+    prefix_len = torch.tensor([SAMPLE_PAGES * heads.page_size - rows], dtype=torch.int32, device=workspace.device)
+    write_plan(arrays, prefix_len, rows, SAMPLE_PAGES, torch.empty_like(prefix_len))
+    num_tiles = int(arrays.values("block_valid", grid.padded).sum())
+    sizes = {"request": num_tiles, "qo_tile": num_tiles, "kv_tile": num_tiles, "o_indptr": 2, "kv_chunk_size": 1,
+             "total_num_rows": 1, "merge_indptr": rows + 1, "block_valid": grid.padded}
+    for name in arrays.begin:
+        if name in info:
+            ours = arrays.values(name, sizes[name])
+            theirs = wrapper._int_workspace_buffer[info[name] :][: ours.nbytes].view(ours.dtype)
+            if not torch.equal(ours, theirs):
+                import flashinfer
+
+                raise RuntimeError(
+                    f"attention backend 'flashinfer': flashinfer {flashinfer.__version__} plans {rows} rows otherwise "
+                    f"than 0.6.17 ({name}); pip install flashinfer-python==0.6.17, or choose triton"
+                )
+    wrapper._int_workspace_buffer = wrapper._pin_memory_int_workspace_buffer = None  # 8 MiB each
+    return kernel
+
+
+def _sample(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> tuple[Wrapper, tuple[str, ...]]:
+    """A wrapper that has planned one request of `rows` rows, and what its plan consists of."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+
+    def buffer(size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=workspace.device)
+
+    def host(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    lists = host(0, SAMPLE_PAGES), buffer(SAMPLE_PAGES), host(heads.page_size)
+    if rows == 1 and heads.group <= MAX_CUDA_CORE_GROUP:
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_cuda_graph=True, use_tensor_cores=False, paged_kv_indptr_buffer=buffer(2),
+            paged_kv_indices_buffer=buffer(SAMPLE_PAGES), paged_kv_last_page_len_buffer=buffer(1), backend="fa2",
+        )
+        wrapper.plan(*lists, *heads.shape, **heads.options)
+        return wrapper, DECODE_PLAN
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        workspace, "NHD", use_cuda_graph=True, qo_indptr_buf=buffer(2), paged_kv_indptr_buf=buffer(2),
+        paged_kv_indices_buf=buffer(SAMPLE_PAGES), paged_kv_last_page_len_buf=buffer(1), backend="fa2",
+    )
+    wrapper.plan(host(0, rows), *lists, *heads.shape, causal=causal, **heads.options)
+    return wrapper, ROWS_PLAN
+
+
+def prefill_kernel(device: torch.device) -> str:
+    """"fa3" for prompt chunks on Hopper; rounds have masks, which it does not take, and fill few rows of its tiles."""
+    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
 
 
 def paged(extent: Extent, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashInfer's page lists: indptr [B + 1] and last_page_len [B] int32 on the host, indices int32 on the device:
-    each request's pages, one request behind the other. Nothing waits for the device."""
+    """FlashInfer's page lists: indptr [C + 1] and last_page_len [C] int32 on the host, indices int32 on the device:
+    each chunk's pages, one chunk behind the other. Nothing waits for the device."""
     device, table = extent.page_table.device, extent.page_table
     counts = torch.tensor([-(-length // page_size) for length in extent.kv_lens])
     ends = counts.cumsum(0)
@@ -159,27 +347,6 @@ def paged(extent: Extent, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     flat = to_device(rows * table.shape[1] + column, device)
     last_page_len = [(length - 1) % page_size + 1 for length in extent.kv_lens]
     return _pinned([0, *ends.tolist()], device), table.flatten()[flat], _pinned(last_page_len, device)
-
-
-def packed_mask(batch: TailBatch, kv_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """FlashInfer's mask of `batch`: packed [bytes] uint8, and starts [B + 1] int32, both on the device.
-
-    Bit r * kv_len + j of a request's bytes says whether its row r sees position j; prefixes are all ones. Each request
-    begins at a byte. Nothing waits for the device.
-    """
-    device = batch.mask.device
-    starts = [0, *accumulate(-(-batch.rows * length // 8) for length in kv_lens)]
-    packed = torch.full((starts[-1],), 255, dtype=torch.uint8, device=device)
-    first = to_device(torch.tensor(starts), device)
-    prefix = batch.prefix_len.long().view(-1, 1, 1)
-    row = torch.arange(batch.rows, device=device).view(-1, 1)
-    column = torch.arange(batch.tail, device=device)
-    bit = row * (prefix + batch.tail) + prefix + column
-    hidden = ~(batch.mask.unsqueeze(2) >> column) & 1
-    # each hidden bit is set once, so subtracting it clears it; 256 - x is -x in eight bits
-    cleared = (256 - (hidden << (bit & 7))) & 255
-    packed.index_add_(0, (first[:-1].view(-1, 1, 1) + (bit >> 3)).flatten(), cleared.to(torch.uint8).flatten())
-    return packed, first.int()
 
 
 def _pinned(values: Sequence[int], device: torch.device) -> Tensor:

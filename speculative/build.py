@@ -161,7 +161,7 @@ def _captures(spec: EngineSpec, device: torch.device, host_readers: str | None, 
     wanted = device.type == "cuda" and spec.worker.cuda_graphs
     if wanted and host_readers is not None and rank == 0:
         logger.warning("rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend "
-                       "%s plans there (needs_cpu_seq_lens); triton does not", host_readers)
+                       "%s reads them (needs_cpu_seq_lens); triton does not", host_readers)
     return wanted and host_readers is None
 
 

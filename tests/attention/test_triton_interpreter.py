@@ -21,6 +21,8 @@ FILES = (
     "tests/attention/test_triton_backend.py",
     "tests/speculative/test_round_kernels.py",
     "tests/speculative/test_draft_kernels.py",
+    "tests/attention/test_flashinfer_rounds.py",
+    "tests/attention/test_flashinfer_plan.py",
     "tests/workers/test_few_rows.py",
 )
 

@@ -2,16 +2,13 @@
 
 Microseconds per layer call at Llama-3.1-8B's shape (32 query heads, 8 KV heads, dimension 128, bfloat16, pages of 16 in
 random order). A CUDA graph holds a pass of several layers with KV of their own, so that the L2 cache is cold for each;
-planning is in it once, except flashinfer's, which the host does: its time, waiting for lengths included, is in a table
-of its own. A figure is the median over replays in turns. Kernels that are not installed are left out. A Markdown table,
-then one JSON line.
+planning is in it once. A figure is the median over replays in turns. Kernels that are not installed are left out. A
+Markdown table, then one JSON line.
 """
 
 import argparse
 import json
 import platform
-import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from unittest import mock
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attention import flashinfer_backend
-from attention.backend import BACKENDS, AttentionBackend, Prepared, build_backend, refusal
+from attention.backend import BACKENDS, AttentionBackend, build_backend, refusal
 from attention.kv_pool import LayerKV
 from attention.limits import AttentionUse
 from attention.metadata import ChunkBatch, Mode, TailBatch
@@ -122,41 +119,13 @@ class Bench:
 
     def _pass(self, name: str, batch: TailBatch, q: Tensor, layers: list[LayerKV]) -> Callable[[], None]:
         backend = self.backends[name]
-        planned: Prepared | None = None
-        if backend.needs_cpu_seq_lens(batch.mode):
-            backend = build_backend(name, batch.mode)  # its plan must outlive the next one
-            planned = backend.prepare(batch)
-            planned.forward(q, layers[0], SCALE)
 
         def run() -> None:
-            prepared = planned or backend.prepare(batch)
+            prepared = backend.prepare(batch)
             for layer in layers:
                 prepared.forward(q, layer, SCALE)
 
         return run
-
-    def planning(self, contexts: Iterable[int], batches: Iterable[int], rounds: int = 20) -> list[Case]:
-        """Host microseconds until flashinfer's first layer is launched, less a later layer's: what each pass of a round
-        waits, with an idle GPU."""
-        cases = []
-        for context in contexts:
-            for batch in batches:
-                layer = self.layers(context, batch)[0]
-                for work in (Work("decode", Mode.DECODE), Work("verify", Mode.VERIFY, 8, 8, tree=True)):
-                    tail = self.tail(work, context, batch)
-                    q = torch.randn((tail.num_rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
-                    us = statistics.median(self._planned_us(tail, q, layer) for _ in range(rounds))
-                    cases.append(Case(work.name, context, batch, work.rows, {"flashinfer": round(us, 1)}))
-        return cases
-
-    def _planned_us(self, batch: TailBatch, q: Tensor, layer: LayerKV) -> float:
-        torch.cuda.synchronize()
-        stamps = [time.perf_counter()]
-        prepared = self.backends["flashinfer"].prepare(batch)
-        for _ in range(2):
-            prepared.forward(q, layer, SCALE)
-            stamps.append(time.perf_counter())
-        return 1e6 * (stamps[1] - stamps[0] - (stamps[2] - stamps[1]))
 
     def prefill(self) -> list[Case]:
         """Prompt chunks; flashinfer's both kernels."""
@@ -169,7 +138,7 @@ class Bench:
             layer = layer_views(self.memory, 1, count * pages)[0]
             runs = {"triton": self._chunks("triton", batch, q, layer)}
             for kernel in ("fa2", "fa3"):
-                with mock.patch.object(flashinfer_backend, "prefill_kernel", lambda mode, device, k=kernel: k):
+                with mock.patch.object(flashinfer_backend, "prefill_kernel", lambda device, k=kernel: k):
                     runs[f"flashinfer {kernel}"] = self._chunks("flashinfer", batch, q, layer)
             graphs = [captured(run) for run in runs.values()]
             *times, _ = self.clock.medians(*(graph.replay for graph in graphs))
@@ -209,7 +178,6 @@ def main() -> None:
     tables = {
         "prefill": bench.prefill(),
         "rounds": bench.rounds(args.widths, args.contexts, args.batches),
-        "planning": bench.planning(args.contexts, args.batches),
     }
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version())
     for name, cases in tables.items():

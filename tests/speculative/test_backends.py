@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.backend import BACKENDS, AttentionBackend, build_backend
+from attention.backend import BACKENDS, AttentionBackend, Prepared, build_backend
 from attention.config import DraftAttention, TargetAttention
-from attention.metadata import Mode
+from attention.metadata import Mode, TailBatch
 from speculative.backends import ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
 from speculative.build import EngineSpec, _captures, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
@@ -120,21 +120,23 @@ def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.Monke
         target_backends(TargetAttention(prefill="flashinfer"), shape, None)
 
 
-def test_one_backend_that_plans_on_the_host_costs_the_graphs(
+def test_one_backend_that_reads_lengths_on_the_host_costs_the_graphs(
     pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None of those that exist does: one is made to say so."""
     shape = shape_on(pair, (9, 0), monkeypatch)
-    prefill_only = target_backends(TargetAttention("flashinfer", "trtllm"), shape, pair.chain())
-    draft = draft_backends(DraftAttention("flashinfer", "trtllm", "trtllm"), shape, pair.chain())
-    assert needs_cpu_seq_lens(prefill_only, draft) is None
+    target = target_backends(TargetAttention("flashinfer", "trtllm"), shape, pair.chain())
     draft = draft_backends(DraftAttention("flashinfer", "flashinfer", "trtllm"), shape, pair.chain())
-    reason = needs_cpu_seq_lens(prefill_only, draft)
+    assert needs_cpu_seq_lens(target, draft) is None
+    reader = dataclasses.replace(BACKENDS["flashinfer"], cpu_seq_lens_modes=frozenset({Mode.DRAFT_EXTEND}))
+    monkeypatch.setitem(BACKENDS, "flashinfer", reader)
+    reason = needs_cpu_seq_lens(target, draft)
     assert reason == "flashinfer in draft_extend"
     with caplog.at_level(logging.WARNING):
         assert _captures(pair.spec(), shape.device, None, rank=0)
         assert not any(_captures(pair.spec(), shape.device, reason, rank) for rank in (0, 1))
     (record,) = caplog.records
-    assert "without CUDA graphs" in record.message and "flashinfer in draft_extend plans there" in record.message
+    assert "without CUDA graphs" in record.message and "flashinfer in draft_extend reads them" in record.message
 
 
 def strategy_on_meta(pair: Pair, speculative: SpeculativeConfig | None) -> DecodingStrategy:
@@ -205,7 +207,8 @@ def gpu_spec(speculative: SpeculativeConfig, decode: str, extend: str, draft: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("speculative,names", [
     (CHAIN, ("triton", "triton", "triton")), (CHAIN, ("trtllm", "trtllm", "trtllm")),
-    (TREE, ("triton", "triton", "triton")), (TREE, ("trtllm", "trtllm", "triton")),
+    (CHAIN, ("flashinfer", "flashinfer", "flashinfer")), (TREE, ("triton", "triton", "triton")),
+    (TREE, ("trtllm", "trtllm", "triton")), (TREE, ("flashinfer", "flashinfer", "flashinfer")),
 ])
 def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, names: tuple[str, str, str]) -> None:
     """A whole round, with CUDA's own check that nothing waits."""
@@ -221,11 +224,18 @@ def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, name
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("names", [("flashinfer", "triton", "triton"), ("triton", "flashinfer", "triton"),
-                                   ("triton", "triton", "flashinfer")])
-def test_a_backend_that_plans_on_the_host_is_seen_to_copy(names: tuple[str, str, str]) -> None:
-    spec = gpu_spec(CHAIN, *names)
+def test_a_backend_that_reads_lengths_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attention.triton_backend import TritonBackend
+
+    spec = gpu_spec(CHAIN, "triton", "triton", "triton")
     worker = build_worker(spec, plan_layout(spec), 0, "")
+    prepare = TritonBackend.prepare
+
+    def reading(backend: TritonBackend, batch: TailBatch) -> Prepared:
+        batch.prefix_len.tolist()
+        return prepare(backend, batch)
+
+    monkeypatch.setattr(TritonBackend, "prepare", reading)
     with pytest.raises(AssertionError, match="host"), RefuseHostReads():
         step_of(worker, 1)
 

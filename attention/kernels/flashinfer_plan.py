@@ -1,0 +1,186 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""What FlashInfer's fa2 kernels read beside q and KV, written on the device: how the work is cut, and packed masks.
+
+FlashInfer itself cuts on the host and sends the result to a workspace on the device. Its kernels read lengths and cuts
+there, so that whoever writes the same numbers there needs no lengths on the host. Format and way of cutting as in
+FlashInfer 0.6.17 (`attention/scheduler.cuh`, with CUDA graphs): the fewest pages a piece may have, at least 128
+tokens, so that all pieces of all requests find room in the grid. A tile is a piece of KV for a tile of query rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MIN_PIECE_TOKENS = 128
+ALIGNMENT = 4  # int32 values: FlashInfer aligns its arrays at 16 bytes
+MASK_BYTES = 512  # written by a program
+TABLE_ELEMENTS = 4096  # of requests x tiles looked at together
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How many requests of how many rows are cut for which grid. room: tiles that fit into it. tiles: of query rows,
+    for each request. page_size: tokens."""
+
+    num_requests: int
+    rows: int
+    tiles: int
+    room: int
+    page_size: int
+
+    @property
+    def splits(self) -> bool:
+        """Whether a request's KV may be cut; where the grid is full without that, every request is one piece."""
+        return self.num_requests * self.tiles < self.room
+
+    @property
+    def padded(self) -> int:
+        """Tiles launched, those without work included."""
+        return self.room if self.splits else self.num_requests * self.tiles
+
+
+class PlanArrays:
+    """The arrays of one grid in one buffer on the device, and where they begin.
+
+    ints: int32. Of each of `padded` tiles: request, query tile, kv piece. o_indptr [B + 1]: where each request's
+    partial results begin. kv_chunk_size [1]: tokens of a piece. total_num_rows [1]. merge_indptr [B * rows + 1]: where
+    each row's partial results begin. block_valid: whether a tile has work, in bytes.
+    """
+
+    def __init__(self, grid: Grid, device: torch.device) -> None:
+        self.grid = grid
+        sizes = {
+            "request": grid.padded, "qo_tile": grid.padded, "kv_tile": grid.padded, "o_indptr": grid.num_requests + 1,
+            "kv_chunk_size": 1, "total_num_rows": 1, "merge_indptr": grid.num_requests * grid.rows + 1,
+            "block_valid": -(-grid.padded // 4),
+        }
+        self.begin: dict[str, int] = {}
+        end = 0
+        for name, size in sizes.items():
+            self.begin[name] = end
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        self.ints = torch.zeros(end, dtype=torch.int32, device=device)
+        self.values("total_num_rows", 1).fill_(grid.num_requests * grid.rows)
+
+    def byte(self, name: str) -> int:
+        """Where an array begins in the buffer, in bytes."""
+        return 4 * self.begin[name]
+
+    def values(self, name: str, size: int) -> Tensor:
+        """[size] int32 (`block_valid`: uint8) of an array, as they are on the device."""
+        begin = self.begin[name]
+        if name == "block_valid":
+            return self.ints[begin:].view(torch.uint8)[:size]
+        return self.ints[begin : begin + size]
+
+
+@triton.jit(do_not_specialize=[
+    "tail", "num_requests", "rows", "tiles", "room", "padded", "page_size", "table_width", "min_pages", "qo_tile_at",
+    "kv_tile_at", "o_indptr_at", "kv_chunk_size_at", "merge_indptr_at",
+])
+def _plan(prefix_len_ptr, ints_ptr, valid_ptr, last_page_len_ptr, tail, num_requests, rows, tiles, room, padded,
+          page_size, table_width, min_pages, qo_tile_at, kv_tile_at, o_indptr_at, kv_chunk_size_at, merge_indptr_at,
+          SPLITS: tl.constexpr, REQUESTS: tl.constexpr, TILES: tl.constexpr):
+    request = tl.arange(0, REQUESTS)
+    live = request < num_requests
+    length = tl.load(prefix_len_ptr + request, mask=live, other=0) + tail
+    pages = tl.where(live, (length + page_size - 1) // page_size, 0)
+    # A request's pages are a whole row of the table, so that its last page may begin behind its end: then this is
+    # negative, and the sum by which the kernels find the length is right all the same.
+    tl.store(last_page_len_ptr + request, length - (table_width - 1) * page_size, mask=live)
+
+    low = min_pages
+    high = tl.max(pages)
+    if SPLITS:
+        while low < high:
+            middle = (low + high) // 2
+            if tl.sum((pages + middle - 1) // middle) * tiles > room:
+                low = middle + 1
+            else:
+                high = middle
+    else:
+        low = tl.maximum(low, high)
+    pieces = (pages + low - 1) // low
+    ends = tl.cumsum(pieces)
+    begins = ends - pieces
+    tl.store(ints_ptr + kv_chunk_size_at, low * page_size)
+    tl.store(ints_ptr + o_indptr_at, 0)
+    tl.store(ints_ptr + o_indptr_at + 1 + request, ends * rows, mask=live)
+    tl.store(ints_ptr + merge_indptr_at, 0)
+    for row in range(0, rows):
+        tl.store(ints_ptr + merge_indptr_at + 1 + request * rows + row, begins * rows + (row + 1) * pieces, mask=live)
+
+    total = tl.sum(pieces) * tiles
+    for first in range(0, padded, TILES):
+        tile = first + tl.arange(0, TILES)
+        before = ends[None, :] * tiles <= tile[:, None]  # requests whose tiles all come earlier
+        mine = (begins[None, :] * tiles <= tile[:, None]) & (before == 0)
+        owner = tl.sum(before.to(tl.int32), 1)
+        place = tile - tl.sum(tl.where(before, pieces[None, :], 0), 1) * tiles
+        of_owner = tl.maximum(tl.sum(tl.where(mine, pieces[None, :], 0), 1), 1)
+        used = tile < total
+        exists = tile < padded
+        tl.store(ints_ptr + tile, tl.where(used, owner, 0), mask=exists)
+        tl.store(ints_ptr + qo_tile_at + tile, tl.where(used, place // of_owner, 0), mask=exists)
+        tl.store(ints_ptr + kv_tile_at + tile, tl.where(used, place % of_owner, 0), mask=exists)
+        tl.store(valid_ptr + tile, used.to(tl.uint8), mask=exists)
+
+
+def write_plan(arrays: PlanArrays, prefix_len: Tensor, tail: int, table_width: int, last_page_len: Tensor) -> None:
+    """Cut requests of prefix_len [B] int32 tokens and `tail` more into `arrays`; nothing is read on the host.
+
+    table_width: pages of a row of the page table, all of which belong to the request. last_page_len: [B] int32 to
+    fill, tokens on the last of them.
+    """
+    grid = arrays.grid
+    requests = triton.next_power_of_2(grid.num_requests)
+    begin = arrays.begin
+    assert begin["request"] == 0
+    _plan[(1,)](
+        prefix_len, arrays.ints, arrays.values("block_valid", grid.padded), last_page_len, tail, grid.num_requests,
+        grid.rows, grid.tiles, grid.room, grid.padded, grid.page_size, table_width,
+        max(MIN_PIECE_TOKENS // grid.page_size, 1), begin["qo_tile"], begin["kv_tile"], begin["o_indptr"],
+        begin["kv_chunk_size"], begin["merge_indptr"], SPLITS=grid.splits, REQUESTS=requests,
+        TILES=min(max(TABLE_ELEMENTS // requests, 16), triton.next_power_of_2(grid.padded)), num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["tail", "rows", "request_stride", "row_stride", "bytes_stride"])
+def _pack_mask(mask_ptr, prefix_len_ptr, packed_ptr, tail, rows, request_stride, row_stride, bytes_stride,
+               BYTES: tl.constexpr):
+    request = tl.program_id(0)
+    prefix = tl.load(prefix_len_ptr + request)
+    length = prefix + tail
+    first = tl.program_id(1) * BYTES
+    if first * 8 < rows * length:
+        byte = first + tl.arange(0, BYTES)
+        place = tl.arange(0, 8)
+        bit = byte[:, None] * 8 + place[None, :]
+        row = bit // length
+        column = bit - row * length - prefix
+        words = tl.load(mask_ptr + request * request_stride + row * row_stride, mask=(row < rows) & (column >= 0),
+                        other=0)
+        seen = (column < 0) | ((words >> tl.maximum(column, 0).to(tl.int64)) & 1 == 1)
+        value = tl.sum(seen.to(tl.int32) << place[None, :], 1)
+        tl.store(packed_ptr + request.to(tl.int64) * bytes_stride + byte, value.to(tl.uint8), mask=byte < bytes_stride)
+
+
+def mask_bytes(rows: int, max_length: int) -> int:
+    """Bytes of a request's packed mask: a bit for each row and position, rounded up to 16 bytes."""
+    return -(-rows * max_length // 128) * 16
+
+
+def write_mask(packed: Tensor, mask: Tensor, prefix_len: Tensor, tail: int) -> None:
+    """FlashInfer's packed masks: bit r * length + j of a request's bytes says whether its row r sees position j.
+
+    packed: [B, bytes] uint8 to fill, as far as each request's length reaches. mask: [B, rows] int64, bit j is column
+    prefix_len + j, of `tail`; all rows see the prefix. prefix_len: [B] int32.
+    """
+    num_requests, num_bytes = packed.shape
+    _pack_mask[(num_requests, triton.cdiv(num_bytes, MASK_BYTES))](
+        mask, prefix_len, packed, tail, mask.shape[1], mask.stride(0), mask.stride(1), packed.stride(0),
+        BYTES=MASK_BYTES, num_warps=4,
+    )
