@@ -138,7 +138,7 @@ class FlashInferBackend(AttentionBackend):
     def round_plan(self, batch: TailBatch, heads: Heads) -> "RoundPlan":
         """What all passes of this shape share: captured graphs hold its memory, so it is never freed."""
         device = batch.prefix_len.device
-        causal = batch.rows > 1 and batch.mode is Mode.DRAFT_EXTEND
+        causal = batch.rows > 1 and (batch.chain or batch.mode is Mode.DRAFT_EXTEND)
         # a single row of a round sees all of its tail: it has no siblings
         masked = batch.rows > 1 and not causal
         key = (device, heads, batch.rows, causal, masked, batch.page_table.shape)

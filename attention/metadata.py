@@ -32,7 +32,8 @@ class TailBatch:
 
     prefix_len: [B] int32. mask: [B, R] int64, bit j is tail column j. page_table: [B, max_pages] int32.
     max_kv_len: host-side bound of prefix_len + tail over the batch. mask_words: the mask once more, in the backend's
-    own `verify_buffer`, if it has one and it has been filled.
+    own `verify_buffer`, if it has one and it has been filled. chain: the host knows that row r sees columns 0 .. r of
+    the tail, which are as many as rows, so that masks need not be read.
     """
 
     mode: Mode
@@ -43,6 +44,7 @@ class TailBatch:
     page_table: Tensor
     max_kv_len: int
     mask_words: Tensor | None = None
+    chain: bool = False
 
     @property
     def num_requests(self) -> int:

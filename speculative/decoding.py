@@ -123,7 +123,8 @@ class EagleDecoding:
         if batch.num_requests:
             mode = Mode.VERIFY if width > 1 else Mode.DECODE
             tail = TailBatch(
-                mode, width, width, rows.length, rows.tree.masks, page_table, batch.max_kv_len, mask_words
+                mode, width, width, rows.length, rows.tree.masks, page_table, batch.max_kv_len, mask_words,
+                chain=self._config.top_k == 1,
             )
             positions = rows.positions
         ids = rows.ids

@@ -157,7 +157,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 def batch_of(work: Work, prefixes: tuple[int, ...] = PREFIXES, page_size: int = 16) -> TailBatch:
     table = random_table([n + work.tail if n else 0 for n in prefixes], page_size, WIDTH * 16 // page_size)
     prefix = torch.tensor(prefixes, dtype=torch.int32)
-    return TailBatch(work.mode, work.rows, work.tail, prefix, mask_of(work, len(prefixes)), table, WIDTH * 16)
+    return TailBatch(work.mode, work.rows, work.tail, prefix, mask_of(work, len(prefixes)), table, WIDTH * 16,
+                     chain=work.mode is Mode.VERIFY and not work.tree)
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -176,6 +177,7 @@ def test_kernels_find_in_the_plan_what_they_must_attend_to(work: Work, prefixes:
         for _ in range(2):
             torch.testing.assert_close(prepared.forward(q, kv, 0.2), expected, rtol=1e-4, atol=1e-5)
     assert StandIn.made == 1, "the library plans a kind of pass once"
+    assert len(backend._masks) == (work.tree), "only trees have masks"  # type: ignore[attr-defined]
 
 
 def test_shapes_share_one_plan_of_the_library_s() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from attention.config import CacheConfig
+from attention.config import CacheConfig, DraftAttention, TargetAttention
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
@@ -79,9 +79,9 @@ def write_checkpoints(folder: Path, name: str) -> None:
 
 def engine_spec(
     folder: Path, shape: str, batch: int, setting: Setting, tensor_parallel: int, cuda_graphs: bool,
-    graph_scope: GraphScope = "round",
+    graph_scope: GraphScope = "round", attention: str = "auto",
 ) -> EngineSpec:
-    """An engine for `batch` requests of one shape."""
+    """An engine for `batch` requests of one shape. attention: the backend of every phase of target and draft."""
     tokens_per_request = setting.prompt_tokens + setting.output_tokens + 64
     pages = batch * -(-tokens_per_request // setting.page_size) + 8
     worker = WorkerConfig(
@@ -91,6 +91,7 @@ def engine_spec(
         tensor_parallel=tensor_parallel,
         cuda_graphs=cuda_graphs,
         graph_scope=graph_scope,
+        attention=TargetAttention(attention, attention),
     )
     tree = SHAPES[shape]
     if tree is None:
@@ -99,7 +100,7 @@ def engine_spec(
     return EngineSpec(worker, SpeculativeConfig(
         str(folder / "draft"), "eagle3", num_steps, top_k, width,
         synthetic_acceptance_length=setting.acceptance_length,
-    ))
+    ), DraftAttention(attention, attention, attention))
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -184,6 +185,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
     parser.add_argument("--graph-scope", choices=["round", "stages", "eager_extend"], default="round",
                         help="what one graph holds: a round, or one of its stages, to see what one graph brings")
+    parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
     parser.add_argument("--repeats", type=int, default=Setting.repeats, help="the best of how many runs is taken")
@@ -199,7 +201,7 @@ def main() -> None:
             for batch in arguments.batches:
                 spec = engine_spec(
                     Path(folder), shape, batch, setting, arguments.tensor_parallel, not arguments.no_graphs,
-                    arguments.graph_scope,
+                    arguments.graph_scope, arguments.attention,
                 )
                 results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting) | {
                     "floor_ms": floor_ms(model, shape, batch, setting, arguments.tensor_parallel)
@@ -215,7 +217,7 @@ def main() -> None:
     print(json.dumps({
         "bench": "round", "hardware": hardware(), "commit": commit(), "model": arguments.model,
         "tensor_parallel": arguments.tensor_parallel, "graph_scope": arguments.graph_scope,
-        "prompt_tokens": setting.prompt_tokens, "output_tokens": setting.output_tokens, "results": results,
+        "attention": arguments.attention, "prompt_tokens": setting.prompt_tokens, "output_tokens": setting.output_tokens, "results": results,
     }))
 
 

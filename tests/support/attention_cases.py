@@ -98,7 +98,7 @@ def tail_batch(work: Work, shape: Shape, prefixes: Sequence[int], device: torch.
     prefix = torch.tensor(prefixes, dtype=torch.int32)
     max_kv_len = max(prefixes) + work.tail
     return TailBatch(work.mode, work.rows, work.tail, prefix.to(device), mask_of(work, len(prefixes)).to(device),
-                     table.to(device), max_kv_len)
+                     table.to(device), max_kv_len, chain=work.mode is Mode.VERIFY and not work.tree)
 
 
 def mask_of(work: Work, num_requests: int) -> Tensor:
