@@ -153,15 +153,15 @@ def tail_tiles(packed_rows: int, head_dim: int, itemsize: int, density: float) -
     if itemsize == 4:
         return TailTiles(min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows))), 32, 4, 2, 2, 128)
     few, narrow = packed_rows <= 16, head_dim <= 128
+    if density <= 1:
+        return TailTiles(16, 64, 4, 3, 2, 64) if few else TailTiles(64, 32, 4, 4, 2, 64)
     if few and density > 2:
         return TailTiles(16, 32, 1 if narrow else 2, 4, 2, 128)
     # Tiles of 64 rows run on wgmma, which takes K and V from shared memory and needs fewer barriers than mma on 16
-    # rows. Multiplying the empty rows of a few costs power, which rounds run at the limit of. Tiles of 128 tokens make
-    # up for the barriers where shared memory has room for three.
+    # rows. Alone that is worth the empty rows of a few; within rounds, which run at the limit of the GPU's power,
+    # multiplying them costs more. Tiles of 128 tokens make up for the barriers where shared memory has room for three.
     if few and narrow:
         return TailTiles(16, 128, 4, 3, 1, 128)
-    if density <= 1:
-        return TailTiles(16, 64, 4, 3, 2, 64) if few else TailTiles(64, 32, 4, 4, 2, 64)
     return TailTiles(64, 64, 4, 3, 2, 128)
 
 
