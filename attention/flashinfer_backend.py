@@ -13,7 +13,7 @@ wrapper, and must have left it before the next plan is written there.
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -112,7 +112,7 @@ class FlashInferBackend(AttentionBackend):
         self._workspaces: dict[torch.device, Tensor] = {}
         self._kernels: dict[tuple[torch.device, Heads, int, bool], Kernel] = {}
         self._rounds: dict[tuple[Any, ...], RoundPlan] = {}
-        self._masks: list[Tensor] = []  # the last is the largest; captured graphs hold the others
+        self._masks: dict[torch.device, Tensor] = {}
 
     def prepare(self, batch: TailBatch | ChunkBatch) -> Prepared:
         if isinstance(batch, TailBatch):
@@ -136,7 +136,7 @@ class FlashInferBackend(AttentionBackend):
         return turns[-1]
 
     def round_plan(self, batch: TailBatch, heads: Heads) -> "RoundPlan":
-        """What all passes of this shape share: captured graphs hold its memory, so it is never freed."""
+        """What all passes of this shape share. Captured graphs hold its memory, so it is never freed."""
         device = batch.prefix_len.device
         causal = batch.rows > 1 and (batch.chain or batch.mode is Mode.DRAFT_EXTEND)
         # a single row of a round sees all of its tail: it has no siblings
@@ -164,11 +164,14 @@ class FlashInferBackend(AttentionBackend):
         return self._kernels[key]
 
     def _mask(self, num_bytes: int, device: torch.device) -> Tensor:
-        """[num_bytes] uint8, the same for all passes: each writes its masks before it reads them. FlashInfer's have a
-        bit for each row and position, prefix and all."""
-        if not self._masks or self._masks[-1].shape[0] < num_bytes or self._masks[-1].device != device:
-            self._masks.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-        return self._masks[-1][:num_bytes]
+        """[num_bytes] uint8, memory that shapes share: each pass writes its masks before it reads them. FlashInfer's
+        have a bit for each row and position, prefix and all; their offsets are int32."""
+        if num_bytes >= 1 << 31:
+            raise ValueError(f"attention backend 'flashinfer': the masks of a round take {num_bytes >> 30} GiB, 2 are too "
+                             "many; lower max_running, max_model_len or num_draft_tokens, or choose triton")
+        if device not in self._masks or self._masks[device].shape[0] < num_bytes:
+            self._masks[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._masks[device][:num_bytes]
 
 
 @dataclass
@@ -205,7 +208,7 @@ class _PreparedRound(Prepared):
     backend: FlashInferBackend
     batch: TailBatch
     plan: "RoundPlan | None" = None
-    planned: Heads | None = field(default=None)
+    planned: Heads | None = None
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         heads = Heads.of(q, kv, scale)
@@ -241,7 +244,6 @@ class RoundPlan:
         wrapper._paged_kv_indptr_buf = steps * width
         wrapper._paged_kv_last_page_len_buf = self._last_page_len
         if mask is not None:
-            assert mask.numel() < 1 << 31, "packed masks of 2 GiB and more"
             wrapper._custom_mask_buf = mask.flatten()
             wrapper._mask_indptr_buf = steps * mask.shape[1]
 

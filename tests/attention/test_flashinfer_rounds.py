@@ -200,6 +200,15 @@ def test_a_library_that_plans_otherwise_is_refused(name: str, monkeypatch: pytes
         prepared.forward(random_rows(batch.num_rows, SHAPE, CPU), kv, 0.2)
 
 
+def test_masks_beyond_their_offsets_are_refused() -> None:
+    batch = batch_of(next(work for work in TAILS if work.tree))
+    endless = dataclasses.replace(batch, page_table=batch.page_table[:, :1].expand(-1, 1 << 26))
+    prepared = build_backend("flashinfer", batch.mode).prepare(endless)
+    kv = random_pool(SHAPE, 60, CPU).layer(0)
+    with pytest.raises(ValueError, match="masks of a round take 3 GiB.*lower max_running, .*, or choose triton"):
+        prepared.forward(random_rows(batch.num_rows, SHAPE, CPU), kv, 0.2)
+
+
 def test_layers_of_one_pass_are_alike() -> None:
     batch = batch_of(TAILS[0])
     prepared = build_backend("flashinfer", Mode.DECODE).prepare(batch)

@@ -217,7 +217,8 @@ def main() -> None:
     print(json.dumps({
         "bench": "round", "hardware": hardware(), "commit": commit(), "model": arguments.model,
         "tensor_parallel": arguments.tensor_parallel, "graph_scope": arguments.graph_scope,
-        "attention": arguments.attention, "prompt_tokens": setting.prompt_tokens, "output_tokens": setting.output_tokens, "results": results,
+        "attention": arguments.attention, "prompt_tokens": setting.prompt_tokens,
+        "output_tokens": setting.output_tokens, "results": results,
     }))
 
 
