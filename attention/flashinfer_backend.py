@@ -167,8 +167,8 @@ class FlashInferBackend(AttentionBackend):
         """[num_bytes] uint8, memory that shapes share: each pass writes its masks before it reads them. FlashInfer's
         have a bit for each row and position, prefix and all; their offsets are int32."""
         if num_bytes >= 1 << 31:
-            raise ValueError(f"attention backend 'flashinfer': the masks of a round take {num_bytes >> 30} GiB, 2 are too "
-                             "many; lower max_running, max_model_len or num_draft_tokens, or choose triton")
+            raise ValueError(f"attention backend 'flashinfer': the masks of a round take {num_bytes >> 30} GiB, 2 are "
+                             "too many; lower max_running, max_model_len or num_draft_tokens, or choose triton")
         if device not in self._masks or self._masks[device].shape[0] < num_bytes:
             self._masks[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._masks[device][:num_bytes]
