@@ -10,10 +10,12 @@ A wrapper of prompt chunks exists twice and the two take turns: a plan is staged
 wrapper, and must have left it before the next plan is written there.
 """
 
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.kernels.flashinfer_plan import Grid, PlanArrays, mask_bytes, write_mask, write_plan
+from attention.kernels.flashinfer_plan import TILE_ARRAYS, Grid, PlanArrays, mask_bytes, write_mask, write_plan
 from attention.kv_pool import LayerKV
 from attention.metadata import ChunkBatch, Mode, TailBatch, to_device
 
@@ -95,20 +97,27 @@ class _Turn:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of fa2's kernels as FlashInfer plans it. wrapper: to be copied for each shape. plan: the fields of its plan.
-    tile_rows: query rows x heads of a KV head that a tile has. room: tiles for each KV head."""
+    """One of fa2's kernels as FlashInfer plans it, for `rows` rows of each request. wrapper: to be copied for each
+    shape. plan: the fields of its plan. tile_rows: query rows x heads of a KV head that a tile has. room: tiles for
+    each KV head."""
 
     wrapper: Wrapper
     plan: tuple[str, ...]
+    heads: Heads
+    rows: int
     tile_rows: int
     room: int
+
+    def grid(self, num_requests: int) -> Grid:
+        tiles = -(-self.rows * self.heads.group // self.tile_rows)
+        return Grid(num_requests, self.rows, tiles, self.room, self.heads.page_size)
 
 
 class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
 
     def __init__(self) -> None:
-        self._turns: dict[tuple[str, torch.device], deque[_Turn]] = {}
+        self._turns: dict[torch.device, deque[_Turn]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
         self._kernels: dict[tuple[torch.device, Heads, int, bool], Kernel] = {}
         self._rounds: dict[tuple[Any, ...], RoundPlan] = {}
@@ -123,12 +132,12 @@ class FlashInferBackend(AttentionBackend):
 
     def turn(self, device: torch.device, group: int) -> _Turn:
         """The wrapper of prompt chunks whose last plan is the older one."""
-        kernel = prefill_kernel(device)
-        turns = self._turns.setdefault((kernel, device), deque())
+        turns = self._turns.setdefault(device, deque())
         if len(turns) < 2:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace(device, group), "NHD", backend=kernel)
+            workspace = self._workspace(device, group)
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=prefill_kernel(device))
             turns.append(_Turn(wrapper, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         else:
             turns.rotate(-1)
@@ -138,19 +147,17 @@ class FlashInferBackend(AttentionBackend):
     def round_plan(self, batch: TailBatch, heads: Heads) -> "RoundPlan":
         """What all passes of this shape share. Captured graphs hold its memory, so it is never freed."""
         device = batch.prefix_len.device
-        causal = batch.rows > 1 and (batch.chain or batch.mode is Mode.DRAFT_EXTEND)
         # a single row of a round sees all of its tail: it has no siblings
-        masked = batch.rows > 1 and not causal
-        key = (device, heads, batch.rows, causal, masked, batch.page_table.shape)
+        causal = batch.rows > 1 and (batch.chain or batch.mode is Mode.DRAFT_EXTEND)
+        key = (device, heads, batch.rows, causal, batch.page_table.shape)
         if key not in self._rounds:
             assert_not_captured(self.name, device)
             kernel = self._kernel(device, heads, batch.rows, causal)
-            num_bytes = mask_bytes(batch.rows, batch.page_table.shape[1] * heads.page_size) if masked else 0
-            mask = self._mask(batch.num_requests * num_bytes, device).view(-1, num_bytes) if masked else None
-            self._rounds[key] = RoundPlan(kernel, heads, batch, mask)
+            mask = None if batch.rows == 1 or causal else self._mask(batch, heads.page_size)
+            self._rounds[key] = RoundPlan(kernel, batch, mask)
         return self._rounds[key]
 
-    def workspace(self, device: torch.device, group: int) -> Tensor:
+    def _workspace(self, device: torch.device, group: int) -> Tensor:
         """Scratch of all wrappers, which run one after another."""
         if device not in self._workspaces:
             size = max(WORKSPACE_BYTES, group * WORKSPACE_BYTES_PER_GROUP)
@@ -160,64 +167,71 @@ class FlashInferBackend(AttentionBackend):
     def _kernel(self, device: torch.device, heads: Heads, rows: int, causal: bool) -> Kernel:
         key = (device, heads, rows, causal)
         if key not in self._kernels:
-            self._kernels[key] = sampled_kernel(self.workspace(device, heads.group), heads, rows, causal)
+            self._kernels[key] = sampled_kernel(self._workspace(device, heads.group), heads, rows, causal)
         return self._kernels[key]
 
-    def _mask(self, num_bytes: int, device: torch.device) -> Tensor:
-        """[num_bytes] uint8, memory that shapes share: each pass writes its masks before it reads them. FlashInfer's
+    def _mask(self, batch: TailBatch, page_size: int) -> Tensor:
+        """[B, bytes] uint8 in memory that shapes share: each pass writes its masks before it reads them. FlashInfer's
         have a bit for each row and position, prefix and all; their offsets are int32."""
+        device = batch.prefix_len.device
+        num_requests, width = batch.page_table.shape
+        each = mask_bytes(batch.rows, width * page_size)
+        num_bytes = num_requests * each
         if num_bytes >= 1 << 31:
             raise ValueError(f"attention backend 'flashinfer': the masks of a round take {num_bytes >> 30} GiB, 2 are "
                              "too many; lower max_running, max_model_len or num_draft_tokens, or choose triton")
         if device not in self._masks or self._masks[device].shape[0] < num_bytes:
             self._masks[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._masks[device][:num_bytes]
+        return self._masks[device][:num_bytes].view(num_requests, each)
 
 
-@dataclass
-class _PreparedChunks(Prepared):
-    """wrapper: planned at the first layer."""
+class _Prepared(Prepared):
+    """A pass whose work is cut at its first layer, where heads and page size are known."""
 
-    backend: FlashInferBackend
-    extent: Extent
-    wrapper: Wrapper = None
-    planned: Heads | None = None
+    def __init__(self, backend: FlashInferBackend) -> None:
+        self.backend = backend
+        self._heads: Heads | None = None
+        self._run: Callable[..., object]
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         heads = Heads.of(q, kv, scale)
-        if self.wrapper is None:
-            self.planned = heads
-            self.wrapper = self._plan(heads, q.device)
-        assert heads == self.planned, "the layers of a pass differ in shape, type or scale"
+        if self._heads is None:
+            self._run = self._plan(heads)
+            self._heads = heads
+        assert heads == self._heads, "the layers of a pass differ in shape, type or scale"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.wrapper.run(q, (kv.k, kv.v), out=out)
+        self._run(q, (kv.k, kv.v), out=out)
         return out
 
-    def _plan(self, heads: Heads, device: torch.device) -> Wrapper:
+    @abstractmethod
+    def _plan(self, heads: Heads) -> Callable[..., object]:
+        """The planned wrapper's `run`."""
+
+
+class _PreparedChunks(_Prepared):
+    def __init__(self, backend: FlashInferBackend, extent: Extent) -> None:
+        super().__init__(backend)
+        self.extent = extent
+
+    def _plan(self, heads: Heads) -> Callable[..., object]:
+        device = self.extent.page_table.device
         turn = self.backend.turn(device, heads.group)
         qo_indptr = _pinned([0, *accumulate(self.extent.q_lens)], device)
         turn.wrapper.plan(qo_indptr, *paged(self.extent, heads.page_size), *heads.shape, causal=True, **heads.options)
         turn.copied.record()
-        return turn.wrapper
+        run: Callable[..., object] = turn.wrapper.run
+        return run
 
 
-@dataclass
-class _PreparedRound(Prepared):
-    """plan: of the batch's shape; written at the first layer."""
+class _PreparedRound(_Prepared):
+    def __init__(self, backend: FlashInferBackend, batch: TailBatch) -> None:
+        super().__init__(backend)
+        self.batch = batch
 
-    backend: FlashInferBackend
-    batch: TailBatch
-    plan: "RoundPlan | None" = None
-    planned: Heads | None = None
-
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        heads = Heads.of(q, kv, scale)
-        if self.plan is None:
-            self.planned = heads
-            self.plan = self.backend.round_plan(self.batch, heads)
-            self.plan.write(self.batch)
-        assert heads == self.planned, "the layers of a pass differ in shape, type or scale"
-        return self.plan.run(q, kv, self.batch.page_table)
+    def _plan(self, heads: Heads) -> Callable[..., object]:
+        wrapper = self.backend.round_plan(self.batch, heads).write(self.batch)
+        # an early launch reads the plan before the kernel that writes it has ended
+        return partial(wrapper.run, enable_pdl=False)
 
 
 class RoundPlan:
@@ -226,18 +240,16 @@ class RoundPlan:
     kernel: for this number of rows. mask: [B, bytes] uint8 where rows differ in what they see, else None.
     """
 
-    def __init__(self, kernel: Kernel, heads: Heads, batch: TailBatch, mask: Tensor | None) -> None:
+    def __init__(self, kernel: Kernel, batch: TailBatch, mask: Tensor | None) -> None:
         num_requests, width = batch.page_table.shape
         device = batch.page_table.device
-        grid = Grid(num_requests, batch.rows, -(-batch.rows * heads.group // kernel.tile_rows), kernel.room,
-                    heads.page_size)
-        self._arrays = PlanArrays(grid, device)
+        self._arrays = PlanArrays(kernel.grid(num_requests), device)
         self._last_page_len = torch.empty(num_requests, dtype=torch.int32, device=device)
         self._mask = mask
         self._wrapper = wrapper = copy(kernel.wrapper)
         steps = torch.arange(num_requests + 1, dtype=torch.int32, device=device)
         wrapper._int_workspace_buffer = self._arrays.ints.view(torch.uint8)
-        wrapper._plan_info = plan_info(kernel, heads, self._arrays)
+        wrapper._plan_info = plan_info(kernel, self._arrays)
         wrapper._batch_size = num_requests
         wrapper._qo_indptr_last = num_requests * batch.rows
         wrapper._qo_indptr_buf = steps * batch.rows
@@ -247,24 +259,19 @@ class RoundPlan:
             wrapper._custom_mask_buf = mask.flatten()
             wrapper._mask_indptr_buf = steps * mask.shape[1]
 
-    def write(self, batch: TailBatch) -> None:
-        """Cut the work of `batch` and pack its masks, on the device."""
+    def write(self, batch: TailBatch) -> Wrapper:
+        """Cut the work of `batch` and pack its masks, on the device; the wrapper that then attends."""
         width = batch.page_table.shape[1]
         write_plan(self._arrays, batch.prefix_len, batch.tail, width, self._last_page_len)
         if self._mask is not None:
             write_mask(self._mask, batch.mask, batch.prefix_len, batch.tail)
-
-    def run(self, q: Tensor, kv: LayerKV, page_table: Tensor) -> Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._wrapper._paged_kv_indices_buf = page_table.reshape(-1)
-        # an early launch reads the plan before the kernel that writes it has ended
-        self._wrapper.run(q, (kv.k, kv.v), out=out, enable_pdl=False)
-        return out
+        self._wrapper._paged_kv_indices_buf = batch.page_table.reshape(-1)
+        return self._wrapper
 
 
-def plan_info(kernel: Kernel, heads: Heads, arrays: PlanArrays) -> list[int]:
+def plan_info(kernel: Kernel, arrays: PlanArrays) -> list[int]:
     """A wrapper's plan: sizes, and where it finds the arrays and room for partial results."""
-    grid = arrays.grid
+    grid, heads = arrays.grid, kernel.heads
     values = {name: arrays.byte(name) for name in arrays.begin} | {
         "padded_batch_size": grid.padded,
         "max_total_num_rows": grid.num_requests * grid.rows,
@@ -284,17 +291,16 @@ def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> 
     """
     wrapper, names = _sample(workspace, heads, rows, causal)
     info = dict(zip(names, (int(value) for value in wrapper._plan_info), strict=True))
-    kernel = Kernel(wrapper, names, info.get("cta_tile_q", 1), info["padded_batch_size"])
-    grid = Grid(1, rows, -(-rows * heads.group // kernel.tile_rows), kernel.room, heads.page_size)
-    arrays = PlanArrays(grid, workspace.device)
+    kernel = Kernel(wrapper, names, heads, rows, info.get("cta_tile_q", 1), info["padded_batch_size"])
+    arrays = PlanArrays(kernel.grid(1), workspace.device)
     prefix_len = torch.tensor([SAMPLE_PAGES * heads.page_size - rows], dtype=torch.int32, device=workspace.device)
     write_plan(arrays, prefix_len, rows, SAMPLE_PAGES, torch.empty_like(prefix_len))
-    num_tiles = int(arrays.values("block_valid", grid.padded).sum())
-    sizes = {"request": num_tiles, "qo_tile": num_tiles, "kv_tile": num_tiles, "o_indptr": 2, "kv_chunk_size": 1,
-             "total_num_rows": 1, "merge_indptr": rows + 1, "block_valid": grid.padded}
+    num_tiles = int(arrays.values("block_valid").sum())
     for name in arrays.begin:
         if name in info:
-            ours = arrays.values(name, sizes[name])
+            ours = arrays.values(name)
+            if name in TILE_ARRAYS:
+                ours = ours[:num_tiles]  # behind them FlashInfer leaves what was there
             theirs = wrapper._int_workspace_buffer[info[name] :][: ours.nbytes].view(ours.dtype)
             if not torch.equal(ours, theirs):
                 import flashinfer

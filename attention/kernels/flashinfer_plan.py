@@ -18,6 +18,7 @@ MIN_PIECE_TOKENS = 128
 ALIGNMENT = 4  # int32 values: FlashInfer aligns its arrays at 16 bytes
 MASK_BYTES = 512  # written by a program
 TABLE_ELEMENTS = 4096  # of requests x tiles looked at together
+TILE_ARRAYS = ("request", "qo_tile", "kv_tile")
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,27 @@ class PlanArrays:
 
     def __init__(self, grid: Grid, device: torch.device) -> None:
         self.grid = grid
-        sizes = {
-            "request": grid.padded, "qo_tile": grid.padded, "kv_tile": grid.padded, "o_indptr": grid.num_requests + 1,
-            "kv_chunk_size": 1, "total_num_rows": 1, "merge_indptr": grid.num_requests * grid.rows + 1,
-            "block_valid": -(-grid.padded // 4),
+        self._sizes = dict.fromkeys(TILE_ARRAYS, grid.padded) | {
+            "o_indptr": grid.num_requests + 1, "kv_chunk_size": 1, "total_num_rows": 1,
+            "merge_indptr": grid.num_requests * grid.rows + 1, "block_valid": grid.padded,
         }
         self.begin: dict[str, int] = {}
         end = 0
-        for name, size in sizes.items():
+        for name, size in self._sizes.items():
             self.begin[name] = end
-            end += -(-size // ALIGNMENT) * ALIGNMENT
+            num_ints = -(-size // 4) if name == "block_valid" else size
+            end += -(-num_ints // ALIGNMENT) * ALIGNMENT
         self.ints = torch.zeros(end, dtype=torch.int32, device=device)
-        self.values("total_num_rows", 1).fill_(grid.num_requests * grid.rows)
+        self.values("total_num_rows").fill_(grid.num_requests * grid.rows)
 
     def byte(self, name: str) -> int:
         """Where an array begins in the buffer, in bytes."""
         return 4 * self.begin[name]
 
-    def values(self, name: str, size: int) -> Tensor:
-        """[size] int32 (`block_valid`: uint8) of an array, as they are on the device."""
-        begin = self.begin[name]
-        if name == "block_valid":
-            return self.ints[begin:].view(torch.uint8)[:size]
-        return self.ints[begin : begin + size]
+    def values(self, name: str) -> Tensor:
+        """An array as it is on the device, int32 (`block_valid`: uint8)."""
+        rest = self.ints[self.begin[name] :]
+        return (rest.view(torch.uint8) if name == "block_valid" else rest)[: self._sizes[name]]
 
 
 @triton.jit(do_not_specialize=[
@@ -140,7 +139,7 @@ def write_plan(arrays: PlanArrays, prefix_len: Tensor, tail: int, table_width: i
     begin = arrays.begin
     assert begin["request"] == 0
     _plan[(1,)](
-        prefix_len, arrays.ints, arrays.values("block_valid", grid.padded), last_page_len, tail, grid.num_requests,
+        prefix_len, arrays.ints, arrays.values("block_valid"), last_page_len, tail, grid.num_requests,
         grid.rows, grid.tiles, grid.room, grid.padded, grid.page_size, table_width,
         max(MIN_PIECE_TOKENS // grid.page_size, 1), begin["qo_tile"], begin["kv_tile"], begin["o_indptr"],
         begin["kv_chunk_size"], begin["merge_indptr"], SPLITS=grid.splits, REQUESTS=requests,

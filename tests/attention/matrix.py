@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from attention.backend import BACKENDS, TAIL_MODES
+from attention.backend import BACKENDS
 from attention.config import PAGE_SIZES
 from attention.limits import AttentionUse
 from attention.metadata import Mode
@@ -57,14 +57,8 @@ def _facts(name: str) -> list[str]:
         _able(name, {dim: dataclasses.replace(home, head_dim=dim) for dim in HEAD_DIMS}),
         _able(name, {group: dataclasses.replace(home, num_heads=count) for group, count in heads.items()}),
         _able(name, {str(t).removeprefix("torch."): dataclasses.replace(home, dtype=t) for t in TYPES}),
-        _host_modes(BACKENDS[name].cpu_seq_lens_modes),
+        ", ".join(sorted(mode.value for mode in BACKENDS[name].cpu_seq_lens_modes)) or "never",
     ]
-
-
-def _host_modes(modes: frozenset[Mode]) -> str:
-    if modes == TAIL_MODES:
-        return "in every round, which then is no CUDA graph"
-    return ", ".join(sorted(mode.value for mode in modes)) or "never"
 
 
 def _able(name: str, uses: dict[object, AttentionUse]) -> str:

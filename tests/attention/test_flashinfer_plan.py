@@ -62,7 +62,7 @@ def test_cuts_are_those_of_the_scheduler(
     write_plan(arrays, torch.tensor(prefixes, dtype=torch.int32, device=DEVICE), rows, WIDTH, last_page_len)
     lengths = [n + rows for n in prefixes]
     for name, values in planned(grid, lengths).items():
-        assert arrays.values(name, len(values)).tolist() == values, name
+        assert arrays.values(name).tolist() == values, name
     assert [(WIDTH - 1) * page_size + n for n in last_page_len.tolist()] == lengths
 
 
@@ -73,7 +73,7 @@ def test_arrays_begin_at_16_bytes_and_hold_what_was_last_cut() -> None:
     last = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     for prefixes in ([900, 0, 0], [0, 0, 0]):
         write_plan(arrays, torch.tensor(prefixes, dtype=torch.int32, device=DEVICE), 2, WIDTH, last)
-        assert arrays.values("block_valid", 10).tolist() == planned(grid, [n + 2 for n in prefixes])["block_valid"]
+        assert arrays.values("block_valid").tolist() == planned(grid, [n + 2 for n in prefixes])["block_valid"]
 
 
 @pytest.mark.parametrize(("rows", "tail"), [(6, 6), (3, 9), (40, 40)])

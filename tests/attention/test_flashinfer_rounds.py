@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the plans are written by a Triton kernel; 
 from attention.backend import build_backend  # noqa: E402
 from attention.flashinfer_backend import DECODE_PLAN, ROWS_PLAN  # noqa: E402
 from attention.kernels.flashinfer_plan import Grid  # noqa: E402
-from attention.metadata import Mode, TailBatch  # noqa: E402
+from attention.metadata import Mode  # noqa: E402
 from attention.torch_backend import TorchBackend  # noqa: E402
 from tests.attention.test_flashinfer_plan import planned  # noqa: E402
 from tests.support.attention_cases import (  # noqa: E402
@@ -24,17 +24,15 @@ from tests.support.attention_cases import (  # noqa: E402
     WORKS,
     Shape,
     Work,
-    mask_of,
     random_pool,
     random_rows,
-    random_table,
+    tail_batch,
 )
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU has the library itself")
 CPU = torch.device("cpu")
 ROOM = 12  # tiles for each KV head
-WIDTH = 40  # pages of a row of the page table
 PREFIXES = (1, 500, 63, 0, 0)
 SHAPE = Shape(head_dim=16, dtype=torch.float32)
 TAILS = [work for work in WORKS if work.mode is not Mode.PREFILL]
@@ -154,13 +152,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "made", 0)
 
 
-def batch_of(work: Work, prefixes: tuple[int, ...] = PREFIXES, page_size: int = 16) -> TailBatch:
-    table = random_table([n + work.tail if n else 0 for n in prefixes], page_size, WIDTH * 16 // page_size)
-    prefix = torch.tensor(prefixes, dtype=torch.int32)
-    return TailBatch(work.mode, work.rows, work.tail, prefix, mask_of(work, len(prefixes)), table, WIDTH * 16,
-                     chain=work.mode is Mode.VERIFY and not work.tree)
-
-
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("prefixes", [PREFIXES, (30,) * ROOM], ids=["cut", "whole"])
 @pytest.mark.parametrize("work", TAILS, ids=lambda work: work.name)
@@ -170,7 +161,7 @@ def test_kernels_find_in_the_plan_what_they_must_attend_to(work: Work, prefixes:
     kv = random_pool(shape, 60, CPU).layer(0)
     backend = build_backend("flashinfer", work.mode)
     for lengths in (prefixes, prefixes[::-1], (1,) * len(prefixes)):
-        batch = batch_of(work, lengths)
+        batch = tail_batch(work, shape, lengths, CPU)
         q = random_rows(batch.num_rows, shape, CPU)
         prepared = backend.prepare(batch)
         expected = TorchBackend().prepare(batch).forward(q, kv, 0.2)
@@ -184,7 +175,7 @@ def test_shapes_share_one_plan_of_the_library_s() -> None:
     backend = build_backend("flashinfer", Mode.DECODE)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     for count in (1, 2, 5):
-        batch = batch_of(TAILS[0], PREFIXES[:count])
+        batch = tail_batch(TAILS[0], SHAPE, PREFIXES[:count], CPU)
         backend.prepare(batch).forward(random_rows(count, SHAPE, CPU), kv, 0.2)
     assert StandIn.made == 1
 
@@ -192,7 +183,7 @@ def test_shapes_share_one_plan_of_the_library_s() -> None:
 @pytest.mark.parametrize("name", ["kv_tile", "o_indptr", "kv_chunk_size", "merge_indptr"])
 def test_a_library_that_plans_otherwise_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "spoilt", name)
-    batch = batch_of(TAILS[1])
+    batch = tail_batch(TAILS[1], SHAPE, PREFIXES, CPU)
     prepared = build_backend("flashinfer", Mode.VERIFY).prepare(batch)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     message = rf"flashinfer 0.9 plans 6 rows otherwise than 0.6.17 \({name}\); pip install"
@@ -201,7 +192,7 @@ def test_a_library_that_plans_otherwise_is_refused(name: str, monkeypatch: pytes
 
 
 def test_masks_beyond_their_offsets_are_refused() -> None:
-    batch = batch_of(next(work for work in TAILS if work.tree))
+    batch = tail_batch(next(work for work in TAILS if work.tree), SHAPE, PREFIXES, CPU)
     endless = dataclasses.replace(batch, page_table=batch.page_table[:, :1].expand(-1, 1 << 26))
     prepared = build_backend("flashinfer", batch.mode).prepare(endless)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
@@ -210,7 +201,7 @@ def test_masks_beyond_their_offsets_are_refused() -> None:
 
 
 def test_layers_of_one_pass_are_alike() -> None:
-    batch = batch_of(TAILS[0])
+    batch = tail_batch(TAILS[0], SHAPE, PREFIXES, CPU)
     prepared = build_backend("flashinfer", Mode.DECODE).prepare(batch)
     kv, q = random_pool(SHAPE, 60, CPU).layer(0), random_rows(len(PREFIXES), SHAPE, CPU)
     prepared.forward(q, kv, 0.2)
