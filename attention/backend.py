@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.kv_pool import LayerKV
+from attention.kv_cache.pool import LayerKV
 from attention.limits import AttentionUse, flashinfer_refusal, torch_refusal, triton_refusal, trtllm_refusal
-from attention.metadata import ChunkBatch, Mode, TailBatch
+from attention.metadata import DecodeBatch, Mode, PrefillBatch
 
 ALL_MODES = frozenset(Mode)
-TAIL_MODES = ALL_MODES - {Mode.PREFILL}
+DECODE_MODES = ALL_MODES - {Mode.PREFILL}
 
 
 class Prepared(ABC):
@@ -38,13 +38,13 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def prepare(self, batch: TailBatch | ChunkBatch) -> Prepared:
+    def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
         """What `forward` needs of a batch; the batch's tensors are read, not kept longer than the pass."""
 
     def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
         """The memory from which this backend reads the masks of trees of `rows` nodes, for whoever reads the trees to
         fill: [num_requests, rows, words] uint16, words even, bit j of word w of a row says whether it sees tail column
-        16 w + j. It lives on, where it is. None: `TailBatch.mask` is all that it reads."""
+        16 w + j. It lives on, where it is. None: `DecodeBatch.mask` is all that it reads."""
         return None
 
     def needs_cpu_seq_lens(self, mode: Mode) -> bool:
@@ -66,25 +66,25 @@ class BackendFacts:
 
 
 def _torch() -> AttentionBackend:
-    from attention.torch_backend import TorchBackend
+    from attention.backends.torch_backend import TorchBackend
 
     return TorchBackend()
 
 
 def _triton() -> AttentionBackend:
-    from attention.triton_backend import TritonBackend
+    from attention.backends.triton_backend import TritonBackend
 
     return TritonBackend()
 
 
 def _flashinfer() -> AttentionBackend:
-    from attention.flashinfer_backend import FlashInferBackend
+    from attention.backends.flashinfer_backend import FlashInferBackend
 
     return FlashInferBackend()
 
 
 def _trtllm() -> AttentionBackend:
-    from attention.trtllm_backend import TrtllmBackend
+    from attention.backends.trtllm_backend import TrtllmBackend
 
     return TrtllmBackend()
 
@@ -93,7 +93,7 @@ BACKENDS: dict[str, BackendFacts] = {
     "torch": BackendFacts(_torch, torch_refusal),
     "triton": BackendFacts(_triton, triton_refusal, package="triton"),
     "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, package="flashinfer"),
-    "trtllm": BackendFacts(_trtllm, trtllm_refusal, TAIL_MODES, package="flashinfer"),
+    "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),
 }
 
 
@@ -120,8 +120,10 @@ def choose_backends(choices: Iterable[Choice]) -> dict[Mode, AttentionBackend]:
         reason = refusal(name, choice.use)
         if reason is not None:
             able = [other for other in BACKENDS if refusal(other, choice.use) is None]
-            raise ValueError(f"{choice.field}={choice.name}: {name} cannot serve {choice.use.mode.value}: {reason}; "
-                             f"{'those that can: ' + ', '.join(able) if able else 'no backend can'}")
+            raise ValueError(
+                f"{choice.field}={choice.name}: {name} cannot serve {choice.use.mode.value}: {reason}; "
+                f"{'those that can: ' + ', '.join(able) if able else 'no backend can'}"
+            )
         if name not in made:
             made[name] = BACKENDS[name].build()
         chosen[choice.use.mode] = made[name]

@@ -1,7 +1,7 @@
 """The ragged shapes of one forward pass, defined here and nowhere else.
 
-The rows of a pass are first the rows of a `TailBatch` (requests in a round: the same number of rows each), then those
-of a `ChunkBatch` (prompt chunks: any number of rows). Either may be absent. `row_positions`, `kv_slots` and the
+The rows of a pass are first the rows of a `DecodeBatch` (requests in a round: the same number of rows each), then those
+of a `PrefillBatch` (prompt chunks: any number of rows). Either may be absent. `row_positions`, `slot_mapping` and the
 backends follow that order.
 """
 
@@ -25,7 +25,7 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True)
-class TailBatch:
+class DecodeBatch:
     """B requests of R rows each. Every row sees the request's first `prefix_len` KV positions, and of the `tail`
     positions behind them those whose bits are set in its mask; row r itself writes position
     prefix_len + tail - R + r, so the rows of one pass are the last R columns of the tail.
@@ -38,7 +38,7 @@ class TailBatch:
 
     mode: Mode
     rows: int
-    tail: int
+    suffix_len: int
     prefix_len: Tensor
     mask: Tensor
     page_table: Tensor
@@ -56,12 +56,12 @@ class TailBatch:
 
     def kv_positions(self) -> Tensor:
         """[B, R] int64: the KV position that each row writes."""
-        own = torch.arange(self.tail - self.rows, self.tail, device=self.prefix_len.device)
+        own = torch.arange(self.suffix_len - self.rows, self.suffix_len, device=self.prefix_len.device)
         return self.prefix_len.long().unsqueeze(1) + own
 
 
 @dataclass(frozen=True)
-class ChunkBatch:
+class PrefillBatch:
     """C prompt chunks. Chunk c holds rows qo_indptr[c] .. qo_indptr[c + 1] - 1 (counted from the first chunk row) at
     positions starts[c] onwards, and each sees all earlier positions of its request and itself.
 
@@ -91,10 +91,10 @@ class ChunkBatch:
         """[C] int64: each chunk's last row, counted from the first chunk row."""
         return to_device(torch.tensor(self.qo_indptr[1:]) - 1, self.page_table.device)
 
-    def last_rows(self) -> "ChunkBatch":
+    def last_rows(self) -> "PrefillBatch":
         """Each chunk's last row alone."""
         ends = [start + end - first for start, (first, end) in zip(self.starts, pairwise(self.qo_indptr), strict=True)]
-        return ChunkBatch(tuple(range(len(ends) + 1)), tuple(end - 1 for end in ends), self.page_table)
+        return PrefillBatch(tuple(range(len(ends) + 1)), tuple(end - 1 for end in ends), self.page_table)
 
     def row_chunks(self) -> Tensor:
         """[num_rows] int64: which chunk each row belongs to."""
@@ -121,12 +121,12 @@ def token_indices(page_table: Tensor, positions: Tensor, page_size: int) -> Tens
     return pages * page_size + positions % page_size
 
 
-def tail_kv_slots(batch: TailBatch, page_size: int) -> Tensor:
+def decode_slot_mapping(batch: DecodeBatch, page_size: int) -> Tensor:
     """[B * R] int64: the pool's token index that each row of `batch` writes."""
     return token_indices(batch.page_table, batch.kv_positions(), page_size).flatten()
 
 
-def chunk_kv_slots(batch: ChunkBatch, page_size: int) -> Tensor:
+def prefill_slot_mapping(batch: PrefillBatch, page_size: int) -> Tensor:
     """[num_rows] int64: the pool's token index that each row of `batch` writes."""
     positions = batch.kv_positions()
     pages = batch.page_table[batch.row_chunks(), positions // page_size].long()

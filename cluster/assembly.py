@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from cluster.config import AerieConfig, ConfigError
-from cluster.tokenizer import ChatTokenizer
+from cluster.http.tokenizer import ChatTokenizer
 from workers.config import RoundShape
-from workers.executor import StepExecutor
-from workers.scheduler import Scheduler
+from workers.runner.executor import StepExecutor
+from workers.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from speculative.build import EngineSpec
@@ -67,7 +67,12 @@ def load_factory(path: str) -> RankFactory:
 def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
     """The scheduler of one engine."""
     return Scheduler(
-        config.scheduler, config.cache, layout.num_pages, layout.max_model_len, time.monotonic, layout.shapes,
+        config.scheduler,
+        config.cache,
+        layout.num_pages,
+        layout.max_model_len,
+        time.monotonic,
+        layout.shapes,
         layout.lookahead,
     )
 
@@ -126,8 +131,10 @@ class DeviceRank:
         path = self._spec.worker.model.path
         known, embedded = ChatTokenizer.from_folder(path).vocab_size, self._layout.target.vocab_size
         if known > embedded:
-            raise ValueError(f"model.path={path}: its tokenizer has {known} tokens, its config.json vocab_size="
-                             f"{embedded}; use the tokenizer that the model was trained with")
+            raise ValueError(
+                f"model.path={path}: its tokenizer has {known} tokens, its config.json vocab_size="
+                f"{embedded}; use the tokenizer that the model was trained with"
+            )
 
     def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
         """See `RankParts`."""

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
-from cluster.edge_config import EdgeConfig
+from cluster.http.config import EdgeConfig
 from speculative.config import SpeculativeConfig
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
@@ -51,9 +51,9 @@ class EngineConfig:
     """How an engine is watched. on_worker_loss: "resume" replays running requests on the new workers, at most
     max_resumes times each (one of them may be what kills the workers), "error" ends them. start_timeout_s: from placed
     to ready. step_timeout_s: a step that takes longer counts as hung; above the longest real step. drain_timeout_s:
-    running requests may finish for so long at shutdown. max_restarts: failed gang starts in a row before the replica
-    gives up and Serve replaces it; each waits restart_backoff_s, doubled each time. threads_per_worker: torch threads
-    of a CPU worker. debug: assert after every step that all ranks agree."""
+    running requests may finish for so long at shutdown. max_restarts: failed worker group starts in a row before the
+    replica gives up and Serve replaces it; each waits restart_backoff_s, doubled each time. threads_per_worker: torch
+    threads of a CPU worker. debug: assert after every step that all ranks agree."""
 
     on_worker_loss: OnWorkerLoss = "resume"
     max_resumes: int = 2
@@ -88,7 +88,7 @@ class IngressConfig(EdgeConfig):
 
 class AerieConfig(BaseModel):
     """One application: a target, its draft if it speculates, and the engines and ingresses that serve it.
-    deterministic: see `workers.deterministic`."""
+    deterministic: see `workers.runner.deterministic`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -167,7 +167,8 @@ def set_process_environment(threads: int) -> None:
 
     NVLink multicast (NVLS, symmetric memory) stays off: it needs a fabric manager that containers often lack, and a
     failed set-up hangs instead of raising. Ray shows each worker one GPU, so all call theirs number 0; symmetric memory
-    takes that for one shared GPU and would refuse, so its check is off: `workers.peer_memory` compares their UUIDs.
+    takes that for one shared GPU and would refuse, so its check is off: `workers.distributed.custom_all_reduce`
+    compares their UUIDs.
     """
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -197,8 +198,10 @@ def _folder(key: str, value: str, base: Path) -> str:
     path = Path(value).expanduser()
     path = path if path.is_absolute() else base / path
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{key}={value}: {path} has no config.json; relative paths start at {base}; give a "
-                          "downloaded checkpoint's folder, present under the same path on every node")
+        raise ConfigError(
+            f"{key}={value}: {path} has no config.json; relative paths start at {base}; give a "
+            "downloaded checkpoint's folder, present under the same path on every node"
+        )
     return str(path)
 
 

@@ -8,9 +8,9 @@ from ray.serve import Application
 
 from cluster.assembly import DEVICE_RANK
 from cluster.config import AerieConfig
-from cluster.engine import Engine
-from cluster.ingress import Ingress
-from cluster.placement import ENGINE_CPUS, NodeResources, place
+from cluster.ingress.deployment import Ingress
+from cluster.replica.engine import Engine
+from cluster.replica.placement import ENGINE_CPUS, NodeResources, place
 
 INGRESS_CPUS = 0.1
 # Serve's own limits are outer guards: the ingress admits, refuses and times out in OpenAI's form before they act.

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.actors import RankPlace
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
-from cluster.placement import NodeResources, Placement, describe_cluster
+from cluster.replica.actors import RankPlace
+from cluster.replica.placement import NodeResources, Placement, describe_cluster
 
 
 def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources]) -> list[str]:
@@ -44,8 +44,8 @@ def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
     """The last line of a start: what to try."""
     return (
         f"ready in {seconds:.1f} s. Try: curl -s {url}/v1/chat/completions -H 'content-type: "
-        f"application/json' -d '{{\"model\": \"{model_name(config)}\", \"messages\": "
-        "[{\"role\": \"user\", \"content\": \"Hello\"}]}'"
+        f'application/json\' -d \'{{"model": "{model_name(config)}", "messages": '
+        '[{"role": "user", "content": "Hello"}]}\''
     )
 
 

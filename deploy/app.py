@@ -6,7 +6,7 @@ import ray
 from ray.serve import Application
 
 from cluster.deployments import application
-from cluster.placement import NodeResources
+from cluster.replica.placement import NodeResources
 from deploy.checks import checked
 
 

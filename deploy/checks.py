@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args
-from cluster.placement import NodeResources, place
 from cluster.plan_report import plan_lines
+from cluster.replica.placement import NodeResources, place
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,8 +75,10 @@ def _haproxy() -> str:
 def _shared_memory() -> str:
     free_gb = shutil.disk_usage("/dev/shm").free / 1e9
     if free_gb < 0.3:
-        raise ConfigError(f"/dev/shm has {free_gb:.2f} GB free; Ray's object store and NCCL need 0.3: enlarge it "
-                          "(docker run --shm-size, or an emptyDir of medium Memory)")
+        raise ConfigError(
+            f"/dev/shm has {free_gb:.2f} GB free; Ray's object store and NCCL need 0.3: enlarge it "
+            "(docker run --shm-size, or an emptyDir of medium Memory)"
+        )
     return f"{free_gb:.1f} GB free"
 
 

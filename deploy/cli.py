@@ -54,17 +54,17 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     from deploy.launch import serve
 
-    return _or_config_error(lambda: serve(
-        arguments.config, arguments.address, arguments.object_store_mb, haproxy=not arguments.no_haproxy
-    ))
+    return _or_config_error(
+        lambda: serve(arguments.config, arguments.address, arguments.object_store_mb, haproxy=not arguments.no_haproxy)
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from deploy.checks import local_nodes, print_plan
 
-    return _or_config_error(lambda: print_plan(
-        arguments.config, local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
-    ))
+    return _or_config_error(
+        lambda: print_plan(arguments.config, local_nodes(arguments.nodes, arguments.cpus, arguments.gpus))
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 if TYPE_CHECKING:
     from speculative.build import EngineSpec
-    from workers.plan import SamplingParams
-    from workers.request import Request, RequestOutput
+    from workers.scheduling.plan import SamplingParams
+    from workers.scheduling.request import Request, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _evaluate_file(arguments: argparse.Namespace, config: object) -> DraftReport:
     from cluster.assembly import engine_spec
     from cluster.config import AerieConfig
-    from cluster.tokenizer import ChatTokenizer
-    from workers.plan import SamplingParams
+    from cluster.http.tokenizer import ChatTokenizer
+    from workers.scheduling.plan import SamplingParams
 
     assert isinstance(config, AerieConfig)
     spec = with_shape(engine_spec(config), arguments)
@@ -117,7 +117,7 @@ def evaluate(
     from tqdm import tqdm
 
     from speculative.local import local_engine
-    from workers.request import Request
+    from workers.scheduling.request import Request
 
     requests = [Request(f"eval-{i}", list(prompt), sampling) for i, prompt in enumerate(prompts)]
     with local_engine(spec) as engine, tqdm(total=len(requests), unit=" prompts", disable=None) as bar:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from cluster.config import ConfigError
-from workers.ports import free_port
+from workers.distributed.ports import free_port
 
 # What Serve must find in the environment of every process it starts, `ray start` included. Measured on Ray 2.60 and two
 # cores: 32 streams of 50 chunks/s cost 0.15 cores with these and 0.9 without.
@@ -59,8 +59,9 @@ def _run(path: Path, address: str | None, object_store_mb: int) -> None:
     signal.signal(signal.SIGINT, _drain)
     signal.signal(signal.SIGTERM, _drain)
     try:
-        run.main([*(["--address", address] if address else []), str(path)],
-                 prog_name="serve run", standalone_mode=False)
+        run.main(
+            [*(["--address", address] if address else []), str(path)], prog_name="serve run", standalone_mode=False
+        )
     except SystemExit:
         pass  # how `serve run` ends after Ctrl-C
     finally:
@@ -92,7 +93,7 @@ def _drain_engines(applications: list[str]) -> None:
     """Wait until no engine has a request left, which takes engine.drain_timeout_s at most; one that dies has none."""
     import ray
 
-    from cluster.actors import find_coordinators
+    from cluster.replica.actors import find_coordinators
 
     found = [find_coordinators(name, {}) for name in applications]
     drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]

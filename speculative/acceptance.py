@@ -1,8 +1,8 @@
 """Which drafted nodes the target agrees with.
 
 The target chooses a token behind every node of the tree (greedily, or by a draw that depends on the position alone:
-`workers.sampler`). A node is accepted if it is the token chosen behind its parent and its parent is accepted. The
-emitted tokens are therefore those of plain decoding, one by one: for a greedy request the same tokens, for a random
+`workers.sampling.sampler`). A node is accepted if it is the token chosen behind its parent and its parent is accepted.
+The emitted tokens are therefore those of plain decoding, one by one: for a greedy request the same tokens, for a random
 one the same draws. With a deterministic draft no rule accepts more often (any rule emits a drafted token with at most
 the target's probability for it, and this one does so with exactly that).
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from speculative.tree import Tree
-from workers.sampler import gumbel_noise
-from workers.slots import Commit
+from workers.runner.slot_table import Commit
+from workers.sampling.sampler import gumbel_noise
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,11 @@ def verdict_of(accepted: Accepted, commit: Commit, width: int, speculative: Tens
     verified = speculative & (commit.counts > 0) & (width > 1)
     depth = (commit.counts - 1).clamp_min(0)
     return Verdict(
-        accepted, commit, accepted.path + width * row.unsqueeze(1), row * columns + depth, (length + depth).int(),
+        accepted,
+        commit,
+        accepted.path + width * row.unsqueeze(1),
+        row * columns + depth,
+        (length + depth).int(),
         torch.where(verified, accepted.num_drafts, -1),
     )
 

@@ -11,8 +11,8 @@ from attention.config import DraftAttention, TargetAttention
 from attention.limits import AttentionUse
 from attention.metadata import Mode
 from speculative.config import SpeculativeConfig
-from workers.loading import PoolSize
-from workers.model_config import ModelConfig
+from workers.models.config import ModelConfig
+from workers.models.loading import PoolSize
 
 Backends = dict[Mode, AttentionBackend]
 
@@ -48,14 +48,16 @@ def target_backends(
 ) -> Backends:
     """Verification follows decode. span: of `TritonBackend`, the only one that has it. Raises ValueError as
     `choose_backends` does."""
-    choices = [Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
-               Choice("attention.decode", names.decode, shape.use(Mode.DECODE))]
+    choices = [
+        Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
+        Choice("attention.decode", names.decode, shape.use(Mode.DECODE)),
+    ]
     if speculative is not None:
         choices.append(Choice("attention.decode", names.decode, shape.use(Mode.VERIFY, speculative.top_k > 1)))
     chosen = choose_backends(choices)
     if span is None:
         return chosen
-    from attention.triton_backend import TritonBackend
+    from attention.backends.triton_backend import TritonBackend
 
     assert all(isinstance(backend, TritonBackend) for backend in chosen.values()), "others are refused before"
     return dict.fromkeys(chosen, TritonBackend(span))
@@ -63,16 +65,22 @@ def target_backends(
 
 def draft_backends(names: DraftAttention, shape: ModelShape, speculative: SpeculativeConfig) -> Backends:
     """Raises ValueError as `choose_backends` does."""
-    return choose_backends([
-        Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
-        Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND)),
-        Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, speculative.top_k > 1)),
-    ])
+    return choose_backends(
+        [
+            Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
+            Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND)),
+            Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, speculative.top_k > 1)),
+        ]
+    )
 
 
 def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
     """The engine's one decision: which backends of a round read lengths on the host, for the log; None if none does,
     and rounds can be CUDA graphs with nothing copied to the host."""
-    readers = {f"{backend.name} in {mode.value}" for model in models for mode, backend in model.items()
-               if mode is not Mode.PREFILL and backend.needs_cpu_seq_lens(mode)}
+    readers = {
+        f"{backend.name} in {mode.value}"
+        for model in models
+        for mode, backend in model.items()
+        if mode is not Mode.PREFILL and backend.needs_cpu_seq_lens(mode)
+    }
     return ", ".join(sorted(readers)) or None

@@ -12,20 +12,20 @@ from attention.config import DraftAttention
 from speculative.backends import Backends, ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
 from speculative.config import SpeculativeConfig
 from speculative.decoding import EagleDecoding, round_shape
-from speculative.draft_config import DraftConfig, read_draft_config
+from speculative.draft_models.config import DraftConfig, read_draft_config
+from speculative.draft_models.loading import load_draft
 from speculative.drafter import DraftRunner
-from speculative.loading import load_draft
 from workers.config import PLAIN, RoundShape, WorkerConfig
-from workers.decoding import Autoregressive, DecodingStrategy
-from workers.deterministic import checked_deterministic
-from workers.loading import PoolSize, load_target, pages_that_fit, read_target_config
-from workers.model_config import ModelConfig
-from workers.model_runner import TargetRunner, resolve_device, resolve_dtype
-from workers.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
-from workers.sampler import Sampler
-from workers.slots import SlotTable
-from workers.tp import SOLO, TPGroup, join_tp_group
-from workers.worker import Worker
+from workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
+from workers.models.config import ModelConfig
+from workers.models.loading import PoolSize, load_target, pages_that_fit, read_target_config
+from workers.runner.decoding import Autoregressive, DecodingStrategy
+from workers.runner.deterministic import checked_deterministic
+from workers.runner.model_runner import TargetRunner, resolve_device, resolve_dtype
+from workers.runner.slot_table import SlotTable
+from workers.runner.worker import Worker
+from workers.sampling.sampler import Sampler
+from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 
 WARM_UP_TOKENS = 16
 
@@ -94,8 +94,10 @@ def plan_layout(spec: EngineSpec) -> EngineLayout:
 def _draft_tp(speculative: SpeculativeConfig, tensor_parallel: int) -> int:
     draft_tp = speculative.draft_tp or tensor_parallel
     if draft_tp not in (1, tensor_parallel):
-        raise ValueError(f"speculative.draft_tp={draft_tp}: must be 1 (every rank holds the whole draft) or "
-                         f"tensor_parallel={tensor_parallel}")
+        raise ValueError(
+            f"speculative.draft_tp={draft_tp}: must be 1 (every rank holds the whole draft) or "
+            f"tensor_parallel={tensor_parallel}"
+        )
     return draft_tp
 
 
@@ -111,13 +113,11 @@ def build_worker(
     backends, backends_of_draft = _backends(spec, layout, device, deterministic)
     clock = _Phases(report)
     # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
-    group = join_tp_group(rank, spec.worker.tensor_parallel, address, device, peer_memory=not deterministic)
+    group = join_tp_group(rank, spec.worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
     clock.done("process group joined")
     slots = _slot_table(spec, layout, device)
     capture = layout.draft.capture if layout.draft else ()
-    model = load_target(
-        spec.worker.model, layout.target, group, device, layout.max_position, capture, deterministic
-    )
+    model = load_target(spec.worker.model, layout.target, group, device, layout.max_position, capture, deterministic)
     clock.done("target loaded")
     page_size = spec.worker.cache.page_size
     pool = PoolSize.of(layout.target, group.size, layout.dtype).make(layout.num_pages, page_size, device)
@@ -146,7 +146,7 @@ def _backends(
     shape = ModelShape(layout.target, spec.worker.tensor_parallel, layout.dtype, page_size, device)
     span = None
     if deterministic:
-        from attention.triton_backend import fixed_span
+        from attention.backends.triton_backend import fixed_span
 
         span = fixed_span(layout.max_model_len)
     target = target_backends(spec.worker.attention, shape, spec.speculative, span)
@@ -160,8 +160,11 @@ def _captures(spec: EngineSpec, device: torch.device, host_readers: str | None, 
     """Whether rounds become CUDA graphs; a fallback is logged once, by rank 0."""
     wanted = device.type == "cuda" and spec.worker.cuda_graphs
     if wanted and host_readers is not None and rank == 0:
-        logger.warning("rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend "
-                       "%s reads them (needs_cpu_seq_lens); triton does not", host_readers)
+        logger.warning(
+            "rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend "
+            "%s reads them (needs_cpu_seq_lens); triton does not",
+            host_readers,
+        )
     return wanted and host_readers is None
 
 
@@ -185,10 +188,8 @@ def _warm_up(worker: Worker, layout: EngineLayout) -> None:
             worker.take()
 
 
-def _captured(
-    strategy: DecodingStrategy, slots: SlotTable, spec: EngineSpec, layout: EngineLayout
-) -> DecodingStrategy:
-    from workers.cuda_graph import GraphedDecoding, bucket_sizes
+def _captured(strategy: DecodingStrategy, slots: SlotTable, spec: EngineSpec, layout: EngineLayout) -> DecodingStrategy:
+    from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
 
     graphed = GraphedDecoding(
         strategy, slots, bucket_sizes(spec.worker.scheduler.max_running), layout.max_position, spec.worker.graph_scope

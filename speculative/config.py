@@ -29,21 +29,29 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
-            raise ValueError(f"num_steps={self.num_steps}: must be at least 1; to switch speculation off leave the "
-                             "section `speculative` out")
+            raise ValueError(
+                f"num_steps={self.num_steps}: must be at least 1; to switch speculation off leave the "
+                "section `speculative` out"
+            )
         if self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: must be at least 1; 1 drafts a chain")
         if not 2 <= self.num_draft_tokens <= MAX_TREE_WIDTH:
             raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: must be 2 to {MAX_TREE_WIDTH}")
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
-            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: a chain (top_k=1) has num_steps + 1 = "
-                             f"{self.num_steps + 1} tokens, its root included; set that, or raise top_k")
+            raise ValueError(
+                f"num_draft_tokens={self.num_draft_tokens}: a chain (top_k=1) has num_steps + 1 = "
+                f"{self.num_steps + 1} tokens, its root included; set that, or raise top_k"
+            )
         if self.num_draft_tokens > self.max_tree_nodes:
-            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "
-                             f"top_k={self.top_k} has {self.max_tree_nodes} nodes at most; lower it or raise those")
+            raise ValueError(
+                f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "
+                f"top_k={self.top_k} has {self.max_tree_nodes} nodes at most; lower it or raise those"
+            )
         if self.num_scratch_tokens > MAX_TREE_WIDTH:
-            raise ValueError(f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
-                             f"most {MAX_TREE_WIDTH}; lower one of them")
+            raise ValueError(
+                f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
+                f"most {MAX_TREE_WIDTH}; lower one of them"
+            )
         length = self.synthetic_acceptance_length
         if length is not None and not 1.0 <= length <= self.num_steps + 1:
             raise ValueError(f"synthetic_acceptance_length={length}: must be 1 to num_steps + 1 = {self.num_steps + 1}")

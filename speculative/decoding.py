@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.metadata import Mode, TailBatch, causal_mask, to_device
+from attention.metadata import DecodeBatch, Mode, causal_mask, to_device
 from speculative.acceptance import Accepted, Verdict, accept, accept_synthetic, verdict_of
 from speculative.config import SpeculativeConfig
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.tree import RoundRows, Tree
 from workers.config import PLAIN, RoundShape
-from workers.decoding import PromptChunks, StepBatch, StepTensors, begin_finals
-from workers.forward import Attending
-from workers.model_runner import TargetRunner
-from workers.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
-from workers.slots import Commit, SlotTable
+from workers.runner.decoding import PromptChunks, StepBatch, StepTensors, begin_finals
+from workers.runner.forward_context import Attending
+from workers.runner.model_runner import TargetRunner
+from workers.runner.slot_table import Commit, SlotTable
+from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
 
 
 def round_shape(config: SpeculativeConfig) -> RoundShape:
@@ -66,7 +66,7 @@ class _Judged:
 
 
 class EagleDecoding:
-    """A `workers.decoding.StagedStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, shape 1
+    """A `workers.runner.decoding.StagedStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, shape 1
     speculates."""
 
     def __init__(
@@ -101,44 +101,53 @@ class EagleDecoding:
         rows = self._drafter.trees.read(batch.slots, width, self._slots.seq_len, mask_words)
         page_table = self._slots.page_table[batch.slots]
         hidden, features = self._run_target(batch, rows, page_table, mask_words)
-        num_tail = batch.slots.shape[0] * width
-        logits = self._target.model.lm_head(self._emitting_rows(hidden, num_tail, chunks))
+        num_decode_rows = batch.slots.shape[0] * width
+        logits = self._target.model.lm_head(self._emitting_rows(hidden, num_decode_rows, chunks))
         verified = first = None
         sampled_round = sampled_first = None
         if batch.num_requests:
-            sampled_round = self._choose(logits[:num_tail], batch, rows)
-            verified = self._accept(batch, rows, sampled_round.tokens, page_table, features[:num_tail])
+            sampled_round = self._choose(logits[:num_decode_rows], batch, rows)
+            verified = self._accept(batch, rows, sampled_round.tokens, page_table, features[:num_decode_rows])
         if chunks is not None and chunks.finals:
             begin_finals(self._slots, chunks)
-            sampled_first = self._choose_first(logits[num_tail:], batch, chunks)
+            sampled_first = self._choose_first(logits[num_decode_rows:], batch, chunks)
             first = self._slots.commit(chunks.final_slots, sampled_first.tokens, torch.ones_like(chunks.final_slots))
-        return _Judged(verified, first, page_table, features[num_tail:], sampled_round, sampled_first)
+        return _Judged(verified, first, page_table, features[num_decode_rows:], sampled_round, sampled_first)
 
     def _run_target(
         self, batch: StepBatch, rows: RoundRows, page_table: Tensor, mask_words: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Final hidden states and draft features of all rows of the step."""
         width = rows.tree.tokens.shape[1]
-        tail = positions = None
+        decode = positions = None
         if batch.num_requests:
             mode = Mode.VERIFY if width > 1 else Mode.DECODE
-            tail = TailBatch(
-                mode, width, width, rows.length, rows.tree.masks, page_table, batch.max_kv_len, mask_words,
+            decode = DecodeBatch(
+                mode,
+                width,
+                width,
+                rows.length,
+                rows.tree.masks,
+                page_table,
+                batch.max_kv_len,
+                mask_words,
                 chain=self._config.top_k == 1,
             )
             positions = rows.positions
         ids = rows.ids
         if batch.chunks is not None:
             ids = torch.cat((ids, batch.chunks.ids))
-        out = self._target.forward(ids, tail, positions, batch.chunks.batch if batch.chunks else None, self._every_row)
+        out = self._target.forward(
+            ids, decode, positions, batch.chunks.batch if batch.chunks else None, self._every_row
+        )
         return out.hidden, self._draft.model.features(out)
 
-    def _emitting_rows(self, hidden: Tensor, num_tail: int, chunks: PromptChunks | None) -> Tensor:
+    def _emitting_rows(self, hidden: Tensor, num_decode_rows: int, chunks: PromptChunks | None) -> Tensor:
         """Rows whose next token is chosen: all of the rounds', and the last of each finished prompt."""
         if chunks is None:
             return hidden
         finals = chunks.final_rows if self._every_row else chunks.final_chunks
-        return torch.cat((hidden[:num_tail], hidden[num_tail + finals]))
+        return torch.cat((hidden[:num_decode_rows], hidden[num_decode_rows + finals]))
 
     def _choose(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
         """The target's token behind every node: [B, W]."""
@@ -192,18 +201,20 @@ class EagleDecoding:
         """Bring the draft's KV up to the committed tokens. [B + F, H]: its state behind the newest token of each
         request that emitted. KV needs a row's input alone, so that the newest rows alone attend."""
         chunks, verified = batch.chunks, judged.verified
-        ids, features, tail = [], [], None
+        ids, features, decode = [], [], None
         if verified is not None:
             rows = verified.accepted.path.shape[1]
             features.append(verified.features)
             ids.append(verified.accepted.tokens.flatten())
             mask = self._causal[rows].expand(batch.num_requests, rows)
-            tail = TailBatch(Mode.DRAFT_EXTEND, rows, rows, verified.length, mask, judged.page_table, batch.max_kv_len)
+            decode = DecodeBatch(
+                Mode.DRAFT_EXTEND, rows, rows, verified.length, mask, judged.page_table, batch.max_kv_len
+            )
         if chunks is not None:
             features.append(judged.chunk_features)
             ids.append(_shifted_ids(chunks, judged.first))
         newest = self._newest(batch, judged)
-        context = self._draft.context(tail, None, chunks.batch if chunks else None, newest)
+        context = self._draft.context(decode, None, chunks.batch if chunks else None, newest)
         head = self._draft.model
         hidden: Tensor = head(_joined(ids), head.combine(_joined(features)), context)
         if chunks is None:
@@ -226,18 +237,19 @@ class EagleDecoding:
         """The rows of `extend` behind each request's newest token and each chunk's last; None if there are no
         others."""
         chunks, verified = batch.chunks, judged.verified
-        rows, tail, num_tail = [], None, 0
+        rows, decode, num_decode_rows = [], None, 0
         if verified is not None:
-            num_tail = verified.accepted.tokens.numel()
-            if chunks is None and num_tail == batch.num_requests:
+            num_decode_rows = verified.accepted.tokens.numel()
+            if chunks is None and num_decode_rows == batch.num_requests:
                 return None
             rows.append(verified.verdict.newest)
             mask = self._causal[1].expand(batch.num_requests, 1)
-            tail = TailBatch(Mode.DRAFT_EXTEND, 1, 1, verified.verdict.newest_position, mask, judged.page_table,
-                             batch.max_kv_len)
+            decode = DecodeBatch(
+                Mode.DRAFT_EXTEND, 1, 1, verified.verdict.newest_position, mask, judged.page_table, batch.max_kv_len
+            )
         if chunks is not None:
-            rows.append(num_tail + chunks.batch.last_row_indices)
-        return Attending(_joined(rows), tail, chunks.batch.last_rows() if chunks else None)
+            rows.append(num_decode_rows + chunks.batch.last_row_indices)
+        return Attending(_joined(rows), decode, chunks.batch.last_rows() if chunks else None)
 
     def _result(self, batch: StepBatch, judged: _Judged) -> StepTensors:
         verified, first = judged.verified, judged.first
@@ -256,8 +268,9 @@ class EagleDecoding:
         if not tokens:
             empty = batch.slots.new_zeros(0)
             return StepTensors(empty.view(0, 1), empty, empty, empty, None)
-        return StepTensors(_joined(tokens), _joined(counts), _joined(finish), _joined(accepted),
-                           self._logprobs(batch, judged, columns))
+        return StepTensors(
+            _joined(tokens), _joined(counts), _joined(finish), _joined(accepted), self._logprobs(batch, judged, columns)
+        )
 
     @staticmethod
     def _logprobs(batch: StepBatch, judged: _Judged, columns: int) -> Logprobs | None:

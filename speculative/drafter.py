@@ -1,8 +1,8 @@
 """The draft's own steps: from the recurrent state behind the newest token to a tree of guesses.
 
 Step s writes its KV behind the committed ones, at columns (s - 1) * top_k onwards of the tail; nothing of it outlives
-the round. A random request's scores carry the target's own noise (`workers.sampler`), so that the draft proposes what
-the target would draw.
+the round. A random request's scores carry the target's own noise (`workers.sampling.sampler`), so that the draft
+proposes what the target would draw.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.metadata import Mode, TailBatch, causal_mask
+from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.config import SpeculativeConfig
-from speculative.heads import DraftHead
+from speculative.draft_models.eagle import DraftHead
 from speculative.tree import Candidates, Children, TreeTable, bare_roots, candidate_depths, chain, grow
-from workers.model_runner import ModelRunner
-from workers.sampler import Rows, Sampler, SamplingNeeds
-from workers.slots import SlotTable
+from workers.runner.model_runner import ModelRunner
+from workers.runner.slot_table import SlotTable
+from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
 
 
 class DraftRunner(ModelRunner[DraftHead]):
@@ -74,8 +74,8 @@ class Drafter:
             tokens.append(head.to_target(head.lm_head.shard.argmax(logits)))
             if step < steps:
                 mask = self._chain_masks[step - 1].expand(slots.shape[0], 1)
-                tail = TailBatch(Mode.DRAFT_DECODE, 1, step, length, mask, batch.page_table, batch.max_kv_len)
-                hidden = head(tokens[-1], hidden, self._runner.context(tail))
+                decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, batch.page_table, batch.max_kv_len)
+                hidden = head(tokens[-1], hidden, self._runner.context(decode))
         self.trees.write(slots, chain(self._slots.bonus[slots], torch.stack(tokens, dim=1)))
 
     def _draft_tree(self, batch: DraftBatch) -> None:
@@ -85,8 +85,8 @@ class Drafter:
         positions = (length.long().unsqueeze(1) + self._level_positions).flatten(1)
         level = grow(candidates, None, self._best(state, batch, length, 1, 1), first=0, first_bit=0)
         for step in range(1, self._config.num_steps):
-            tail = TailBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, batch.page_table, batch.max_kv_len)
-            context = self._runner.context(tail, positions[step - 1])
+            decode = DecodeBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, batch.page_table, batch.max_kv_len)
+            context = self._runner.context(decode, positions[step - 1])
             # rows of their own, which a head may change in place
             state = self._runner.model(level.tokens.flatten(), state.index_select(0, level.parent), context)
             children = self._best(state, batch, length, step + 1, k)

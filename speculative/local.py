@@ -10,11 +10,11 @@ import msgspec
 import torch
 
 from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
-from workers.executor import StepExecutor
-from workers.local import LocalEngine
-from workers.plan import StepPlan, StepResult
-from workers.ports import free_port
-from workers.scheduler import Scheduler
+from workers.distributed.ports import free_port
+from workers.runner.executor import StepExecutor
+from workers.runner.local_engine import LocalEngine
+from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.scheduler import Scheduler
 
 
 @contextlib.contextmanager
@@ -23,7 +23,12 @@ def local_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
     layout = plan_layout(spec)
     worker = spec.worker
     scheduler = Scheduler(
-        worker.scheduler, worker.cache, layout.num_pages, layout.max_model_len, time.monotonic, layout.shapes,
+        worker.scheduler,
+        worker.cache,
+        layout.num_pages,
+        layout.max_model_len,
+        time.monotonic,
+        layout.shapes,
         layout.lookahead,
     )
     if worker.tensor_parallel == 1:

@@ -160,9 +160,7 @@ class TreeTable:
 
     def __init__(self, num_slots: int, width: int, is_chain: bool, device: torch.device) -> None:
         empty = bare_roots(torch.zeros(num_slots + 1, dtype=torch.int64, device=device), width)
-        self._fields = [
-            t.contiguous().clone() for t in (empty.tokens, empty.parents, empty.depths, empty.masks)
-        ]
+        self._fields = [t.contiguous().clone() for t in (empty.tokens, empty.parents, empty.depths, empty.masks)]
         self._is_chain = is_chain
 
     def read(self, slots: Tensor, width: int, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:

@@ -67,7 +67,7 @@ class WorkerConfig:
     cuda_graphs: capture rounds on a GPU; off only to measure what they bring. graph_scope: what one graph holds: a
     whole round; or, to measure what that brings, one of its three stages (verify, draft-extend, draft), of which
     "eager_extend" runs draft-extend without a graph. deterministic: on a GPU, answers that depend on nothing but their
-    request (see `workers.deterministic`). debug: assert after every step that all ranks agree.
+    request (see `workers.runner.deterministic`). debug: assert after every step that all ranks agree.
     """
 
     model: ModelSource

@@ -1,5 +1,5 @@
-"""Triton kernels, each with its wrapper and a torch reference of a few lines. Only `attention.triton_backend` and the
-models' layers call them; importing a module here needs triton, this one does not.
+"""Triton kernels, each with its wrapper and a torch reference of a few lines. Only `attention.backends.triton_backend`
+and the models' layers call them; importing a module here needs triton, this one does not.
 
 online_softmax   the step that both attention kernels share, and what Triton's interpreter needs
 splits           which program reads which part of whose context, decided on the device

@@ -54,8 +54,11 @@ class PlanArrays:
     def __init__(self, grid: Grid, device: torch.device) -> None:
         self.grid = grid
         self._sizes = dict.fromkeys(TILE_ARRAYS, grid.padded) | {
-            "o_indptr": grid.num_requests + 1, "kv_chunk_size": 1, "total_num_rows": 1,
-            "merge_indptr": grid.num_requests * grid.rows + 1, "block_valid": grid.padded,
+            "o_indptr": grid.num_requests + 1,
+            "kv_chunk_size": 1,
+            "total_num_rows": 1,
+            "merge_indptr": grid.num_requests * grid.rows + 1,
+            "block_valid": grid.padded,
         }
         self.begin: dict[str, int] = {}
         end = 0
@@ -76,16 +79,50 @@ class PlanArrays:
         return (rest.view(torch.uint8) if name == "block_valid" else rest)[: self._sizes[name]]
 
 
-@triton.jit(do_not_specialize=[
-    "tail", "num_requests", "rows", "tiles", "room", "padded", "page_size", "table_width", "min_pages", "qo_tile_at",
-    "kv_tile_at", "o_indptr_at", "kv_chunk_size_at", "merge_indptr_at",
-])
-def _plan(prefix_len_ptr, ints_ptr, valid_ptr, last_page_len_ptr, tail, num_requests, rows, tiles, room, padded,
-          page_size, table_width, min_pages, qo_tile_at, kv_tile_at, o_indptr_at, kv_chunk_size_at, merge_indptr_at,
-          SPLITS: tl.constexpr, REQUESTS: tl.constexpr, TILES: tl.constexpr):
+@triton.jit(
+    do_not_specialize=[
+        "tail",
+        "num_requests",
+        "rows",
+        "tiles",
+        "room",
+        "padded",
+        "page_size",
+        "table_width",
+        "min_pages",
+        "qo_tile_at",
+        "kv_tile_at",
+        "o_indptr_at",
+        "kv_chunk_size_at",
+        "merge_indptr_at",
+    ]
+)
+def _plan(
+    prefix_len_ptr,
+    ints_ptr,
+    valid_ptr,
+    last_page_len_ptr,
+    suffix_len,
+    num_requests,
+    rows,
+    tiles,
+    room,
+    padded,
+    page_size,
+    table_width,
+    min_pages,
+    qo_tile_at,
+    kv_tile_at,
+    o_indptr_at,
+    kv_chunk_size_at,
+    merge_indptr_at,
+    SPLITS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    TILES: tl.constexpr,
+):
     request = tl.arange(0, REQUESTS)
     live = request < num_requests
-    length = tl.load(prefix_len_ptr + request, mask=live, other=0) + tail
+    length = tl.load(prefix_len_ptr + request, mask=live, other=0) + suffix_len
     pages = tl.where(live, (length + page_size - 1) // page_size, 0)
     # A request's pages are a whole row of the table, so that its last page may begin behind its end: then this is
     # negative, and the sum by which the kernels find the length is right all the same.
@@ -128,7 +165,9 @@ def _plan(prefix_len_ptr, ints_ptr, valid_ptr, last_page_len_ptr, tail, num_requ
         tl.store(valid_ptr + tile, used.to(tl.uint8), mask=exists)
 
 
-def write_plan(arrays: PlanArrays, prefix_len: Tensor, tail: int, table_width: int, last_page_len: Tensor) -> None:
+def write_plan(
+    arrays: PlanArrays, prefix_len: Tensor, suffix_len: int, table_width: int, last_page_len: Tensor
+) -> None:
     """Cut requests of prefix_len [B] int32 tokens and `tail` more into `arrays`; nothing is read on the host.
 
     table_width: pages of a row of the page table, all of which belong to the request. last_page_len: [B] int32 to
@@ -139,20 +178,46 @@ def write_plan(arrays: PlanArrays, prefix_len: Tensor, tail: int, table_width: i
     begin = arrays.begin
     assert begin["request"] == 0
     _plan[(1,)](
-        prefix_len, arrays.ints, arrays.values("block_valid"), last_page_len, tail, grid.num_requests,
-        grid.rows, grid.tiles, grid.room, grid.padded, grid.page_size, table_width,
-        max(MIN_PIECE_TOKENS // grid.page_size, 1), begin["qo_tile"], begin["kv_tile"], begin["o_indptr"],
-        begin["kv_chunk_size"], begin["merge_indptr"], SPLITS=grid.splits, REQUESTS=requests,
-        TILES=min(max(TABLE_ELEMENTS // requests, 16), triton.next_power_of_2(grid.padded)), num_warps=4,
+        prefix_len,
+        arrays.ints,
+        arrays.values("block_valid"),
+        last_page_len,
+        suffix_len,
+        grid.num_requests,
+        grid.rows,
+        grid.tiles,
+        grid.room,
+        grid.padded,
+        grid.page_size,
+        table_width,
+        max(MIN_PIECE_TOKENS // grid.page_size, 1),
+        begin["qo_tile"],
+        begin["kv_tile"],
+        begin["o_indptr"],
+        begin["kv_chunk_size"],
+        begin["merge_indptr"],
+        SPLITS=grid.splits,
+        REQUESTS=requests,
+        TILES=min(max(TABLE_ELEMENTS // requests, 16), triton.next_power_of_2(grid.padded)),
+        num_warps=4,
     )
 
 
 @triton.jit(do_not_specialize=["tail", "rows", "request_stride", "row_stride", "bytes_stride"])
-def _pack_mask(mask_ptr, prefix_len_ptr, packed_ptr, tail, rows, request_stride, row_stride, bytes_stride,
-               BYTES: tl.constexpr):
+def _pack_mask(
+    mask_ptr,
+    prefix_len_ptr,
+    packed_ptr,
+    suffix_len,
+    rows,
+    request_stride,
+    row_stride,
+    bytes_stride,
+    BYTES: tl.constexpr,
+):
     request = tl.program_id(0)
     prefix = tl.load(prefix_len_ptr + request)
-    length = prefix + tail
+    length = prefix + suffix_len
     first = tl.program_id(1) * BYTES
     if first * 8 < rows * length:
         byte = first + tl.arange(0, BYTES)
@@ -160,8 +225,9 @@ def _pack_mask(mask_ptr, prefix_len_ptr, packed_ptr, tail, rows, request_stride,
         bit = byte[:, None] * 8 + place[None, :]
         row = bit // length
         column = bit - row * length - prefix
-        words = tl.load(mask_ptr + request * request_stride + row * row_stride, mask=(row < rows) & (column >= 0),
-                        other=0)
+        words = tl.load(
+            mask_ptr + request * request_stride + row * row_stride, mask=(row < rows) & (column >= 0), other=0
+        )
         seen = (column < 0) | ((words >> tl.maximum(column, 0).to(tl.int64)) & 1 == 1)
         value = tl.sum(seen.to(tl.int32) << place[None, :], 1)
         tl.store(packed_ptr + request.to(tl.int64) * bytes_stride + byte, value.to(tl.uint8), mask=byte < bytes_stride)
@@ -172,7 +238,7 @@ def mask_bytes(rows: int, max_length: int) -> int:
     return -(-rows * max_length // 128) * 16
 
 
-def write_mask(packed: Tensor, mask: Tensor, prefix_len: Tensor, tail: int) -> None:
+def write_mask(packed: Tensor, mask: Tensor, prefix_len: Tensor, suffix_len: int) -> None:
     """FlashInfer's packed masks: bit r * length + j of a request's bytes says whether its row r sees position j.
 
     packed: [B, bytes] uint8 to fill, as far as each request's length reaches. mask: [B, rows] int64, bit j is column
@@ -180,6 +246,14 @@ def write_mask(packed: Tensor, mask: Tensor, prefix_len: Tensor, tail: int) -> N
     """
     num_requests, num_bytes = packed.shape
     _pack_mask[(num_requests, triton.cdiv(num_bytes, MASK_BYTES))](
-        mask, prefix_len, packed, tail, mask.shape[1], mask.stride(0), mask.stride(1), packed.stride(0),
-        BYTES=MASK_BYTES, num_warps=4,
+        mask,
+        prefix_len,
+        packed,
+        suffix_len,
+        mask.shape[1],
+        mask.stride(0),
+        mask.stride(1),
+        packed.stride(0),
+        BYTES=MASK_BYTES,
+        num_warps=4,
     )

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Moves the KV of an accepted path to the front of its tree in one launch instead of sixteen. Called by
-`attention.kv_pool` on GPUs; its torch code is the reference."""
+`attention.kv_cache.pool` on GPUs; its torch code is the reference."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,20 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _move_path(k_ptr, v_ptr, table_ptr, length_ptr, path_ptr, table_stride, layer_stride, PAGE: tl.constexpr,
-               TOKEN: tl.constexpr, ROWS: tl.constexpr, ROWS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
+def _move_path(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    length_ptr,
+    path_ptr,
+    table_stride,
+    layer_stride,
+    PAGE: tl.constexpr,
+    TOKEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     b, layer, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     row, column = tl.arange(0, ROWS_PADDED), block * BLOCK + tl.arange(0, BLOCK)
     step = tl.load(path_ptr + b * ROWS + row, mask=row < ROWS, other=0)
@@ -33,7 +45,7 @@ def _move_path(k_ptr, v_ptr, table_ptr, length_ptr, path_ptr, table_stride, laye
 
 
 def move_path(k: Tensor, v: Tensor, page_table: Tensor, length: Tensor, path: Tensor) -> None:
-    """`attention.kv_pool.KVPool.move_path` for pools k, v [layers, pages, page_size, kv_heads, head_dim]."""
+    """`attention.kv_cache.pool.KVPool.move_path` for pools k, v [layers, pages, page_size, kv_heads, head_dim]."""
     layers, _, page_size, num_kv_heads, head_dim = k.shape
     batch, rows = path.shape
     token = num_kv_heads * head_dim
@@ -41,6 +53,17 @@ def move_path(k: Tensor, v: Tensor, page_table: Tensor, length: Tensor, path: Te
     assert page_table.stride(1) == 1
     block = min(triton.next_power_of_2(token), BLOCK)
     _move_path[(batch, layers, triton.cdiv(token, block))](
-        k, v, page_table, length, path, page_table.stride(0), k.stride(0), PAGE=page_size, TOKEN=token, ROWS=rows,
-        ROWS_PADDED=triton.next_power_of_2(rows), BLOCK=block, num_warps=4,
+        k,
+        v,
+        page_table,
+        length,
+        path,
+        page_table.stride(0),
+        k.stride(0),
+        PAGE=page_size,
+        TOKEN=token,
+        ROWS=rows,
+        ROWS_PADDED=triton.next_power_of_2(rows),
+        BLOCK=block,
+        num_warps=4,
     )

@@ -9,14 +9,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.early_launch import early_launch
-from attention.kv_pool import LayerKV
+from attention.kernels.pdl import pdl_wait
+from attention.kv_cache.pool import LayerKV
 
 
 @triton.jit
-def _rope_store(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, position_ptr, k_pool_ptr, v_pool_ptr, slot_ptr, q_row_stride,
-                q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride, GROUP: tl.constexpr,
-                GROUP_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):
+def _rope_store(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    slot_ptr,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         # Waits first, so that a kernel started by the trigger may read what any kernel before this one wrote.
@@ -39,29 +58,57 @@ def _rope_store(q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, position_ptr, k_pool_ptr,
     tl.store(v_pool_ptr + target + d, v.to(v_pool_ptr.dtype.element_ty))
 
 
-def rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: LayerKV,
-               kv_slots: Tensor, pdl: bool = False) -> None:
+def rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: LayerKV,
+    slot_mapping: Tensor,
+    pdl: bool = False,
+) -> None:
     """Rotate q [rows, q_heads, head_dim] in place; write rotated k and v [rows, kv_heads, head_dim] to `kv`.
 
     q, k and v may be views of one packed product (last stride 1). cos, sin: [max_position, head_dim / 2] float32,
-    contiguous; positions: [rows] int64, the rows' lines in them. kv_slots: [rows] int64 token indices; rows that share
-    one (padding) leave any one of their values. k and v themselves stay as they are. pdl: launch before the previous
-    kernel ends (compute capability 9 or later).
+    contiguous; positions: [rows] int64, the rows' lines in them. slot_mapping: [rows] int64 token indices; rows that
+    share one (padding) leave any one of their values. k and v themselves stay as they are. pdl: launch before the
+    previous kernel ends (compute capability 9 or later).
     """
     rows, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     assert cos.dtype == sin.dtype == torch.float32 and cos.shape[-1] == head_dim // 2 and positions.is_contiguous()
-    assert kv.k.is_contiguous() and kv.v.is_contiguous() and kv_slots.is_contiguous()
+    assert kv.k.is_contiguous() and kv.v.is_contiguous() and slot_mapping.is_contiguous()
     _rope_store[(rows, num_kv_heads)](
-        q, k, v, cos, sin, positions, kv.k, kv.v, kv_slots, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        v.stride(0), v.stride(1), GROUP=group, GROUP_PADDED=triton.next_power_of_2(group), KV_HEADS=num_kv_heads,
-        D=head_dim, num_warps=1, **early_launch(pdl),
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        positions,
+        kv.k,
+        kv.v,
+        slot_mapping,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        GROUP=group,
+        GROUP_PADDED=triton.next_power_of_2(group),
+        KV_HEADS=num_kv_heads,
+        D=head_dim,
+        num_warps=1,
+        **pdl_wait(pdl),
     )
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: LayerKV,
-              kv_slots: Tensor) -> None:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: LayerKV, slot_mapping: Tensor
+) -> None:
     """The same in torch."""
     cos, sin = (x[positions].unsqueeze(1) for x in (cos, sin))
     rotated = []
@@ -69,5 +116,5 @@ def reference(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positio
         first, second = x.float().chunk(2, dim=-1)
         rotated.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype))
     q.copy_(rotated[0])
-    kv.k.view(-1, *k.shape[1:]).index_copy_(0, kv_slots, rotated[1])
-    kv.v.view(-1, *v.shape[1:]).index_copy_(0, kv_slots, v)
+    kv.k.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, rotated[1])
+    kv.v.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)

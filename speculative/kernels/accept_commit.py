@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Acceptance and commit in one launch instead of about forty-five. Called by `speculative.decoding` on GPUs.
 
-Reference: `speculative.acceptance.accept`, then `workers.slots.SlotTable.commit` and `verdict_of`.
+Reference: `speculative.acceptance.accept`, then `workers.runner.slot_table.SlotTable.commit` and `verdict_of`.
 """
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from speculative.acceptance import Accepted, Verdict
 from speculative.tree import Tree
-from workers.kernels.commit import settle
-from workers.kernels.noise import mix
-from workers.slots import Commit, SlotTable
+from workers.runner.kernels.commit import settle
+from workers.runner.slot_table import Commit, SlotTable
+from workers.sampling.kernels.gumbel import mix
 
 
 @triton.jit
@@ -25,12 +25,45 @@ def _synthetic(depth, mask, node, inside, wanted, W: tl.constexpr):
 
 
 @triton.jit
-def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chosen_ptr, slot_ptr, seq_len_ptr,
-                   bonus_ptr, bonus_stride, max_len_ptr, max_len_stride, finished_ptr, finished_stride,
-                   speculative_ptr, speculative_stride, stop_ptr, seed_ptr, seed_stride, certain, share, path_ptr,
-                   out_ptr, accepted_ptr, count_ptr, finish_ptr, row_ptr, newest_ptr, position_ptr, reported_ptr,
-                   W: tl.constexpr, W_PADDED: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr,
-                   STOP: tl.constexpr, LENGTH: tl.constexpr, SYNTHETIC: tl.constexpr):
+def _accept_commit(
+    token_ptr,
+    parent_ptr,
+    depth_ptr,
+    mask_ptr,
+    tree_stride,
+    chosen_ptr,
+    slot_ptr,
+    seq_len_ptr,
+    bonus_ptr,
+    bonus_stride,
+    max_len_ptr,
+    max_len_stride,
+    finished_ptr,
+    finished_stride,
+    speculative_ptr,
+    speculative_stride,
+    stop_ptr,
+    seed_ptr,
+    seed_stride,
+    certain,
+    share,
+    path_ptr,
+    out_ptr,
+    accepted_ptr,
+    count_ptr,
+    finish_ptr,
+    row_ptr,
+    newest_ptr,
+    position_ptr,
+    reported_ptr,
+    W: tl.constexpr,
+    W_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STOPS: tl.constexpr,
+    STOP: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SYNTHETIC: tl.constexpr,
+):
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     node = tl.arange(0, W_PADDED)
@@ -75,8 +108,22 @@ def _accept_commit(token_ptr, parent_ptr, depth_ptr, mask_ptr, tree_stride, chos
         first_stop = tl.where(is_stop & (first_stop == COLUMNS), j, first_stop)
         end = tl.where(first_stop < count, first_stop + 1, count)
         last = tl.where(j == end - 1, emitted, last)
-    count, finish = settle(slot, length, count, first_stop, last, seq_len_ptr, bonus_ptr, bonus_stride, max_len_ptr,
-                           max_len_stride, finished_ptr, finished_stride, STOP, LENGTH)
+    count, finish = settle(
+        slot,
+        length,
+        count,
+        first_stop,
+        last,
+        seq_len_ptr,
+        bonus_ptr,
+        bonus_stride,
+        max_len_ptr,
+        max_len_stride,
+        finished_ptr,
+        finished_stride,
+        STOP,
+        LENGTH,
+    )
     tl.store(accepted_ptr + b, num_drafts)
     tl.store(count_ptr + b, count)
     tl.store(finish_ptr + b, finish)
@@ -91,7 +138,7 @@ def accept_commit(
 ) -> Verdict:
     """What `accept` (or `accept_synthetic` with a length) and `SlotTable.commit` return for slots [B] int64, trees and
     choices [B, W] int64, as a verdict; changes the table in place."""
-    from workers.plan import FINISH_LENGTH, FINISH_STOP
+    from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = (tree.tokens, tree.parents, tree.depths, tree.masks)
@@ -105,11 +152,40 @@ def accept_commit(
     share = synthetic_length - 1 - certain if synthetic_length is not None else 0.0
     finished, speculative = table.finished.view(torch.int8), table.speculative.view(torch.int8)
     _accept_commit[(batch,)](
-        *fields, fields[0].stride(0), chosen, slots, table.seq_len, table.bonus, table.bonus.stride(0), table.max_len,
-        table.max_len.stride(0), finished, finished.stride(0), speculative, speculative.stride(0), table.stop_ids,
-        table.seed, table.seed.stride(0), certain, share, path, tokens, num_drafts, counts, finish, rows, newest,
-        position, reported, W=width, W_PADDED=triton.next_power_of_2(width), COLUMNS=columns,
-        STOPS=table.stop_ids.shape[1], STOP=FINISH_STOP, LENGTH=FINISH_LENGTH, SYNTHETIC=synthetic_length is not None,
+        *fields,
+        fields[0].stride(0),
+        chosen,
+        slots,
+        table.seq_len,
+        table.bonus,
+        table.bonus.stride(0),
+        table.max_len,
+        table.max_len.stride(0),
+        finished,
+        finished.stride(0),
+        speculative,
+        speculative.stride(0),
+        table.stop_ids,
+        table.seed,
+        table.seed.stride(0),
+        certain,
+        share,
+        path,
+        tokens,
+        num_drafts,
+        counts,
+        finish,
+        rows,
+        newest,
+        position,
+        reported,
+        W=width,
+        W_PADDED=triton.next_power_of_2(width),
+        COLUMNS=columns,
+        STOPS=table.stop_ids.shape[1],
+        STOP=FINISH_STOP,
+        LENGTH=FINISH_LENGTH,
+        SYNTHETIC=synthetic_length is not None,
         num_warps=1,
     )
     table.count_output(slots, tokens, counts)

@@ -1,19 +1,29 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The input of an EAGLE-3 layer, both norms side by side, in one launch instead of four. Called by
-`speculative.heads` on GPUs."""
+`speculative.draft_models.eagle` on GPUs."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.early_launch import early_launch, launches_early
-from workers.kernels.rows import normed, num_warps, rms_norm_reference
+from attention.kernels.pdl import pdl_wait, supports_pdl
+from workers.layers.kernels.norm_activation import normed, num_warps, rms_norm_reference
 
 
 @triton.jit
-def _head_input(id_ptr, table_ptr, hidden_ptr, table_weight_ptr, hidden_weight_ptr, out_ptr, size, eps,
-                BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _head_input(
+    id_ptr,
+    table_ptr,
+    hidden_ptr,
+    table_weight_ptr,
+    hidden_weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -30,8 +40,9 @@ def _head_input(id_ptr, table_ptr, hidden_ptr, table_weight_ptr, hidden_weight_p
     tl.store(out_ptr + (2 * row + second) * size + column, out, mask=inside)
 
 
-def head_input(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor,
-               eps: float) -> Tensor:
+def head_input(
+    ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
     """[rows, 2 * size]: RMSNorm of table[ids] and of hidden [rows, size], side by side.
 
     ids: [rows] int64. table: [vocabulary, size]. All of one dtype and contiguous. Reference: `reference`.
@@ -42,14 +53,24 @@ def head_input(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor,
     out = torch.empty((rows, 2 * size), dtype=hidden.dtype, device=hidden.device)
     block = triton.next_power_of_2(size)
     _head_input[(rows, 2)](
-        ids, table, hidden, table_weight, hidden_weight, out, size, eps, BLOCK=block,
-        num_warps=num_warps(block), **early_launch(launches_early(hidden.device)),
+        ids,
+        table,
+        hidden,
+        table_weight,
+        hidden_weight,
+        out,
+        size,
+        eps,
+        BLOCK=block,
+        num_warps=num_warps(block),
+        **pdl_wait(supports_pdl(hidden.device)),
     )
     return out
 
 
-def reference(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor,
-              eps: float) -> Tensor:
+def reference(
+    ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
     """The same in torch."""
     inputs = ((table[ids], table_weight), (hidden, hidden_weight))
     return torch.cat([rms_norm_reference(x, weight, eps) for x, weight in inputs], dim=-1)

@@ -12,9 +12,24 @@ from speculative.tree import RoundRows, Tree
 
 
 @triton.jit
-def _read_trees(slot_ptr, token_ptr, parent_ptr, depth_ptr, mask_ptr, seq_len_ptr, tree_ptr, id_ptr, position_ptr,
-                length_ptr, word_ptr, field_size, W: tl.constexpr, W_TABLE: tl.constexpr, W_PADDED: tl.constexpr,
-                WORDS: tl.constexpr):
+def _read_trees(
+    slot_ptr,
+    token_ptr,
+    parent_ptr,
+    depth_ptr,
+    mask_ptr,
+    seq_len_ptr,
+    tree_ptr,
+    id_ptr,
+    position_ptr,
+    length_ptr,
+    word_ptr,
+    field_size,
+    W: tl.constexpr,
+    W_TABLE: tl.constexpr,
+    W_PADDED: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     node = tl.arange(0, W_PADDED)
@@ -49,8 +64,19 @@ def read_trees(
         assert mask_words.shape[:2] == (batch, width) and mask_words.is_contiguous() and mask_words.shape[2] % 2 == 0
         words = mask_words.shape[2] // 2
     _read_trees[(batch,)](
-        slots, *fields, seq_len, tree, ids, positions, length,
-        length if mask_words is None else mask_words.view(torch.uint32), batch * width, W=width,
-        W_TABLE=fields[0].shape[1], W_PADDED=triton.next_power_of_2(width), WORDS=words, num_warps=1,
+        slots,
+        *fields,
+        seq_len,
+        tree,
+        ids,
+        positions,
+        length,
+        length if mask_words is None else mask_words.view(torch.uint32),
+        batch * width,
+        W=width,
+        W_TABLE=fields[0].shape[1],
+        W_PADDED=triton.next_power_of_2(width),
+        WORDS=words,
+        num_warps=1,
     )
     return RoundRows(Tree(*tree.unbind(0)), length, ids, positions)

@@ -13,10 +13,30 @@ from speculative.tree import MAX_CUT_CANDIDATES, Candidates, Children, Level
 
 
 @triton.jit
-def _grow(score_ptr, id_ptr, map_ptr, above_score_ptr, above_candidate_ptr, above_mask_ptr, found_token_ptr,
-          found_score_ptr, found_parent_ptr, token_ptr, level_score_ptr, candidate_ptr, mask_ptr, parent_ptr,
-          num_candidates, first, first_bit, HAS_MAP: tl.constexpr, ROOT: tl.constexpr, PARENTS: tl.constexpr,
-          K: tl.constexpr, CHILDREN: tl.constexpr):
+def _grow(
+    score_ptr,
+    id_ptr,
+    map_ptr,
+    above_score_ptr,
+    above_candidate_ptr,
+    above_mask_ptr,
+    found_token_ptr,
+    found_score_ptr,
+    found_parent_ptr,
+    token_ptr,
+    level_score_ptr,
+    candidate_ptr,
+    mask_ptr,
+    parent_ptr,
+    num_candidates,
+    first,
+    first_bit,
+    HAS_MAP: tl.constexpr,
+    ROOT: tl.constexpr,
+    PARENTS: tl.constexpr,
+    K: tl.constexpr,
+    CHILDREN: tl.constexpr,
+):
     b = tl.program_id(0)
     child = tl.arange(0, CHILDREN)
     there = child < PARENTS * K
@@ -57,24 +77,62 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
     parents = 1 if above is None else k
     batch, device = candidates.tokens.shape[0], candidates.tokens.device
     tokens, candidate, mask = torch.empty((3, batch, k), dtype=torch.int64, device=device).unbind(0)
-    level = Level(tokens, torch.empty((batch, k), dtype=torch.float32, device=device), candidate, mask,
-                  torch.empty(batch * k, dtype=torch.int64, device=device))
+    level = Level(
+        tokens,
+        torch.empty((batch, k), dtype=torch.float32, device=device),
+        candidate,
+        mask,
+        torch.empty(batch * k, dtype=torch.int64, device=device),
+    )
     over = above or level
     assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous()
     _grow[(batch,)](
-        children.log_probabilities, children.ids, children.target_ids, over.scores, over.candidate, over.mask,
-        candidates.tokens, candidates.scores, candidates.parents, level.tokens, level.scores, level.candidate,
-        level.mask, level.parent, candidates.tokens.shape[1], first, first_bit,
-        HAS_MAP=children.target_ids is not None, ROOT=above is None, PARENTS=parents, K=k,
-        CHILDREN=triton.next_power_of_2(parents * k), num_warps=1,
+        children.log_probabilities,
+        children.ids,
+        children.target_ids,
+        over.scores,
+        over.candidate,
+        over.mask,
+        candidates.tokens,
+        candidates.scores,
+        candidates.parents,
+        level.tokens,
+        level.scores,
+        level.candidate,
+        level.mask,
+        level.parent,
+        candidates.tokens.shape[1],
+        first,
+        first_bit,
+        HAS_MAP=children.target_ids is not None,
+        ROOT=above is None,
+        PARENTS=parents,
+        K=k,
+        CHILDREN=triton.next_power_of_2(parents * k),
+        num_warps=1,
     )
     return level
 
 
 @triton.jit
-def _cut(found_token_ptr, found_score_ptr, found_parent_ptr, depth_ptr, slot_ptr, bonus_ptr, bonus_stride, token_ptr,
-         parent_ptr, tree_depth_ptr, mask_ptr, num_candidates, W: tl.constexpr, NODES: tl.constexpr,
-         CANDIDATES: tl.constexpr, MAX_DEPTH: tl.constexpr):
+def _cut(
+    found_token_ptr,
+    found_score_ptr,
+    found_parent_ptr,
+    depth_ptr,
+    slot_ptr,
+    bonus_ptr,
+    bonus_stride,
+    token_ptr,
+    parent_ptr,
+    tree_depth_ptr,
+    mask_ptr,
+    num_candidates,
+    W: tl.constexpr,
+    NODES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+):
     b = tl.program_id(0)
     c = tl.arange(0, CANDIDATES)
     there = c < num_candidates
@@ -114,7 +172,18 @@ def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[T
     assert num_candidates <= MAX_CUT_CANDIDATES
     assert all(f.is_contiguous() and f.shape == fields[0].shape for f in fields)
     _cut[(batch,)](
-        candidates.tokens, candidates.scores, candidates.parents, candidates.depths, slots, bonus, bonus.stride(0),
-        *fields, num_candidates, W=width, NODES=triton.next_power_of_2(width),
-        CANDIDATES=max(16, triton.next_power_of_2(num_candidates)), MAX_DEPTH=candidates.max_depth, num_warps=4,
+        candidates.tokens,
+        candidates.scores,
+        candidates.parents,
+        candidates.depths,
+        slots,
+        bonus,
+        bonus.stride(0),
+        *fields,
+        num_candidates,
+        W=width,
+        NODES=triton.next_power_of_2(width),
+        CANDIDATES=max(16, triton.next_power_of_2(num_candidates)),
+        MAX_DEPTH=candidates.max_depth,
+        num_warps=4,
     )

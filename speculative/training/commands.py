@@ -283,5 +283,5 @@ def open_checkpoint(arguments: argparse.Namespace) -> Checkpoint:
 
 def mean_tail(losses: Sequence[float]) -> float:
     """The mean of the last fifty losses."""
-    tail = losses[-50:]
-    return sum(tail) / max(len(tail), 1)
+    decode = losses[-50:]
+    return sum(decode) / max(len(decode), 1)

@@ -12,8 +12,13 @@ from attention.limits import AttentionUse
 from attention.metadata import Mode
 from tests.support.attention_cases import WORKS, Shape, use_of
 
-PLACES = {"CPU": ("cpu", None), "8.0": ("cuda", (8, 0)), "9.0": ("cuda", (9, 0)), "10.0": ("cuda", (10, 0)),
-          "12.0": ("cuda", (12, 0))}
+PLACES = {
+    "CPU": ("cpu", None),
+    "8.0": ("cuda", (8, 0)),
+    "9.0": ("cuda", (9, 0)),
+    "10.0": ("cuda", (10, 0)),
+    "12.0": ("cuda", (12, 0)),
+}
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256, 512)
 GROUPS = (1, 3, 4, 8, 16, 32, 64)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,8 +35,11 @@ def matrix() -> str:
     for name in BACKENDS:
         cells = [_places(name, [use_of(work, Shape(), *place) for place in PLACES.values()]) for work in WORKS]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    lines += ["", "| backend | page sizes | head dims | query heads per KV head | types | reads lengths on the host |",
-              "| --- | --- | --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "| backend | page sizes | head dims | query heads per KV head | types | reads lengths on the host |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
     lines += ["", "Refused, in the words of a refused start:", ""]
     lines += [f"- `{name}`: {'; '.join(_refusals(name))}" for name in BACKENDS]
@@ -70,9 +78,14 @@ def _refusals(name: str) -> list[str]:
     """Each reason once, in the order of the uses asked."""
     home = _home()
     asked = [use_of(work, Shape(), *place) for work in WORKS for place in PLACES.values()]
-    asked += [dataclasses.replace(home, page_size=1), dataclasses.replace(home, head_dim=80),
-              dataclasses.replace(home, head_dim=512), dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
-              dataclasses.replace(home, dtype=torch.float32), dataclasses.replace(home, mla=True)]
+    asked += [
+        dataclasses.replace(home, page_size=1),
+        dataclasses.replace(home, head_dim=80),
+        dataclasses.replace(home, head_dim=512),
+        dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
+        dataclasses.replace(home, dtype=torch.float32),
+        dataclasses.replace(home, mla=True),
+    ]
     reasons = [refusal(name, use) for use in asked]
     return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 

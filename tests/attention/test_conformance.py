@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from attention.backend import BACKENDS, AttentionBackend, build_backend, refusal
-from attention.kv_pool import LayerKV
-from attention.metadata import ChunkBatch, Mode, TailBatch
-from attention.torch_backend import TorchBackend
+from attention.backends.torch_backend import TorchBackend
+from attention.kv_cache.pool import LayerKV
+from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from tests.bench.gpu_time import captured
 from tests.support.attention_cases import (
     LENGTHS,
@@ -30,18 +30,20 @@ from tests.support.attention_cases import (
     WORKS,
     Shape,
     Work,
-    chunk_batch,
+    decode_batch,
     num_pages,
+    prefill_batch,
     random_pool,
     random_rows,
-    tail_batch,
     use_of,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 WIDE = Work("verify a wide tree", Mode.VERIFY, 40, 40, tree=True)  # a mask of more than 32 bits a row
-CASES = [pytest.param(work, shape, id=f"{work.name.replace(' ', '_')}-{shape.name}")
-         for work, shape in (*itertools.product(WORKS, SHAPES), (WIDE, SHAPES[0]))]
+CASES = [
+    pytest.param(work, shape, id=f"{work.name.replace(' ', '_')}-{shape.name}")
+    for work, shape in (*itertools.product(WORKS, SHAPES), (WIDE, SHAPES[0]))
+]
 on_gpu = pytest.mark.gpu
 
 
@@ -82,12 +84,12 @@ class Conformance:
         torch.manual_seed(len(name) + 10 * work.rows + shape.page_size)
         self.backend: AttentionBackend = build_backend(name, work.mode)
         self.work, self.shape, self.device = work, shape, device
-        self.kv = random_pool(shape, num_pages(shape.page_size, work.tail), device).layer(0)
-        self.batch: TailBatch | ChunkBatch
+        self.kv = random_pool(shape, num_pages(shape.page_size, work.suffix_len), device).layer(0)
+        self.batch: DecodeBatch | PrefillBatch
         if work.mode is Mode.PREFILL:
-            self.batch = chunk_batch(shape, device)
+            self.batch = prefill_batch(shape, device)
         else:
-            self.batch = dataclasses.replace(tail_batch(work, shape, LENGTHS[0], device), max_kv_len=MAX_LENGTH)
+            self.batch = dataclasses.replace(decode_batch(work, shape, LENGTHS[0], device), max_kv_len=MAX_LENGTH)
         self.q = random_rows(self.batch.num_rows, shape, device)
         self.scale = shape.head_dim**-0.5 * 1.25  # not the default of any library
 
@@ -112,8 +114,8 @@ class Conformance:
     def fill(self, lengths: tuple[int, ...]) -> None:
         """Other requests: lengths, pages, masks and rows, in place."""
         self.q.copy_(random_rows(self.batch.num_rows, self.shape, self.device))
-        if isinstance(self.batch, TailBatch):
-            other = tail_batch(self.work, self.shape, lengths, self.device)
+        if isinstance(self.batch, DecodeBatch):
+            other = decode_batch(self.work, self.shape, lengths, self.device)
             for name in ("prefix_len", "mask", "page_table"):
                 getattr(self.batch, name).copy_(getattr(other, name))
 

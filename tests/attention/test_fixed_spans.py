@@ -9,17 +9,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.kernels import splits, tail  # noqa: E402
-from attention.kv_pool import KVPool  # noqa: E402
-from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask  # noqa: E402
-from attention.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
+from attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
+from attention.kernels import decode, split_kv  # noqa: E402
+from attention.kv_cache.pool import KVPool  # noqa: E402
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
 from tests.attention.test_triton_backend import (  # noqa: E402
     assert_close,
-    check_chunks,
+    check_prefill,
+    random_decode,
     random_pool,
     random_rows,
     random_table,
-    random_tail,
 )
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
@@ -49,48 +49,56 @@ class Text:
     def chain(self, prefix: int, rows: int) -> Tensor:
         mode = Mode.DECODE if rows == 1 else Mode.VERIFY
         length = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
-        batch = TailBatch(mode, rows, rows, length, causal_mask(1, rows, DEVICE), self.table, prefix + rows)
+        batch = DecodeBatch(mode, rows, rows, length, causal_mask(1, rows, DEVICE), self.table, prefix + rows)
         return attend(self.pool, batch, self.q[prefix : prefix + rows])
 
     def chunks(self, cuts: list[int]) -> Tensor:
         """All rows, as the chunks between `cuts` in one batch."""
         starts = tuple(cuts[:-1])
-        batch = ChunkBatch(tuple(cuts), starts, self.table.expand(len(starts), -1))
+        batch = PrefillBatch(tuple(cuts), starts, self.table.expand(len(starts), -1))
         return attend(self.pool, batch, self.q)
 
 
-def attend(pool: KVPool, batch: TailBatch | ChunkBatch, q: Tensor, backend: TritonBackend | None = None) -> Tensor:
+def attend(pool: KVPool, batch: DecodeBatch | PrefillBatch, q: Tensor, backend: TritonBackend | None = None) -> Tensor:
     return (backend or TritonBackend(SPAN)).prepare(batch).forward(q, pool.layer(0), SCALE)
 
 
 def test_spans_hold_the_longest_context() -> None:
     for length, span in ((2, 1024), (8192, 1024), (32768, 1024), (32769, 2048), (131072, 4096)):
         assert fixed_span(length) == span
-        assert span * tail.MAX_SPLITS >= 2 * length
+        assert span * decode.MAX_SPLITS >= 2 * length
 
 
 def test_contexts_are_cut_at_the_same_places_in_every_batch() -> None:
     prefix = torch.tensor([0, 99, 100, 356], dtype=torch.int32, device=DEVICE)
     for max_kv_len in (358, 700):
-        items = splits.plan_spans(prefix, 1, 100, max_kv_len)
-        used = [row[:6] for row in items.items.tolist() if row[0] != splits.IDLE.value]
+        items = split_kv.plan_spans(prefix, 1, 100, max_kv_len)
+        used = [row[:6] for row in items.items.tolist() if row[0] != split_kv.IDLE.value]
         each = -(-max_kv_len // 100)
-        assert [row[:3] for row in used] == [[0, 0, 1], [1, 0, 100], [2, 0, 100], [2, 100, 101], [3, 0, 100],
-                                             [3, 100, 200], [3, 200, 300], [3, 300, 357]]
+        assert [row[:3] for row in used] == [
+            [0, 0, 1],
+            [1, 0, 100],
+            [2, 0, 100],
+            [2, 100, 101],
+            [3, 0, 100],
+            [3, 100, 200],
+            [3, 200, 300],
+            [3, 300, 357],
+        ]
         assert [row[5] for row in used] == [1, 1, 2, 2, 4, 4, 4, 4]
         assert [row[3] - row[4] for row in used] == [0, 0, 0, 1, 0, 1, 2, 3]
         assert items.requests.tolist() == [[0, 1], [each, 1], [2 * each, 2], [3 * each, 4]]
 
 
-@pytest.mark.parametrize("rows,tail_len", [(1, 1), (4, 4), (5, 9), (21, 21)])
+@pytest.mark.parametrize("rows,suffix_len", [(1, 1), (4, 4), (5, 9), (21, 21)])
 @pytest.mark.parametrize("mode", [Mode.VERIFY, Mode.DRAFT_EXTEND])
-def test_attention_is_right(rows: int, tail_len: int, mode: Mode) -> None:
+def test_attention_is_right(rows: int, suffix_len: int, mode: Mode) -> None:
     torch.manual_seed(rows)
-    num_pages = sum(-(-(n + tail_len) // PAGE) for n in PREFIXES) + 3
+    num_pages = sum(-(-(n + suffix_len) // PAGE) for n in PREFIXES) + 3
     pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, DTYPE)
-    batch = random_tail(mode, rows, tail_len, PREFIXES, PAGE, num_pages)
+    batch = random_decode(mode, rows, suffix_len, PREFIXES, PAGE, num_pages)
     q = random_rows(batch.num_rows, GROUP * KV_HEADS, HEAD_DIM, DTYPE)
-    assert_close(attend(pool, batch, q), tail.reference(q, pool.layer(0), batch, SCALE), DTYPE)
+    assert_close(attend(pool, batch, q), decode.reference(q, pool.layer(0), batch, SCALE), DTYPE)
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8])
@@ -112,9 +120,9 @@ def test_rows_of_a_tree_equal_those_of_their_path() -> None:
         text = Text(prefix + width)
         length = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
         mask = torch.tensor([masks], device=DEVICE)
-        batch = TailBatch(Mode.VERIFY, width, width, length, mask, text.table, prefix + width)
+        batch = DecodeBatch(Mode.VERIFY, width, width, length, mask, text.table, prefix + width)
         tree = attend(text.pool, batch, text.q[prefix:])
-        assert_close(tree, tail.reference(text.q[prefix:], text.pool.layer(0), batch, SCALE), DTYPE)
+        assert_close(tree, decode.reference(text.q[prefix:], text.pool.layer(0), batch, SCALE), DTYPE)
         for depth, node in enumerate(path):  # what a commit does, and the queries too
             place, source = (token_place(text.table, prefix + column) for column in (depth, node))
             for x in (text.pool.k, text.pool.v):
@@ -134,13 +142,20 @@ def test_rows_do_not_depend_on_the_other_requests(rows: int) -> None:
     torch.manual_seed(9)
     num_pages = sum(-(-(n + rows) // PAGE) for n in PREFIXES) + 3
     pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, DTYPE)
-    whole = random_tail(Mode.VERIFY, rows, rows, PREFIXES, PAGE, num_pages)
+    whole = random_decode(Mode.VERIFY, rows, rows, PREFIXES, PAGE, num_pages)
     q = random_rows(whole.num_rows, GROUP * KV_HEADS, HEAD_DIM, DTYPE)
     backend = TritonBackend(SPAN)
     expected = attend(pool, whole, q, backend).view(len(PREFIXES), rows, -1)
     for chosen in [[i] for i in range(len(PREFIXES))] + [[2, 0], [4, 1, 3], [3, 3, 2]]:
-        part = TailBatch(Mode.VERIFY, rows, rows, whole.prefix_len[chosen], whole.mask[chosen],
-                         whole.page_table[chosen], max(PREFIXES[i] for i in chosen) + rows)
+        part = DecodeBatch(
+            Mode.VERIFY,
+            rows,
+            rows,
+            whole.prefix_len[chosen],
+            whole.mask[chosen],
+            whole.page_table[chosen],
+            max(PREFIXES[i] for i in chosen) + rows,
+        )
         own = q.view(len(PREFIXES), rows, *q.shape[1:])[chosen].flatten(0, 1)
         for batch in (part, dataclasses.replace(part, max_kv_len=8 * SPAN)):
             out = attend(pool, batch, own, backend).view(len(chosen), rows, -1)
@@ -159,7 +174,7 @@ def test_prompts_equal_decoding_however_they_are_cut() -> None:
 
 
 def test_pieces_cover_every_row() -> None:
-    batch = ChunkBatch((0, 3, 43, 43 + 16), (9, 0, 100), torch.zeros((3, 8), dtype=torch.int32, device=DEVICE))
+    batch = PrefillBatch((0, 3, 43, 43 + 16), (9, 0, 100), torch.zeros((3, 8), dtype=torch.int32, device=DEVICE))
     pieces = list_pieces(batch, 16)
     assert [p for p in pieces if p[0] == 0] == [(0, 0, 9, 1), (0, 1, 10, 1), (0, 2, 11, 1)]
     assert [p for p in pieces if p[0] == 1] == [(1, 3, 0, 16), (1, 19, 16, 16), (1, 27, 24, 16)]
@@ -168,6 +183,6 @@ def test_pieces_cover_every_row() -> None:
 
 def test_chunks_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for few pieces at once."""
-    monkeypatch.setattr("attention.triton_backend.MAX_PIECE_SLOTS", 3)
+    monkeypatch.setattr("attention.backends.triton_backend.MAX_PIECE_SLOTS", 3)
     monkeypatch.setattr("tests.attention.test_triton_backend.build_backend", lambda *_: TritonBackend(SPAN))
-    check_chunks([0, 40, 3], [50, 2, 2 * SPAN], GROUP, KV_HEADS, HEAD_DIM, PAGE, DTYPE)
+    check_prefill([0, 40, 3], [50, 2, 2 * SPAN], GROUP, KV_HEADS, HEAD_DIM, PAGE, DTYPE)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attention.backend import build_backend
-from attention.flashinfer_backend import Extent, paged
-from attention.metadata import ChunkBatch, Mode
-from tests.support.attention_cases import Shape, chunk_batch, num_pages, random_pool, random_rows
+from attention.backends.flashinfer_backend import Extent, paged
+from attention.metadata import Mode, PrefillBatch
+from tests.support.attention_cases import Shape, num_pages, prefill_batch, random_pool, random_rows
 
 CPU = torch.device("cpu")
 SHAPE = Shape()
@@ -56,8 +56,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompt_chunks_are_planned_from_the_step_plan_alone() -> None:
     """Their page table may be anywhere: on the meta device no value can be read."""
-    host = chunk_batch(SHAPE, CPU)
-    batch = ChunkBatch(host.qo_indptr, host.starts, host.page_table.to("meta"))
+    host = prefill_batch(SHAPE, CPU)
+    batch = PrefillBatch(host.qo_indptr, host.starts, host.page_table.to("meta"))
     prepared = build_backend("flashinfer", Mode.PREFILL).prepare(batch)
     assert prepared.extent.kv_lens == [40, 34, 135, 1064]  # type: ignore[attr-defined]
 
@@ -67,7 +67,7 @@ def test_prompt_chunks_are_planned_from_the_step_plan_alone() -> None:
         prepared.forward(random_rows(host.num_rows, SHAPE, CPU), kv, 0.125)
     (wrapper,) = RecordingWrapper.made
     assert wrapper.settings == {"backend": "fa3"}
-    ((qo_indptr, kv_indptr, _, last_page_len, *shape), options), = wrapper.plans  # once, not for each layer
+    (((qo_indptr, kv_indptr, _, last_page_len, *shape), options),) = wrapper.plans  # once, not for each layer
     assert qo_indptr.tolist() == [0, 40, 41, 171, 235] and kv_indptr.tolist() == [0, 3, 6, 15, 82]
     assert last_page_len.tolist() == [8, 2, 7, 8]
     assert shape == [8, 2, 128, 16] and options["sm_scale"] == 0.125 and options["causal"]
@@ -76,7 +76,7 @@ def test_prompt_chunks_are_planned_from_the_step_plan_alone() -> None:
 def test_plans_take_turns_on_two_wrappers() -> None:
     backend = build_backend("flashinfer", Mode.PREFILL)
     kv = random_pool(SHAPE, num_pages(16, 1), CPU).layer(0)
-    batch = chunk_batch(SHAPE, CPU)
+    batch = prefill_batch(SHAPE, CPU)
     for _ in range(5):
         backend.prepare(batch).forward(random_rows(batch.num_rows, SHAPE, CPU), kv, 1.0)
     assert [len(wrapper.plans) for wrapper in RecordingWrapper.made] == [3, 2]

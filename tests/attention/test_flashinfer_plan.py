@@ -1,6 +1,6 @@
 """The cuts and packed masks that FlashInfer's kernels read, as written on the device, against the same written with
 loops: on a GPU, or small cases under Triton's interpreter (TRITON_INTERPRET=1). The library's own plans are compared on
-a GPU whenever the backend first meets a kind of pass (`attention.flashinfer_backend`)."""
+a GPU whenever the backend first meets a kind of pass (`attention.backends.flashinfer_backend`)."""
 
 import pytest
 import torch
@@ -32,7 +32,9 @@ def planned(grid: Grid, lengths: list[int]) -> dict[str, list[int]]:
         size += 1
     tiles = [
         (request, qo_tile, kv_tile)
-        for request, n in enumerate(pages) for qo_tile in range(grid.tiles) for kv_tile in range(-(-n // size))
+        for request, n in enumerate(pages)
+        for qo_tile in range(grid.tiles)
+        for kv_tile in range(-(-n // size))
     ]
     o_indptr, merge_indptr = [0], [0]
     for n in pages:
@@ -44,9 +46,14 @@ def planned(grid: Grid, lengths: list[int]) -> dict[str, list[int]]:
     assert spare >= 0
     request, qo_tile, kv_tile = ([*column, *[0] * spare] for column in zip(*tiles, strict=True))
     return {
-        "request": request, "qo_tile": qo_tile, "kv_tile": kv_tile, "o_indptr": o_indptr,
-        "kv_chunk_size": [size * grid.page_size], "total_num_rows": [grid.num_requests * grid.rows],
-        "merge_indptr": merge_indptr, "block_valid": [1] * len(tiles) + [0] * spare,
+        "request": request,
+        "qo_tile": qo_tile,
+        "kv_tile": kv_tile,
+        "o_indptr": o_indptr,
+        "kv_chunk_size": [size * grid.page_size],
+        "total_num_rows": [grid.num_requests * grid.rows],
+        "merge_indptr": merge_indptr,
+        "block_valid": [1] * len(tiles) + [0] * spare,
     }
 
 
@@ -76,19 +83,19 @@ def test_arrays_begin_at_16_bytes_and_hold_what_was_last_cut() -> None:
         assert arrays.values("block_valid").tolist() == planned(grid, [n + 2 for n in prefixes])["block_valid"]
 
 
-@pytest.mark.parametrize(("rows", "tail"), [(6, 6), (3, 9), (40, 40)])
-def test_packed_masks_show_each_row_its_prefix_and_its_columns(rows: int, tail: int) -> None:
+@pytest.mark.parametrize(("rows", "suffix_len"), [(6, 6), (3, 9), (40, 40)])
+def test_packed_masks_show_each_row_its_prefix_and_its_columns(rows: int, suffix_len: int) -> None:
     torch.manual_seed(0)
     prefixes = [1, 17, 0, 40 if INTERPRETED else 3000]
-    mask = torch.randint(0, 1 << tail, (4, rows), dtype=torch.int64, device=DEVICE)
-    packed = torch.full((4, mask_bytes(rows, max(prefixes) + tail)), 170, dtype=torch.uint8, device=DEVICE)
-    write_mask(packed, mask, torch.tensor(prefixes, dtype=torch.int32, device=DEVICE), tail)
+    mask = torch.randint(0, 1 << suffix_len, (4, rows), dtype=torch.int64, device=DEVICE)
+    packed = torch.full((4, mask_bytes(rows, max(prefixes) + suffix_len)), 170, dtype=torch.uint8, device=DEVICE)
+    write_mask(packed, mask, torch.tensor(prefixes, dtype=torch.int32, device=DEVICE), suffix_len)
     for b, prefix in enumerate(prefixes):
-        length = prefix + tail
+        length = prefix + suffix_len
         bits = (packed[b].unsqueeze(1) >> torch.arange(8, device=DEVICE) & 1).flatten()[: rows * length]
         seen = bits.view(rows, length).long()
         assert seen[:, :prefix].all()
-        assert torch.equal(seen[:, prefix:], mask[b].unsqueeze(1) >> torch.arange(tail, device=DEVICE) & 1)
+        assert torch.equal(seen[:, prefix:], mask[b].unsqueeze(1) >> torch.arange(suffix_len, device=DEVICE) & 1)
 
 
 def test_a_mask_of_one_copy_for_all_requests() -> None:

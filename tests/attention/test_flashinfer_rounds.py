@@ -14,19 +14,19 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the plans are written by a Triton kernel; triton is not installed here")
 
 from attention.backend import build_backend  # noqa: E402
-from attention.flashinfer_backend import DECODE_PLAN, ROWS_PLAN  # noqa: E402
+from attention.backends.flashinfer_backend import DECODE_PLAN, ROWS_PLAN  # noqa: E402
+from attention.backends.torch_backend import TorchBackend  # noqa: E402
 from attention.kernels.flashinfer_plan import Grid  # noqa: E402
 from attention.metadata import Mode  # noqa: E402
-from attention.torch_backend import TorchBackend  # noqa: E402
 from tests.attention.test_flashinfer_plan import planned  # noqa: E402
 from tests.support.attention_cases import (  # noqa: E402
     NUM_KV_HEADS,
     WORKS,
     Shape,
     Work,
+    decode_batch,
     random_pool,
     random_rows,
-    tail_batch,
 )
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 
@@ -51,8 +51,16 @@ class StandIn:
         self._custom_mask_buf: Tensor | None = None
         self._causal = False
 
-    def plan(self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, *shape: int,
-             causal: bool = False, **options: Any) -> None:
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        *shape: int,
+        causal: bool = False,
+        **options: Any,
+    ) -> None:
         num_heads, num_kv_heads, _, self.page_size = shape
         self.group, self._causal, self.scale = num_heads // num_kv_heads, causal, options["sm_scale"]
         rows = int(qo_indptr[-1])
@@ -82,8 +90,11 @@ class StandIn:
                 continue
             request, piece = (int(self.array(info, name, padded)[tile]) for name in ("request", "kv_tile"))
             first = int(self.array(info, "qo_tile", padded)[tile]) * self.tile_rows if "qo_tile" in info else 0
-            packed = range(first, min(first + self.tile_rows, rows * self.group)) if self.tile_rows > 1 else range(
-                rows * self.group)
+            packed = (
+                range(first, min(first + self.tile_rows, rows * self.group))
+                if self.tile_rows > 1
+                else range(rows * self.group)
+            )
             length = self.length(request)
             size = int(self.array(info, "kv_chunk_size", 1)[0]) if info["split_kv"] else length
             low, high = piece * size, min((piece + 1) * size, length)
@@ -104,11 +115,13 @@ class StandIn:
 
     def length(self, request: int) -> int:
         indptr = self._paged_kv_indptr_buf
-        return int((indptr[request + 1] - indptr[request] - 1) * self.page_size
-                   + self._paged_kv_last_page_len_buf[request])
+        return int(
+            (indptr[request + 1] - indptr[request] - 1) * self.page_size + self._paged_kv_last_page_len_buf[request]
+        )
 
-    def attend(self, q: Tensor, kv: tuple[Tensor, Tensor], request: int, row: int, low: int, high: int
-               ) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, kv: tuple[Tensor, Tensor], request: int, row: int, low: int, high: int
+    ) -> tuple[Tensor, Tensor]:
         """Sums of weighted values [heads, head_dim] and of weights [heads, 1] over positions low .. high - 1."""
         position = torch.arange(low, high)
         pages = self._paged_kv_indices_buf[int(self._paged_kv_indptr_buf[request]) + position // self.page_size].long()
@@ -161,7 +174,7 @@ def test_kernels_find_in_the_plan_what_they_must_attend_to(work: Work, prefixes:
     kv = random_pool(shape, 60, CPU).layer(0)
     backend = build_backend("flashinfer", work.mode)
     for lengths in (prefixes, prefixes[::-1], (1,) * len(prefixes)):
-        batch = tail_batch(work, shape, lengths, CPU)
+        batch = decode_batch(work, shape, lengths, CPU)
         q = random_rows(batch.num_rows, shape, CPU)
         prepared = backend.prepare(batch)
         expected = TorchBackend().prepare(batch).forward(q, kv, 0.2)
@@ -175,7 +188,7 @@ def test_shapes_share_one_plan_of_the_library_s() -> None:
     backend = build_backend("flashinfer", Mode.DECODE)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     for count in (1, 2, 5):
-        batch = tail_batch(TAILS[0], SHAPE, PREFIXES[:count], CPU)
+        batch = decode_batch(TAILS[0], SHAPE, PREFIXES[:count], CPU)
         backend.prepare(batch).forward(random_rows(count, SHAPE, CPU), kv, 0.2)
     assert StandIn.made == 1
 
@@ -183,7 +196,7 @@ def test_shapes_share_one_plan_of_the_library_s() -> None:
 @pytest.mark.parametrize("name", ["kv_tile", "o_indptr", "kv_chunk_size", "merge_indptr"])
 def test_a_library_that_plans_otherwise_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "spoilt", name)
-    batch = tail_batch(TAILS[1], SHAPE, PREFIXES, CPU)
+    batch = decode_batch(TAILS[1], SHAPE, PREFIXES, CPU)
     prepared = build_backend("flashinfer", Mode.VERIFY).prepare(batch)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     message = rf"flashinfer 0.9 plans 6 rows otherwise than 0.6.17 \({name}\); pip install"
@@ -192,7 +205,7 @@ def test_a_library_that_plans_otherwise_is_refused(name: str, monkeypatch: pytes
 
 
 def test_masks_beyond_their_offsets_are_refused() -> None:
-    batch = tail_batch(next(work for work in TAILS if work.tree), SHAPE, PREFIXES, CPU)
+    batch = decode_batch(next(work for work in TAILS if work.tree), SHAPE, PREFIXES, CPU)
     endless = dataclasses.replace(batch, page_table=batch.page_table[:, :1].expand(-1, 1 << 26))
     prepared = build_backend("flashinfer", batch.mode).prepare(endless)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
@@ -201,7 +214,7 @@ def test_masks_beyond_their_offsets_are_refused() -> None:
 
 
 def test_layers_of_one_pass_are_alike() -> None:
-    batch = tail_batch(TAILS[0], SHAPE, PREFIXES, CPU)
+    batch = decode_batch(TAILS[0], SHAPE, PREFIXES, CPU)
     prepared = build_backend("flashinfer", Mode.DECODE).prepare(batch)
     kv, q = random_pool(SHAPE, 60, CPU).layer(0), random_rows(len(PREFIXES), SHAPE, CPU)
     prepared.forward(q, kv, 0.2)

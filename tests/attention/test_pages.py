@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from attention.pages import DUMMY_PAGE, PageAllocator
+from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 
 
 def test_hands_out_every_page_but_the_dummy_once():

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from attention.pages import PageAllocator
-from attention.prefix_cache import PrefixCache
+from attention.kv_cache.page_allocator import PageAllocator
+from attention.kv_cache.prefix_cache import PrefixCache
 
 
 def tokens_of(*values):

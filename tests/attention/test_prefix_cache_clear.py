@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from attention.pages import PageAllocator
-from attention.prefix_cache import PrefixCache
+from attention.kv_cache.page_allocator import PageAllocator
+from attention.kv_cache.prefix_cache import PrefixCache
 
 
 def _tokens(*values: int) -> np.ndarray:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from attention.backend import build_backend
-from attention.kv_pool import KVPool
-from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask, chunk_kv_slots, tail_kv_slots
+from attention.kv_cache.pool import KVPool
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_slot_mapping, prefill_slot_mapping
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 CPU = torch.device("cpu")
@@ -42,19 +42,21 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
-@pytest.mark.parametrize("rows,tail", [(1, 1), (4, 4), (3, 9), (7, 7)])
-def test_tail_rows_see_their_prefix_and_their_mask(page_size: int, rows: int, tail: int) -> None:
+@pytest.mark.parametrize("rows,suffix_len", [(1, 1), (4, 4), (3, 9), (7, 7)])
+def test_tail_rows_see_their_prefix_and_their_mask(page_size: int, rows: int, suffix_len: int) -> None:
     prefixes = [0, 1, 17, 54]
-    pool, table, keys, values = paged([n + tail for n in prefixes], page_size, seed=rows)
-    generator = torch.Generator().manual_seed(tail)
-    mask = torch.randint(0, 1 << tail, (len(prefixes), rows), generator=generator)
-    mask |= 1 << torch.arange(tail - rows, tail)  # every row sees itself
+    pool, table, keys, values = paged([n + suffix_len for n in prefixes], page_size, seed=rows)
+    generator = torch.Generator().manual_seed(suffix_len)
+    mask = torch.randint(0, 1 << suffix_len, (len(prefixes), rows), generator=generator)
+    mask |= 1 << torch.arange(suffix_len - rows, suffix_len)  # every row sees itself
     q = torch.randn(len(prefixes) * rows, HEADS, DIM, generator=generator)
-    batch = TailBatch(Mode.VERIFY, rows, tail, torch.tensor(prefixes, dtype=torch.int32), mask, table, 54 + tail)
+    batch = DecodeBatch(
+        Mode.VERIFY, rows, suffix_len, torch.tensor(prefixes, dtype=torch.int32), mask, table, 54 + suffix_len
+    )
     out = build_backend("torch", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
     for b, prefix in enumerate(prefixes):
         for r in range(rows):
-            seen = list(range(prefix)) + [prefix + j for j in range(tail) if int(mask[b, r]) >> j & 1]
+            seen = list(range(prefix)) + [prefix + j for j in range(suffix_len) if int(mask[b, r]) >> j & 1]
             expected = naive(q[b * rows + r], keys[b], values[b], seen)
             # float32 sums of up to 63 terms: 63 * 2^-24 relative, values below 4
             torch.testing.assert_close(out[b * rows + r].double(), expected, atol=2e-6, rtol=1e-5)
@@ -65,7 +67,7 @@ def test_chunk_rows_see_all_before_them(page_size: int) -> None:
     starts, counts = [0, 5, 33], [7, 1, 20]
     pool, table, keys, values = paged([s + n for s, n in zip(starts, counts, strict=True)], page_size, seed=3)
     q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(1))
-    batch = ChunkBatch((0, 7, 8, 28), tuple(starts), table)
+    batch = PrefillBatch((0, 7, 8, 28), tuple(starts), table)
     out = build_backend("torch", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
     row = 0
     for c, start in enumerate(starts):
@@ -80,19 +82,21 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     q = torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(2))
     lengths = torch.tensor([8, 59], dtype=torch.int32)
     backend = build_backend("torch", Mode.DECODE)
-    both = TailBatch(Mode.DECODE, 1, 1, lengths, causal_mask(2, 1, CPU), table, 60)
-    alone = TailBatch(Mode.DECODE, 1, 1, lengths[:1], causal_mask(1, 1, CPU), table[:1], 60)
+    both = DecodeBatch(Mode.DECODE, 1, 1, lengths, causal_mask(2, 1, CPU), table, 60)
+    alone = DecodeBatch(Mode.DECODE, 1, 1, lengths[:1], causal_mask(1, 1, CPU), table[:1], 60)
     out = backend.prepare(both).forward(q, pool.layer(0), 1.0)
     assert torch.equal(out[:1], backend.prepare(alone).forward(q[:1], pool.layer(0), 1.0))
 
 
 def test_kv_slots_follow_the_page_table() -> None:
     table = torch.tensor([[3, 1, 7], [2, 9, 0]], dtype=torch.int32)
-    tail = TailBatch(Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8)
+    suffix_len = DecodeBatch(
+        Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8
+    )
     # columns 1 and 2 of the tail: positions 4, 5 and 5, 6 on pages of 4
-    assert tail_kv_slots(tail, 4).tolist() == [4, 5, 37, 38]
-    chunks = ChunkBatch((0, 2, 5), (3, 0), table)
-    assert chunk_kv_slots(chunks, 4).tolist() == [15, 4, 8, 9, 10]
+    assert decode_slot_mapping(suffix_len, 4).tolist() == [4, 5, 37, 38]
+    chunks = PrefillBatch((0, 2, 5), (3, 0), table)
+    assert prefill_slot_mapping(chunks, 4).tolist() == [15, 4, 8, 9, 10]
 
 
 def test_an_unknown_backend_names_those_that_exist() -> None:

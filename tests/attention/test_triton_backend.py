@@ -13,10 +13,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from attention.backend import build_backend  # noqa: E402
-from attention.kernels import chunks, rope_store, splits, tail  # noqa: E402
-from attention.kv_pool import KVPool, LayerKV  # noqa: E402
-from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask  # noqa: E402
-from attention.triton_backend import TritonBackend, split_budget  # noqa: E402
+from attention.backends.triton_backend import TritonBackend, split_budget  # noqa: E402
+from attention.kernels import decode, prefill, rope_store, split_kv  # noqa: E402
+from attention.kv_cache.pool import KVPool, LayerKV  # noqa: E402
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, MARKS  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -49,13 +49,15 @@ def random_rows(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> Ten
     return torch.randn((rows, heads + 4, head_dim), device=DEVICE).to(dtype)[:, :heads]
 
 
-def random_tail(mode: Mode, rows: int, tail_len: int, prefixes: list[int], page_size: int, num_pages: int) -> TailBatch:
+def random_decode(
+    mode: Mode, rows: int, suffix_len: int, prefixes: list[int], page_size: int, num_pages: int
+) -> DecodeBatch:
     """Random masks in which every row sees itself."""
-    mask = torch.randint(0, 1 << min(tail_len, 62), (len(prefixes), rows), dtype=torch.int64)
-    mask |= 1 << torch.arange(tail_len - rows, tail_len)
-    table = random_table([n + tail_len for n in prefixes], page_size, num_pages)
+    mask = torch.randint(0, 1 << min(suffix_len, 62), (len(prefixes), rows), dtype=torch.int64)
+    mask |= 1 << torch.arange(suffix_len - rows, suffix_len)
+    table = random_table([n + suffix_len for n in prefixes], page_size, num_pages)
     lengths = torch.tensor(prefixes, dtype=torch.int32, device=DEVICE)
-    return TailBatch(mode, rows, tail_len, lengths, mask.to(DEVICE), table, max(prefixes) + tail_len)
+    return DecodeBatch(mode, rows, suffix_len, lengths, mask.to(DEVICE), table, max(prefixes) + suffix_len)
 
 
 def assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -63,37 +65,56 @@ def assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error.max() < TOLERANCE[dtype], f"relative error {error.max():.2e} at {error.argmax()} of {error.shape}"
 
 
-def check_tail(mode: Mode, rows: int, tail_len: int, prefixes: list[int], group: int, num_kv_heads: int, head_dim: int,
-               page_size: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(rows * 100 + tail_len)
-    num_pages = sum(-(-(n + tail_len) // page_size) for n in prefixes) + 3
+def check_decode(
+    mode: Mode,
+    rows: int,
+    suffix_len: int,
+    prefixes: list[int],
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(rows * 100 + suffix_len)
+    num_pages = sum(-(-(n + suffix_len) // page_size) for n in prefixes) + 3
     pool = random_pool(num_pages, page_size, num_kv_heads, head_dim, dtype)
-    batch = random_tail(mode, rows, tail_len, prefixes, page_size, num_pages)
+    batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     prepared = build_backend("triton", mode).prepare(batch)
-    expected = tail.reference(q, pool.layer(0), batch, head_dim**-0.5)
+    expected = decode.reference(q, pool.layer(0), batch, head_dim**-0.5)
     for _ in range(2):  # the second call finds what the first left in the workspace
         out = prepared.forward(q, pool.layer(0), head_dim**-0.5)
         assert out.dtype == q.dtype and out.is_contiguous()
         assert_close(out, expected, dtype)
 
 
-@pytest.mark.parametrize("page_size,group,rows,tail_len", [
-    (1, 1, 1, 1), (4, 3, 2, 5), (16, 4, 4, 4), (64, 8, 8, 8), (16, 4, 3, 63), (4, 8, 5, 9), (64, 1, 7, 20),
-])
-def test_small_ragged_batches(page_size: int, group: int, rows: int, tail_len: int) -> None:
-    check_tail(Mode.VERIFY, rows, tail_len, [0, 1, 77, 200], group, 2, 16, page_size, torch.float32)
+@pytest.mark.parametrize(
+    "page_size,group,rows,suffix_len",
+    [
+        (1, 1, 1, 1),
+        (4, 3, 2, 5),
+        (16, 4, 4, 4),
+        (64, 8, 8, 8),
+        (16, 4, 3, 63),
+        (4, 8, 5, 9),
+        (64, 1, 7, 20),
+    ],
+)
+def test_small_ragged_batches(page_size: int, group: int, rows: int, suffix_len: int) -> None:
+    check_decode(Mode.VERIFY, rows, suffix_len, [0, 1, 77, 200], group, 2, 16, page_size, torch.float32)
 
 
-@pytest.mark.parametrize("mode,rows,tail_len",
-                         [(Mode.DECODE, 1, 1), (Mode.DRAFT_EXTEND, 4, 4), (Mode.DRAFT_DECODE, 4, 12)])
+@pytest.mark.parametrize(
+    "mode,rows,suffix_len", [(Mode.DECODE, 1, 1), (Mode.DRAFT_EXTEND, 4, 4), (Mode.DRAFT_DECODE, 4, 12)]
+)
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-def test_small_batches_in_half_types(mode: Mode, rows: int, tail_len: int, dtype: torch.dtype) -> None:
-    check_tail(mode, rows, tail_len, [130, 0, 64], 4, 1, 32, 16, dtype)
+def test_small_batches_in_half_types(mode: Mode, rows: int, suffix_len: int, dtype: torch.dtype) -> None:
+    check_decode(mode, rows, suffix_len, [130, 0, 64], 4, 1, 32, 16, dtype)
 
 
 def test_more_rows_than_a_program_takes() -> None:
-    check_tail(Mode.VERIFY, 21, 21, [5, 100], 4, 1, 16, 16, torch.float32)
+    check_decode(Mode.VERIFY, 21, 21, [5, 100], 4, 1, 16, 16, torch.float32)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -101,36 +122,36 @@ def test_more_rows_than_a_program_takes() -> None:
 def test_both_ways_to_merge(apart: bool, longest: int) -> None:
     torch.manual_seed(longest)
     pool = random_pool(330, 16, 2, 16, torch.float32)
-    batch = random_tail(Mode.VERIFY, 3, 3, [longest, 100, 1500], 16, 320)
+    batch = random_decode(Mode.VERIFY, 3, 3, [longest, 100, 1500], 16, 320)
     q = random_rows(9, 4, 16, torch.float32)
-    tiles = tail.TailTiles(16, 32, 4, 2, 1, 64)
-    items = splits.plan_items(batch.prefix_len, 3, 60, 100, 32, tail.MAX_SPLITS)
-    assert (items.requests[0, 1] > tail.FAN) == (longest > 1000)  # then two levels, or several rounds
-    workspace = tail.TailWorkspace.create(tiles, 16, 120, DEVICE)
-    plan = tail.TailPlan(tiles, items, workspace, apart, 8, pdl=False)
-    expected = tail.reference(q, pool.layer(0), batch, 0.25)
+    tiles = decode.DecodeTiles(16, 32, 4, 2, 1, 64)
+    items = split_kv.plan_items(batch.prefix_len, 3, 60, 100, 32, decode.MAX_SPLITS)
+    assert (items.requests[0, 1] > decode.FAN) == (longest > 1000)  # then two levels, or several rounds
+    workspace = decode.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
+    plan = decode.DecodePlan(tiles, items, workspace, apart, 8, pdl=False)
+    expected = decode.reference(q, pool.layer(0), batch, 0.25)
     for _ in range(2):
-        assert_close(tail.attend_tail(q, pool.layer(0), batch, plan, 0.25), expected, torch.float32)
+        assert_close(decode.attend_decode(q, pool.layer(0), batch, plan, 0.25), expected, torch.float32)
     assert not workspace.tickets.any()
 
 
 def test_padding_requests_are_harmless() -> None:
     torch.manual_seed(3)
     pool = random_pool(20, 16, 2, 16, torch.float32)
-    real = random_tail(Mode.VERIFY, 3, 3, [90, 17], 16, 20)
+    real = random_decode(Mode.VERIFY, 3, 3, [90, 17], 16, 20)
     lengths, table = real.prefix_len.new_zeros(4), real.page_table.new_zeros((4, real.page_table.shape[1]))
     mask = real.mask.new_zeros((4, 3))  # padding rows see nothing at all
     lengths[1:3], table[1:3], mask[1:3] = real.prefix_len, real.page_table, real.mask
-    batch = TailBatch(Mode.VERIFY, 3, 3, lengths, mask, table, 93)
+    batch = DecodeBatch(Mode.VERIFY, 3, 3, lengths, mask, table, 93)
     q = random_rows(12, 4, 16, torch.float32)
     out = build_backend("triton", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), 0.25)
     assert out.isfinite().all()
-    assert_close(out[3:9], tail.reference(q[3:9], pool.layer(0), real, 0.25), torch.float32)
+    assert_close(out[3:9], decode.reference(q[3:9], pool.layer(0), real, 0.25), torch.float32)
 
 
 def test_a_head_dimension_that_tiles_cannot_have_is_refused() -> None:
     pool = random_pool(4, 16, 1, 24, torch.float32)
-    batch = random_tail(Mode.DECODE, 1, 1, [3], 16, 4)
+    batch = random_decode(Mode.DECODE, 1, 1, [3], 16, 4)
     prepared = build_backend("triton", Mode.DECODE).prepare(batch)
     with pytest.raises(ValueError, match="head_dim=24: must be a power of two"):
         prepared.forward(random_rows(1, 2, 24, torch.float32), pool.layer(0), 1.0)
@@ -141,21 +162,29 @@ def test_a_causal_mask_without_memory_per_request() -> None:
     pool = random_pool(20, 16, 2, 16, torch.float32)
     table = random_table([94, 40], 16, 20)
     lengths = torch.tensor([90, 36], dtype=torch.int32, device=DEVICE)
-    batch = TailBatch(Mode.DRAFT_EXTEND, 4, 4, lengths, causal_mask(2, 4, DEVICE), table, 94)
+    batch = DecodeBatch(Mode.DRAFT_EXTEND, 4, 4, lengths, causal_mask(2, 4, DEVICE), table, 94)
     q = random_rows(8, 4, 16, torch.float32)
     out = build_backend("triton", Mode.DRAFT_EXTEND).prepare(batch).forward(q, pool.layer(0), 0.25)
-    assert_close(out, tail.reference(q, pool.layer(0), batch, 0.25), torch.float32)
+    assert_close(out, decode.reference(q, pool.layer(0), batch, 0.25), torch.float32)
 
 
-@pytest.mark.parametrize("lengths,budget", [
-    ([5], 0), ([700], 16), ([640, 640, 640], 9), ([4, 4000, 65, 64, 1], 7), ([33] * 50, 12), ([8192], 64),
-])
+@pytest.mark.parametrize(
+    "lengths,budget",
+    [
+        ([5], 0),
+        ([700], 16),
+        ([640, 640, 640], 9),
+        ([4, 4000, 65, 64, 1], 7),
+        ([33] * 50, 12),
+        ([8192], 64),
+    ],
+)
 def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budget: int) -> None:
     prefix = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
-    items = splits.plan_items(prefix, 1, budget, min_span=50, tile=32, max_splits=64).items.tolist()
-    expected = splits.reference(lengths, budget, 50, 32, 64)
+    items = split_kv.plan_items(prefix, 1, budget, min_span=50, tile=32, max_splits=64).items.tolist()
+    expected = split_kv.reference(lengths, budget, 50, 32, 64)
     assert [row[:6] for row in items[: len(expected)]] == expected
-    assert all(row[0] == splits.IDLE.value for row in items[len(expected) :])
+    assert all(row[0] == split_kv.IDLE.value for row in items[len(expected) :])
     assert len(expected) <= len(items) == len(lengths) + budget
     assert max(slot + count for _, _, _, _, slot, count in expected) <= 2 * budget + 1
 
@@ -166,31 +195,39 @@ def test_equal_requests_get_equal_numbers_of_items() -> None:
     assert split_budget(3, 0) == 0
 
 
-def check_chunks(starts: list[int], counts: list[int], group: int, num_kv_heads: int, head_dim: int, page_size: int,
-                 dtype: torch.dtype) -> None:
+def check_prefill(
+    starts: list[int],
+    counts: list[int],
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+) -> None:
     torch.manual_seed(len(starts))
     lengths = [start + n for start, n in zip(starts, counts, strict=True)]
     num_pages = sum(-(-n // page_size) for n in lengths) + 3
     pool = random_pool(num_pages, page_size, num_kv_heads, head_dim, dtype)
     indptr = tuple(sum(counts[:i]) for i in range(len(counts) + 1))
-    batch = ChunkBatch(indptr, tuple(starts), random_table(lengths, page_size, num_pages))
+    batch = PrefillBatch(indptr, tuple(starts), random_table(lengths, page_size, num_pages))
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), head_dim**-0.5)
-    assert_close(out, chunks.reference(q, pool.layer(0), batch, head_dim**-0.5), dtype)
+    assert_close(out, prefill.reference(q, pool.layer(0), batch, head_dim**-0.5), dtype)
 
 
 @pytest.mark.parametrize("page_size,group", [(1, 1), (4, 3), (16, 4), (64, 8)])
 def test_small_ragged_chunks(page_size: int, group: int) -> None:
-    check_chunks([0, 5, 33, 0], [7, 1, 20, 30], group, 2, 16, page_size, torch.float32)
+    check_prefill([0, 5, 33, 0], [7, 1, 20, 30], group, 2, 16, page_size, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_small_chunks_in_half_types(dtype: torch.dtype) -> None:
-    check_chunks([0, 40], [19, 2], 4, 1, 32, 16, dtype)
+    check_prefill([0, 40], [19, 2], 4, 1, 32, 16, dtype)
 
 
-@pytest.mark.parametrize("group,head_dim,dtype", [(1, 16, torch.float32), (3, 32, torch.bfloat16),
-                                                  (4, 128, torch.float16)])
+@pytest.mark.parametrize(
+    "group,head_dim,dtype", [(1, 16, torch.float32), (3, 32, torch.bfloat16), (4, 128, torch.float16)]
+)
 def test_rope_store_equals_its_reference(group: int, head_dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     rows, heads = 7, 2
@@ -213,42 +250,49 @@ def test_rope_store_equals_its_reference(group: int, head_dim: int, dtype: torch
 
 @production
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("rows,tail_len", [(1, 1), (4, 4), (8, 8), (16, 16), (5, 23), (10, 60), (63, 63)])
-def test_ragged_production_batches(rows: int, tail_len: int, dtype: torch.dtype) -> None:
-    check_tail(Mode.VERIFY, rows, tail_len, [0, 1, 63, 640, 1023, 5000, 12345], 4, 8, 128, 16, dtype)
+@pytest.mark.parametrize("rows,suffix_len", [(1, 1), (4, 4), (8, 8), (16, 16), (5, 23), (10, 60), (63, 63)])
+def test_ragged_production_batches(rows: int, suffix_len: int, dtype: torch.dtype) -> None:
+    check_decode(Mode.VERIFY, rows, suffix_len, [0, 1, 63, 640, 1023, 5000, 12345], 4, 8, 128, 16, dtype)
 
 
 @production
 @pytest.mark.parametrize("num_kv_heads,group", [(1, 4), (2, 5), (8, 8), (4, 7), (32, 1), (1, 16)])
 @pytest.mark.parametrize("page_size", [1, 32, 64])
 def test_production_heads_and_pages(num_kv_heads: int, group: int, page_size: int) -> None:
-    check_tail(Mode.VERIFY, 4, 4, [700, 31, 0, 2222], group, num_kv_heads, 64, page_size, torch.bfloat16)
-    check_tail(Mode.DECODE, 1, 1, [700, 31, 0, 2222], group, num_kv_heads, 128, page_size, torch.bfloat16)
+    check_decode(Mode.VERIFY, 4, 4, [700, 31, 0, 2222], group, num_kv_heads, 64, page_size, torch.bfloat16)
+    check_decode(Mode.DECODE, 1, 1, [700, 31, 0, 2222], group, num_kv_heads, 128, page_size, torch.bfloat16)
 
 
 @production
 def test_large_batches_in_which_one_request_is_long() -> None:
-    check_tail(Mode.VERIFY, 4, 4, [30000] + [100 + 7 * i for i in range(150)], 4, 8, 128, 16, torch.bfloat16)
-    check_tail(Mode.DECODE, 1, 1, [20000] + [3 * i for i in range(30)], 4, 2, 64, 16, torch.float32)
+    check_decode(Mode.VERIFY, 4, 4, [30000] + [100 + 7 * i for i in range(150)], 4, 8, 128, 16, torch.bfloat16)
+    check_decode(Mode.DECODE, 1, 1, [20000] + [3 * i for i in range(30)], 4, 2, 64, 16, torch.float32)
 
 
 @production
 @pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32])
 @pytest.mark.parametrize("group,head_dim", [(4, 128), (7, 64), (1, 128)])
 def test_production_chunks(group: int, head_dim: int, dtype: torch.dtype) -> None:
-    check_chunks([0, 1000, 17, 4096], [1500, 513, 1, 77], group, 4, head_dim, 16, dtype)
+    check_prefill([0, 1000, 17, 4096], [1500, 513, 1, 77], group, 4, head_dim, 16, dtype)
 
 
 @production
-@pytest.mark.parametrize("rows,tail_len", [(1, 1), (4, 4), (4, 12), (16, 16)])
-def test_a_captured_graph_follows_lengths_pages_and_masks(rows: int, tail_len: int) -> None:
+@pytest.mark.parametrize("rows,suffix_len", [(1, 1), (4, 4), (4, 12), (16, 16)])
+def test_a_captured_graph_follows_lengths_pages_and_masks(rows: int, suffix_len: int) -> None:
     torch.manual_seed(6)
     num_pages, requests, scale = 3000, 6, 128**-0.5
     pool = random_pool(num_pages, 16, 8, 128, torch.bfloat16)
     q = random_rows(requests * rows, 32, 128, torch.bfloat16)
-    static = random_tail(Mode.VERIFY, rows, tail_len, [40] * requests, 16, num_pages)
-    static = TailBatch(static.mode, rows, tail_len, static.prefix_len, static.mask,
-                       torch.zeros((requests, 2000), dtype=torch.int32, device=DEVICE), 32000)
+    static = random_decode(Mode.VERIFY, rows, suffix_len, [40] * requests, 16, num_pages)
+    static = DecodeBatch(
+        static.mode,
+        rows,
+        suffix_len,
+        static.prefix_len,
+        static.mask,
+        torch.zeros((requests, 2000), dtype=torch.int32, device=DEVICE),
+        32000,
+    )
     backend = TritonBackend()
 
     def layers() -> list[Tensor]:
@@ -261,12 +305,12 @@ def test_a_captured_graph_follows_lengths_pages_and_masks(rows: int, tail_len: i
     with torch.cuda.graph(graph):
         outs = layers()
     for prefixes in ([40] * 6, [0, 0, 9000, 3, 700, 15], [31000, 0, 0, 0, 0, 0], [5000, 4999, 5001, 1, 2, 16]):
-        batch = random_tail(Mode.VERIFY, rows, tail_len, prefixes, 16, num_pages)
+        batch = random_decode(Mode.VERIFY, rows, suffix_len, prefixes, 16, num_pages)
         static.prefix_len.copy_(batch.prefix_len)
         static.mask.copy_(batch.mask)
         static.page_table.zero_()
         static.page_table[:, : batch.page_table.shape[1]] = batch.page_table
-        expected = tail.reference(q, pool.layer(0), batch, scale)
+        expected = decode.reference(q, pool.layer(0), batch, scale)
         for _ in range(2):
             for out in outs:
                 out.fill_(float("nan"))
@@ -279,7 +323,7 @@ def test_a_captured_graph_follows_lengths_pages_and_masks(rows: int, tail_len: i
 @production
 def test_a_new_shape_under_capture_is_refused() -> None:
     pool = random_pool(8, 16, 8, 128, torch.bfloat16)
-    batch = random_tail(Mode.VERIFY, 2, 2, [40, 41], 16, 8)
+    batch = random_decode(Mode.VERIFY, 2, 2, [40, 41], 16, 8)
     q = random_rows(4, 32, 128, torch.bfloat16)
     TritonBackend().prepare(batch).forward(q, pool.layer(0), 1.0)
     graph = torch.cuda.CUDAGraph()

@@ -11,8 +11,8 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.kernels import chunks, merge, rope_store, splits, tail  # noqa: E402
-from attention.triton_backend import FIXED_TILES  # noqa: E402
+from attention.backends.triton_backend import FIXED_TILES  # noqa: E402
+from attention.kernels import decode, merge_states, prefill, rope_store, split_kv  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,9 +22,16 @@ SHARED_PER_SM = 227 * 1024
 DTYPES = {"bf16": 2, "fp32": 4}
 
 
-def compiled(kernel: Any, tmp_path: Path, pointers: dict[str, str], constants: dict[str, Any], warps: int,
-             stages: int, descriptors: dict[str, tuple[int, int]] | None = None,
-             **options: Any) -> tuple[int, int, str]:
+def compiled(
+    kernel: Any,
+    tmp_path: Path,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    descriptors: dict[str, tuple[int, int]] | None = None,
+    **options: Any,
+) -> tuple[int, int, str]:
     """Bytes of spills and of shared memory, and the PTX. descriptors: blocks of tensor maps over bfloat16. options: of
     the compiler, beside warps and stages. Pointers not named are to int32; other arguments are int32 that 16 divides,
     or float32 for a scale."""
@@ -56,26 +63,51 @@ def compiled(kernel: Any, tmp_path: Path, pointers: dict[str, str], constants: d
     return int(stack[1]) + int(local[1]), built.metadata.shared, built.asm["ptx"]
 
 
-def tail_constants(rows: int, group: int, head_dim: int, page_size: int, tiles: tail.TailTiles) -> dict[str, Any]:
+def decode_constants(rows: int, group: int, head_dim: int, page_size: int, tiles: decode.DecodeTiles) -> dict[str, Any]:
     columns = 8 * -(-rows * group // tiles.block_m)
-    return {"ROWS": rows, "GROUP": group, "KV_HEADS": 8, "D": head_dim, "PAGE": page_size, "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n, "COLUMNS": columns, "SLICE": tiles.merge_slice(head_dim), "FAN": tail.FAN,
-            "APART": False, "PATHS": False, "PART_M": tiles.block_m,
-            "PDL": True, "UPCAST": False}
+    return {
+        "ROWS": rows,
+        "GROUP": group,
+        "KV_HEADS": 8,
+        "D": head_dim,
+        "PAGE": page_size,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "COLUMNS": columns,
+        "SLICE": tiles.merge_slice(head_dim),
+        "FAN": decode.FAN,
+        "APART": False,
+        "PATHS": False,
+        "PART_M": tiles.block_m,
+        "PDL": True,
+        "UPCAST": False,
+    }
 
 
-@pytest.mark.parametrize("rows,group,head_dim,page_size,dtype,density", [
-    (1, 4, 128, 16, "bf16", 0.5), (4, 4, 128, 16, "bf16", 8), (8, 4, 128, 16, "bf16", 0.5), (16, 4, 128, 16, "bf16", 2),
-    (8, 8, 128, 64, "bf16", 0.5), (4, 4, 128, 1, "bf16", 8), (4, 7, 64, 16, "bf16", 0.5), (4, 4, 128, 16, "fp32", 1),
-    (4, 4, 128, 16, "bf16", 2), (1, 4, 64, 1, "bf16", 1.5), (4, 4, 256, 16, "bf16", 8),
-])
-def test_tail_attention_fits_hopper(rows: int, group: int, head_dim: int, page_size: int, dtype: str, density: float,
-                                    tmp_path: Path) -> None:
-    tiles = tail.tail_tiles(rows * group, head_dim, DTYPES[dtype], density)
+@pytest.mark.parametrize(
+    "rows,group,head_dim,page_size,dtype,density",
+    [
+        (1, 4, 128, 16, "bf16", 0.5),
+        (4, 4, 128, 16, "bf16", 8),
+        (8, 4, 128, 16, "bf16", 0.5),
+        (16, 4, 128, 16, "bf16", 2),
+        (8, 8, 128, 64, "bf16", 0.5),
+        (4, 4, 128, 1, "bf16", 8),
+        (4, 7, 64, 16, "bf16", 0.5),
+        (4, 4, 128, 16, "fp32", 1),
+        (4, 4, 128, 16, "bf16", 2),
+        (1, 4, 64, 1, "bf16", 1.5),
+        (4, 4, 256, 16, "bf16", 8),
+    ],
+)
+def test_tail_attention_fits_hopper(
+    rows: int, group: int, head_dim: int, page_size: int, dtype: str, density: float, tmp_path: Path
+) -> None:
+    tiles = decode.decode_tiles(rows * group, head_dim, DTYPES[dtype], density)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
-    constants = tail_constants(rows, group, head_dim, page_size, tiles) | {"APART": density <= 1}
-    spills, shared, ptx = compiled(tail._attend_tail, tmp_path, pointers, constants, tiles.warps, tiles.stages)
+    constants = decode_constants(rows, group, head_dim, page_size, tiles) | {"APART": density <= 1}
+    spills, shared, ptx = compiled(decode._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages)
     assert spills == 0
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
@@ -83,29 +115,38 @@ def test_tail_attention_fits_hopper(rows: int, group: int, head_dim: int, page_s
 
 @pytest.mark.parametrize("rows,group,head_dim", [(1, 4, 128), (16, 4, 128), (16, 8, 64)])
 @pytest.mark.parametrize("paths", [False, True])
-def test_tail_attention_in_fixed_spans_fits_hopper(rows: int, group: int, head_dim: int, paths: bool,
-                                                   tmp_path: Path) -> None:
+def test_tail_attention_in_fixed_spans_fits_hopper(
+    rows: int, group: int, head_dim: int, paths: bool, tmp_path: Path
+) -> None:
     tiles = FIXED_TILES
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
-    constants = tail_constants(rows, group, head_dim, 16, tiles)
-    constants |= {"APART": True, "PATHS": paths, "PART_M": tail.partial_rows(tiles, rows * group)}
+    constants = decode_constants(rows, group, head_dim, 16, tiles)
+    constants |= {"APART": True, "PATHS": paths, "PART_M": decode.partial_rows(tiles, rows * group)}
     spills, shared, ptx = compiled(
-        tail._attend_tail, tmp_path, pointers, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
+        decode._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
     )
     assert spills <= (128 if paths else 0)  # the state of two loops; little beside a tile's loads
     assert "fma.rn.f32" not in ptx  # else a variant might round as another does not
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
 
 
-@pytest.mark.parametrize("group,head_dim,dtype", [(4, 128, "bf16"), (1, 128, "bf16"), (7, 64, "bf16"),
-                                                  (4, 128, "fp32")])
+@pytest.mark.parametrize(
+    "group,head_dim,dtype", [(4, 128, "bf16"), (1, 128, "bf16"), (7, 64, "bf16"), (4, 128, "fp32")]
+)
 def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_path: Path) -> None:
-    tiles = chunks.chunk_tiles(group, head_dim, DTYPES[dtype])
+    tiles = prefill.prefill_tiles(group, head_dim, DTYPES[dtype])
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
-    constants = {"GROUP": group, "KV_HEADS": 8, "D": head_dim, "PAGE": 16, "BLOCK_M": tiles.block_m,
-                 "BLOCK_N": tiles.block_n, "UPCAST": False}
-    spills, shared, ptx = compiled(chunks._attend_chunks, tmp_path, pointers, constants, tiles.warps, tiles.stages)
+    constants = {
+        "GROUP": group,
+        "KV_HEADS": 8,
+        "D": head_dim,
+        "PAGE": 16,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "UPCAST": False,
+    }
+    spills, shared, ptx = compiled(prefill._attend_prefill, tmp_path, pointers, constants, tiles.warps, tiles.stages)
     assert spills == 0
     assert shared <= SHARED_PER_SM
     if dtype == "bf16":
@@ -114,11 +155,20 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_
 
 def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     constants: dict[str, Any] = {"TILE": 64, "MAX_SPLITS": 64, "REQUESTS": 512, "ITEMS": 1024}
-    assert compiled(splits._plan_items, tmp_path, {}, constants, 4, 1)[0] == 0
-    constants = {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "SPLITS": 8,
-                 "MAX_SPLITS": 64, "PDL": True}
+    assert compiled(split_kv._plan_items, tmp_path, {}, constants, 4, 1)[0] == 0
+    constants = {
+        "ROWS": 4,
+        "GROUP": 4,
+        "KV_HEADS": 8,
+        "D": 128,
+        "BLOCK_M": 16,
+        "COLUMNS": 8,
+        "SPLITS": 8,
+        "MAX_SPLITS": 64,
+        "PDL": True,
+    }
     pointers = {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}
-    assert compiled(merge.merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
+    assert compiled(merge_states.merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64", "position_ptr": "i64"}
     constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "PDL": True}

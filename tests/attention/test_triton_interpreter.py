@@ -17,13 +17,13 @@ FILES = (
     "tests/speculative/test_deterministic_interpreted.py",
     "tests/workers/test_sampling_kernels.py",
     "tests/attention/test_fixed_spans.py",
-    "tests/workers/test_push_reduce.py",
+    "tests/workers/test_one_shot_all_reduce.py",
     "tests/attention/test_triton_backend.py",
     "tests/speculative/test_round_kernels.py",
     "tests/speculative/test_draft_kernels.py",
     "tests/attention/test_flashinfer_rounds.py",
     "tests/attention/test_flashinfer_plan.py",
-    "tests/workers/test_few_rows.py",
+    "tests/workers/test_skinny_gemm.py",
 )
 
 pytestmark = [

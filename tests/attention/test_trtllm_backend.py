@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attention.backend import build_backend
-from attention.metadata import Mode, TailBatch, causal_mask
-from attention.trtllm_backend import mask_words
-from tests.support.attention_cases import LENGTHS, WORKS, Shape, num_pages, random_pool, random_rows, tail_batch
+from attention.backends.trtllm_backend import mask_words
+from attention.metadata import DecodeBatch, Mode, causal_mask
+from tests.support.attention_cases import LENGTHS, WORKS, Shape, decode_batch, num_pages, random_pool, random_rows
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -40,7 +40,7 @@ def on_capability(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
 
 
-def attend(batch: TailBatch, calls: Calls) -> dict[str, Any]:
+def attend(batch: DecodeBatch, calls: Calls) -> dict[str, Any]:
     """The arguments of one layer's call."""
     shape, device = Shape(), batch.prefix_len.device
     kv = random_pool(shape, num_pages(16, 16), device).layer(0)
@@ -50,14 +50,15 @@ def attend(batch: TailBatch, calls: Calls) -> dict[str, Any]:
     return calls[-1]
 
 
-@pytest.mark.parametrize("name", [work.name for work in WORKS if work.mode is not Mode.PREFILL and
-                                  work.name != "draft_decode a tree"])
+@pytest.mark.parametrize(
+    "name", [work.name for work in WORKS if work.mode is not Mode.PREFILL and work.name != "draft_decode a tree"]
+)
 def test_lengths_are_totals_with_the_rows_of_the_pass(name: str, calls: Calls) -> None:
     work = WORK[name]
-    batch = tail_batch(work, Shape(), LENGTHS[0], CPU)
+    batch = decode_batch(work, Shape(), LENGTHS[0], CPU)
     given = attend(batch, calls)
     assert given["seq_lens"].dtype == torch.int32
-    assert given["seq_lens"].tolist() == [n + work.tail for n in LENGTHS[0]]
+    assert given["seq_lens"].tolist() == [n + work.suffix_len for n in LENGTHS[0]]
     assert int(given["seq_lens"].min()) >= given["q_len_per_req"] == work.rows  # padding rows too
     assert given["block_tables"] is batch.page_table and given["max_seq_len"] == 4096
     assert given["query"].is_contiguous() and (given["backend"], given["kv_layout"]) == ("xqa", "NHD")
@@ -65,14 +66,14 @@ def test_lengths_are_totals_with_the_rows_of_the_pass(name: str, calls: Calls) -
 
 
 def test_a_tree_s_mask_is_its_rows_words(calls: Calls) -> None:
-    batch = tail_batch(WORK["verify a tree"], Shape(), LENGTHS[0], CPU)
+    batch = decode_batch(WORK["verify a tree"], Shape(), LENGTHS[0], CPU)
     mask = attend(batch, calls)["mask"]
     assert mask.dtype == torch.uint16 and mask.shape == (7, 6, 2)
     assert torch.equal(mask[..., 0].long(), batch.mask) and not mask[..., 1].long().any()
 
 
 def test_a_path_is_causal_whatever_its_batch_carries(calls: Calls) -> None:
-    batch = tail_batch(WORK["draft_extend"], Shape(), LENGTHS[0], CPU)
+    batch = decode_batch(WORK["draft_extend"], Shape(), LENGTHS[0], CPU)
     assert attend(batch, calls)["mask"][3, :, 0].tolist() == [1, 3, 7, 15, 31, 63]
 
 
@@ -80,7 +81,7 @@ def test_masks_are_written_in_place_once_a_pass(calls: Calls) -> None:
     backend = build_backend("trtllm", Mode.VERIFY)
     kv = random_pool(Shape(), num_pages(16, 16), CPU).layer(0)
     for _ in range(2):
-        batch = tail_batch(WORK["verify a tree"], Shape(), LENGTHS[0], CPU)
+        batch = decode_batch(WORK["verify a tree"], Shape(), LENGTHS[0], CPU)
         prepared = backend.prepare(batch)
         for _ in range(2):
             prepared.forward(random_rows(batch.num_rows, Shape(), CPU), kv, 1.0)
@@ -101,12 +102,12 @@ def test_rows_of_a_mask_fill_whole_pairs_of_words(rows: int, words: int) -> None
 @pytest.mark.parametrize("name", ["decode", "verify a chain", "verify a tree", "draft_extend", "draft_decode a chain"])
 def test_nothing_of_a_round_is_read_on_the_host(name: str, calls: Calls) -> None:
     """On the meta device there is no value to read."""
-    attend(tail_batch(WORK[name], Shape(), LENGTHS[0], META), calls)
+    attend(decode_batch(WORK[name], Shape(), LENGTHS[0], META), calls)
 
 
 def test_a_draft_tree_is_refused_by_name(calls: Calls) -> None:
     with pytest.raises(ValueError, match="draft_decode with 3 rows that see 9 columns; its masks are as wide as"):
-        attend(tail_batch(WORK["draft_decode a tree"], Shape(), LENGTHS[0], CPU), calls)
+        attend(decode_batch(WORK["draft_decode a tree"], Shape(), LENGTHS[0], CPU), calls)
 
 
 def test_prompt_chunks_are_refused_by_name() -> None:
@@ -115,12 +116,10 @@ def test_prompt_chunks_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["decode", "verify a chain", "draft_extend", "draft_decode a chain"])
-def test_blackwell_gets_its_own_kernels_without_masks(
-    name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blackwell_gets_its_own_kernels_without_masks(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     on_capability(monkeypatch, 10)
     work = WORK[name]
-    given = attend(tail_batch(work, Shape(), LENGTHS[0], CPU), calls)
+    given = attend(decode_batch(work, Shape(), LENGTHS[0], CPU), calls)
     assert given["backend"] == "trtllm-gen" and given["mask"] is None and given["q_len_per_req"] == work.rows
     counters = given["multi_ctas_kv_counter_buffer"]
     assert counters.dtype == torch.uint8 and not counters.any()

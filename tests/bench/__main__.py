@@ -32,8 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpu", action="store_true", help="measure rounds on a GPU instead; see tests/bench/round.py")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
-                        help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}"
+    )
     parser.add_argument("--quick", action="store_true", help="a trial of each part; its figures mean nothing")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.gpu:
@@ -58,10 +59,14 @@ def measure(parts: list[str], quick: bool) -> dict[str, Any]:
         report = reports[part] = importlib.import_module(PARTS[part]).run(quick)
         print(f"\n## {part}\n", *report.lines, sep="\n", flush=True)
     findings = {name: finding for report in reports.values() for name, finding in report.findings.items()}
-    print("\n## requirements\n", *table(
-        ["figure", "measured", "unit", "required", "met"],
-        [(name, f.value, f.unit, f.rule, "yes" if f.met else "NO") for name, f in findings.items()],
-    ), sep="\n")
+    print(
+        "\n## requirements\n",
+        *table(
+            ["figure", "measured", "unit", "required", "met"],
+            [(name, f.value, f.unit, f.rule, "yes" if f.met else "NO") for name, f in findings.items()],
+        ),
+        sep="\n",
+    )
     return {
         "bench": "cpu",
         "quick": quick,

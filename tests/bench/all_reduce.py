@@ -4,8 +4,9 @@ alone and with the residual add and RMSNorm that follow.
     python -m tests.bench.all_reduce [--ranks 2 4] [--width 8192] [--deadline 100]
 
 bfloat16, as many rows of `width` as a round has; the slowest rank's time, best of 5 replays of 50 calls each. A table
-per number of ranks with the limits that follow from it for `workers.peer_memory.LIMITS`, then one JSON line. Each rank
-is a process that is ended after `--deadline` seconds; what was measured until then has been printed. Needs 2 GPUs.
+per number of ranks with the limits that follow from it for `workers.distributed.custom_all_reduce.LIMITS`, then one
+JSON line. Each rank is a process that is ended after `--deadline` seconds; what was measured until then has been
+printed. Needs 2 GPUs.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from tests.bench.finding import table
 from tests.bench.gpu_time import elapsed_us
 from tests.bench.round import commit, hardware
 from tests.support.ranks import RankError, run_ranks
+from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, connect
+from workers.distributed.tp_group import TPGroup
 from workers.layers.norm import RMSNorm
-from workers.peer_memory import Limits, Method, PeerMemory, connect
-from workers.tp import TPGroup
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 112, 256, 512, 1024)
 CALLS, REPLAYS = 50, 5
@@ -31,7 +32,7 @@ COLUMNS = ("nccl", "one_shot", "two_shot", "push", "nccl+norm", "two_shot+norm",
 Call = Callable[[], object]
 
 
-def joined(rank: int, size: int, address: str) -> tuple[TPGroup, PeerMemory, torch.device]:
+def joined(rank: int, size: int, address: str) -> tuple[TPGroup, CustomAllReduce, torch.device]:
     """As `join_tp_group`, with peer memory for every method at any size and number of ranks."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -43,7 +44,7 @@ def joined(rank: int, size: int, address: str) -> tuple[TPGroup, PeerMemory, tor
     return TPGroup(rank, size, world, peers), peers, device
 
 
-def calls_of(group: TPGroup, peers: PeerMemory, norm: RMSNorm, rows: int, width: int) -> dict[str, Call]:
+def calls_of(group: TPGroup, peers: CustomAllReduce, norm: RMSNorm, rows: int, width: int) -> dict[str, Call]:
     """What is measured at this size, by column. Zeros, which stay zeros however often they are summed."""
     nccl = TPGroup(group.rank, group.size, group.process_group)
     shape = (2, rows, width)
@@ -111,8 +112,10 @@ def measure(rank: int, size: int, address: str, width: int) -> dict[str, dict[st
 def limits_by(results: dict[str, dict[str, float]], width: int) -> dict[str, int]:
     """The largest messages in bytes up to which push with norm, then two-shot with norm, win at every size measured."""
     limits = {"push": 0, "two_shot": 0}
-    for method, column, rivals in (("push", "push_norm", ("two_shot+norm", "nccl+norm")),
-                                   ("two_shot", "two_shot+norm", ("nccl+norm",))):
+    for method, column, rivals in (
+        ("push", "push_norm", ("two_shot+norm", "nccl+norm")),
+        ("two_shot", "two_shot+norm", ("nccl+norm",)),
+    ):
         for rows, row in results.items():
             if column not in row or any(row[rival] < row[column] for rival in rivals if rival in row):
                 break
@@ -139,12 +142,25 @@ def main() -> None:
             print(f"{size} ranks failed:\n{error}", flush=True)
             continue
         limits[size] = limits_by(results[size], arguments.width)
-        cells = [[rows, int(rows) * arguments.width * 2 >> 10, *(row.get(column, "") for column in COLUMNS)]
-                 for rows, row in results[size].items()]
+        cells = [
+            [rows, int(rows) * arguments.width * 2 >> 10, *(row.get(column, "") for column in COLUMNS)]
+            for rows, row in results[size].items()
+        ]
         print(f"\n{size} ranks, us per call:", *table(["rows", "KB", *COLUMNS], cells), sep="\n")
         print(f"limits by these figures: {limits[size]}\n", flush=True)
-    print(json.dumps({"bench": "all_reduce", "hardware": hardware(), "commit": commit(), "width": arguments.width,
-                      "us": results, "limits": limits, "failures": failures}))
+    print(
+        json.dumps(
+            {
+                "bench": "all_reduce",
+                "hardware": hardware(),
+                "commit": commit(),
+                "width": arguments.width,
+                "us": results,
+                "limits": limits,
+                "failures": failures,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

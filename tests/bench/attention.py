@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.backend import build_backend
-from attention.kv_pool import LayerKV
-from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask
+from attention.kv_cache.pool import LayerKV
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from tests.bench.gpu_time import captured, elapsed_us
 from tests.support.attention_cases import random_table
 
@@ -69,20 +69,29 @@ def tail_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Ca
     num_layers = min(NUM_LAYERS, memory.nbytes // bytes_per_layer)
     layers = layer_views(memory, num_layers, batch * pages)
     table, device = random_table([context + rows] * batch, PAGE, max(MAX_PREFIX // PAGE, pages)), memory.device
-    tail = TailBatch(Mode.VERIFY, rows, rows, torch.full((batch,), context, dtype=torch.int32, device=device),
-                     causal_mask(batch, rows, device), table.to(device), MAX_PREFIX)
+    suffix_len = DecodeBatch(
+        Mode.VERIFY,
+        rows,
+        rows,
+        torch.full((batch,), context, dtype=torch.int32, device=device),
+        causal_mask(batch, rows, device),
+        table.to(device),
+        MAX_PREFIX,
+    )
     q = torch.randn((batch * rows, HEADS, DIM), device=device, dtype=memory.dtype)
     backend = build_backend("triton", Mode.VERIFY)
 
     def run() -> None:
-        prepared = backend.prepare(tail)
+        prepared = backend.prepare(suffix_len)
         for layer in layers:
             prepared.forward(q, layer, SCALE)
 
     return run, num_layers
 
 
-def bench_tail(clock: Clock, memory: Tensor, batches: list[int], widths: list[int], contexts: list[int]) -> list[dict]:
+def bench_decode(
+    clock: Clock, memory: Tensor, batches: list[int], widths: list[int], contexts: list[int]
+) -> list[dict]:
     results = []
     for context in contexts:
         for batch in batches:
@@ -95,8 +104,17 @@ def bench_tail(clock: Clock, memory: Tensor, batches: list[int], widths: list[in
             for rows, (_, num_layers), time in zip(widths, passes, times, strict=True):
                 floor = batch * (context + rows) * BYTES_PER_TOKEN / rate / 1e6
                 us = time / num_layers
-                results.append({"context": context, "batch": batch, "rows": rows, "us": round(us, 2),
-                                "floor_us": round(floor, 2), "share": round(floor / us, 3), "copy_tbs": round(rate, 3)})
+                results.append(
+                    {
+                        "context": context,
+                        "batch": batch,
+                        "rows": rows,
+                        "us": round(us, 2),
+                        "floor_us": round(floor, 2),
+                        "share": round(floor / us, 3),
+                        "copy_tbs": round(rate, 3),
+                    }
+                )
             cells = [f"W={r['rows']}: {r['us']:.1f} us {100 * r['share']:.0f} %" for r in results[-len(widths) :]]
             print(f"context {context:6} batch {batch:4}  copy {rate:.2f} TB/s  {'  '.join(cells)}", flush=True)
     return results
@@ -108,13 +126,15 @@ def bench_prefill(clock: Clock, memory: Tensor, shapes: list[tuple[int, int]]) -
     for chunks, length in shapes:
         pages = -(-length // PAGE)
         table = random_table([length] * chunks, PAGE, pages).to(memory.device)
-        batch = ChunkBatch(tuple(range(0, chunks * length + 1, length)), (0,) * chunks, table)
+        batch = PrefillBatch(tuple(range(0, chunks * length + 1, length)), (0,) * chunks, table)
         q = torch.randn((chunks * length, HEADS, DIM), device=memory.device, dtype=memory.dtype)
         kv = layer_views(memory, 1, chunks * pages)[0]
         prepared = build_backend("triton", Mode.PREFILL).prepare(batch)
         prepared.forward(q, kv, SCALE)
-        dense = [torch.randn((chunks, heads, length, DIM), device=memory.device, dtype=memory.dtype)
-                 for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        dense = [
+            torch.randn((chunks, heads, length, DIM), device=memory.device, dtype=memory.dtype)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
 
         def flash(dense: list[Tensor] = dense) -> None:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -123,10 +143,20 @@ def bench_prefill(clock: Clock, memory: Tensor, shapes: list[tuple[int, int]]) -
         ours = captured(lambda: prepared.forward(q, kv, SCALE))  # noqa: B023
         ours_us, flash_us, _ = clock.medians(ours.replay, captured(flash).replay)
         flops = 4 * chunks * (length * (length + 1) // 2) * DIM * HEADS
-        results.append({"chunks": chunks, "length": length, "us": round(ours_us, 1), "flash_us": round(flash_us, 1),
-                        "tflops": round(flops / ours_us / 1e6, 1)})
-        print(f"prefill {chunks} x {length}: {ours_us:.1f} us, {flops / ours_us / 1e6:.0f} TFLOP/s; "
-              f"PyTorch's flash attention {flash_us:.1f} us", flush=True)
+        results.append(
+            {
+                "chunks": chunks,
+                "length": length,
+                "us": round(ours_us, 1),
+                "flash_us": round(flash_us, 1),
+                "tflops": round(flops / ours_us / 1e6, 1),
+            }
+        )
+        print(
+            f"prefill {chunks} x {length}: {ours_us:.1f} us, {flops / ours_us / 1e6:.0f} TFLOP/s; "
+            f"PyTorch's flash attention {flash_us:.1f} us",
+            flush=True,
+        )
     return results
 
 
@@ -173,12 +203,16 @@ def main() -> None:
     memory = random_memory(args.gigabytes)
     clock = Clock(args.rounds)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version(), flush=True)
-    print(json.dumps({
-        "device": torch.cuda.get_device_name(),
-        "tail": bench_tail(clock, memory, args.batches, args.widths, args.contexts),
-        "prefill": bench_prefill(clock, memory, [(64, 512), (8, 4096), (1, 16384)]),
-        "rope_store": bench_rope_store(clock, memory, [4, 256, 8192]),
-    }))
+    print(
+        json.dumps(
+            {
+                "device": torch.cuda.get_device_name(),
+                "tail": bench_decode(clock, memory, args.batches, args.widths, args.contexts),
+                "prefill": bench_prefill(clock, memory, [(64, 512), (8, 4096), (1, 16384)]),
+                "rope_store": bench_rope_store(clock, memory, [4, 256, 8192]),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

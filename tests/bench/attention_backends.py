@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from attention import flashinfer_backend
 from attention.backend import BACKENDS, AttentionBackend, build_backend, refusal
-from attention.kv_pool import LayerKV
+from attention.backends import flashinfer_backend
+from attention.kv_cache.pool import LayerKV
 from attention.limits import AttentionUse
-from attention.metadata import ChunkBatch, Mode, TailBatch
+from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from tests.bench.attention import (
     BYTES_PER_TOKEN,
     DIM,
@@ -78,11 +78,12 @@ class Bench:
         self.clock, self.memory = clock, memory
         self.backends: dict[str, AttentionBackend] = {name: build_backend(name, Mode.DECODE) for name in NAMES}
 
-    def tail(self, work: Work, context: int, batch: int) -> TailBatch:
-        table, device = random_table([context + work.tail] * batch, PAGE, MAX_PREFIX // PAGE), self.memory.device
+    def suffix_len(self, work: Work, context: int, batch: int) -> DecodeBatch:
+        table, device = random_table([context + work.suffix_len] * batch, PAGE, MAX_PREFIX // PAGE), self.memory.device
         prefix = torch.full((batch,), context, dtype=torch.int32, device=device)
-        return TailBatch(work.mode, work.rows, work.tail, prefix, mask_of(work, batch).to(device), table.to(device),
-                         MAX_PREFIX)
+        return DecodeBatch(
+            work.mode, work.rows, work.suffix_len, prefix, mask_of(work, batch).to(device), table.to(device), MAX_PREFIX
+        )
 
     def layers(self, context: int, batch: int) -> list[LayerKV]:
         wanted = min(MAX_LAYERS, max(2, BYTES_A_PASS // (batch * context * BYTES_PER_TOKEN)))
@@ -95,8 +96,10 @@ class Bench:
         for context in contexts:
             for batch in batches:
                 cases += self._cases(works(widths), context, batch)
-                shown = ", ".join(f"{c.work} {c.rows}: {'/'.join(f'{us:.1f}' for us in c.us.values())}"
-                                  for c in cases[-len(works(widths)):])
+                shown = ", ".join(
+                    f"{c.work} {c.rows}: {'/'.join(f'{us:.1f}' for us in c.us.values())}"
+                    for c in cases[-len(works(widths)) :]
+                )
                 print(f"context {context} batch {batch}  {shown}", flush=True)
         return cases
 
@@ -104,11 +107,11 @@ class Bench:
         layers = self.layers(context, batch)
         passes, keys = [], []  # graphs hold the addresses of what a pass holds
         for number, work in enumerate(listed):
-            tail = self.tail(work, context, batch)
-            q = torch.randn((tail.num_rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
+            suffix_len = self.suffix_len(work, context, batch)
+            q = torch.randn((suffix_len.num_rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
             for name in NAMES:
                 if refusal(name, use_of(work, q.dtype)) is None:
-                    passes.append(self._pass(name, tail, q, layers))
+                    passes.append(self._pass(name, suffix_len, q, layers))
                     keys.append((number, name))
         graphs = [captured(run) for run in passes]
         *times, _ = self.clock.medians(*(graph.replay for graph in graphs))
@@ -117,7 +120,7 @@ class Bench:
             found[number][name] = round(us / len(layers), 2)
         return [Case(work.name, context, batch, work.rows, us) for work, us in zip(listed, found, strict=True)]
 
-    def _pass(self, name: str, batch: TailBatch, q: Tensor, layers: list[LayerKV]) -> Callable[[], None]:
+    def _pass(self, name: str, batch: DecodeBatch, q: Tensor, layers: list[LayerKV]) -> Callable[[], None]:
         backend = self.backends[name]
 
         def run() -> None:
@@ -133,7 +136,7 @@ class Bench:
         for count, rows, start in CHUNKS:
             pages = -(-(start + rows) // PAGE)
             table = random_table([start + rows] * count, PAGE, pages).to(self.memory.device)
-            batch = ChunkBatch(tuple(range(0, count * rows + 1, rows)), (start,) * count, table)
+            batch = PrefillBatch(tuple(range(0, count * rows + 1, rows)), (start,) * count, table)
             q = torch.randn((count * rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
             layer = layer_views(self.memory, 1, count * pages)[0]
             runs = {"triton": self._chunks("triton", batch, q, layer)}
@@ -148,7 +151,7 @@ class Bench:
         return cases
 
     @staticmethod
-    def _chunks(name: str, batch: ChunkBatch, q: Tensor, layer: LayerKV) -> Callable[[], object]:
+    def _chunks(name: str, batch: PrefillBatch, q: Tensor, layer: LayerKV) -> Callable[[], object]:
         prepared = build_backend(name, Mode.PREFILL).prepare(batch)
         prepared.forward(q, layer, SCALE)
         return lambda: prepared.forward(q, layer, SCALE)
@@ -159,8 +162,10 @@ def markdown(cases: list[Case]) -> str:
     lines = [f"| mode | KV | batch | rows | {' | '.join(names)} |", f"| --- | --- | --- | --- |{' --- |' * len(names)}"]
     for case in cases:
         best = min(case.us.values())
-        cells = [f"**{us:g}**" if us == best and len(case.us) > 1 else f"{us:g}" if us is not None else "refused"
-                 for us in (case.us.get(name) for name in names)]
+        cells = [
+            f"**{us:g}**" if us == best and len(case.us) > 1 else f"{us:g}" if us is not None else "refused"
+            for us in (case.us.get(name) for name in names)
+        ]
         lines.append(f"| {case.work} | {case.context} | {case.batch} | {case.rows} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -182,8 +187,14 @@ def main() -> None:
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version())
     for name, cases in tables.items():
         print(f"\n{name}, microseconds\n\n{markdown(cases)}", flush=True)
-    print(json.dumps({"device": torch.cuda.get_device_name(),
-                      **{name: [vars(case) for case in cases] for name, cases in tables.items()}}))
+    print(
+        json.dumps(
+            {
+                "device": torch.cuda.get_device_name(),
+                **{name: [vars(case) for case in cases] for name, cases in tables.items()},
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

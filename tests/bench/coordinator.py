@@ -19,16 +19,16 @@ import numpy as np
 import zmq
 
 from attention.config import CacheConfig
-from cluster.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
-from cluster.coordinator import Coordinator
-from cluster.coordinator_loop import CoordinatorSettings
-from cluster.messages import GenerateRequest
-from cluster.transport import Transport
-from cluster.worker_loop import run_worker_loop
+from cluster.coordinator.coordinator import Coordinator
+from cluster.coordinator.loop import CoordinatorSettings
+from cluster.replica.worker_loop import run_worker_loop
+from cluster.transport.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.transport.messages import GenerateRequest
+from cluster.transport.sockets import Transport
 from workers.config import PLAIN, RoundShape, SchedulerConfig
-from workers.plan import FINISH_LENGTH, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
-from workers.request import RequestOutput
-from workers.scheduler import Scheduler
+from workers.scheduling.plan import FINISH_LENGTH, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
+from workers.scheduling.request import RequestOutput
+from workers.scheduling.scheduler import Scheduler
 
 TREE = RoundShape(name="tree", width=16, max_new_tokens=6, tail_tokens=16)
 TOKENS_PER_ROUND = 3
@@ -79,7 +79,9 @@ class InstantExecutor:
         pure = not plan.chunks and len(rounds) > 0
         self._num_usual = int(self._left[rounds].min()) // TOKENS_PER_ROUND - 1 if pure else 0
         return (
-            pack_i32(counts.astype(np.int32)), bytes(4 * int(counts.sum())), finish.astype(np.uint8).tobytes(),
+            pack_i32(counts.astype(np.int32)),
+            bytes(4 * int(counts.sum())),
+            finish.astype(np.uint8).tobytes(),
             pack_i32(np.where(is_round, TOKENS_PER_ROUND - 1, -1).astype(np.int32)),
         )
 
@@ -125,7 +127,9 @@ def run_ingress(folder: str, pipe: Connection) -> None:
 
 def spread(milliseconds: np.ndarray) -> dict[str, float]:
     figures = {
-        "mean": milliseconds.mean(), "median": np.median(milliseconds), "p99": np.percentile(milliseconds, 99),
+        "mean": milliseconds.mean(),
+        "median": np.median(milliseconds),
+        "p99": np.percentile(milliseconds, 99),
         "max": milliseconds.max(),
     }
     return {name: round(float(value), 4) for name, value in figures.items()}
@@ -136,8 +140,12 @@ def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) ->
     length = 64 + max_tokens + 64
     scheduler = TimedScheduler(
         SchedulerConfig(max_running=num_running, max_step_tokens=64 * num_running, max_waiting=num_running),
-        CacheConfig(page_size=page_size), num_running * (length // page_size + 2), length, time.monotonic,
-        (PLAIN, TREE), 1,
+        CacheConfig(page_size=page_size),
+        num_running * (length // page_size + 2),
+        length,
+        time.monotonic,
+        (PLAIN, TREE),
+        1,
     )
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="aerie") as folder:
@@ -155,10 +163,16 @@ def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) ->
         context = zmq.Context()
         engine = connect_engine(context, Transport(), coordinator.endpoint)
         for i in range(num_running):
-            engine.send(encode(GenerateRequest(
-                f"request-{i:04}", pack_i32([(i * 31 + j) % 1000 for j in range(64)]),
-                SamplingParams(max_tokens=max_tokens, seed=i), endpoints[-1],
-            )))
+            engine.send(
+                encode(
+                    GenerateRequest(
+                        f"request-{i:04}",
+                        pack_i32([(i * 31 + j) % 1000 for j in range(64)]),
+                        SamplingParams(max_tokens=max_tokens, seed=i),
+                        endpoints[-1],
+                    )
+                )
+            )
         while coordinator.stats().num_waiting < num_running:
             time.sleep(0.01)
         coordinator.attach(endpoints[:-1], 1)
@@ -179,7 +193,10 @@ def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) ->
     return {
         "step_ms": spread(np.diff(stamps[:, 0]) * 1e3),
         "coordinator_cpu_ms": spread(np.diff(stamps[:, 1]) * 1e3),
-        "num_running": num_running, "num_ranks": num_ranks, "page_size": page_size, "num_steps": stats.num_steps,
+        "num_running": num_running,
+        "num_ranks": num_ranks,
+        "page_size": page_size,
+        "num_steps": stats.num_steps,
         "token_messages": num_messages,
     }
 

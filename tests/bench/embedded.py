@@ -20,8 +20,8 @@ from speculative.local import local_engine
 from tests.bench.finding import Finding, Report, table
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.local import LocalEngine
-from workers.plan import SamplingParams
+from workers.runner.local_engine import LocalEngine
+from workers.scheduling.plan import SamplingParams
 
 ARMS: dict[str, SpeculativeConfig | None] = {"off": None, "chain 3/1/4": CHAIN, "tree 5/4/16": TREE}
 SERVED = "chain 3/1/4"  # what deploy/eagle.yaml asks for
@@ -65,7 +65,8 @@ def run(quick: bool) -> Report:
         torch.set_num_threads(threads)
     rows = [
         (case, arm, figures["tokens_per_s"], figures["speedup"], figures["acceptance_length"])
-        for case, arms in results.items() for arm, figures in arms.items()
+        for case, arms in results.items()
+        for arm, figures in arms.items()
     ]
     speedup = results["TP 1, batch 1"][SERVED]["speedup"]
     return Report(

@@ -53,9 +53,7 @@ class Pass:
 def prompts_of(shots: Sequence[Problem], problems: Sequence[Problem]) -> list[dict[str, Any]]:
     """What each problem's request to /v1/completions holds, all with the same examples in front."""
     examples = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
-    return [
-        {"prompt": f"{examples}Question: {problem.question}\nAnswer:", "stop": list(STOPS)} for problem in problems
-    ]
+    return [{"prompt": f"{examples}Question: {problem.question}\nAnswer:", "stop": list(STOPS)} for problem in problems]
 
 
 def chats_of(shots: Sequence[Problem], problems: Sequence[Problem]) -> list[dict[str, Any]]:
@@ -75,7 +73,11 @@ def result_of(text: str) -> float | None:
 
 
 async def ask_all(
-    client: httpx.AsyncClient, url: str, prompts: Sequence[dict[str, Any]], max_tokens: int, parallel: int,
+    client: httpx.AsyncClient,
+    url: str,
+    prompts: Sequence[dict[str, Any]],
+    max_tokens: int,
+    parallel: int,
     speculative: bool | None = None,
 ) -> Pass:
     """Ask every prompt of `prompts_of` or `chats_of`, `parallel` at a time. speculative: sent along unless None."""
@@ -141,14 +143,22 @@ def equality(first: Pass, second: Pass) -> dict[str, Any]:
     if unequal:
         index, a, b = unequal[0]
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        found["first_unequal"] = {"question": index, "after": a[max(0, at - 40) : at], "on": a[at : at + 40],
-                                  "off": b[at : at + 40]}
+        found["first_unequal"] = {
+            "question": index,
+            "after": a[max(0, at - 40) : at],
+            "on": a[at : at + 40],
+            "off": b[at : at + 40],
+        }
     return found
 
 
 async def evaluate(
-    url: str, problems: Sequence[Problem], prompts: Sequence[dict[str, Any]], max_tokens: int = 512,
-    parallel: int = 64, compare: bool = False,
+    url: str,
+    problems: Sequence[Problem],
+    prompts: Sequence[dict[str, Any]],
+    max_tokens: int = 512,
+    parallel: int = 64,
+    compare: bool = False,
 ) -> dict[str, Any]:
     """One pass, or with `compare` two: "on" and "off", and their equality. Raises RuntimeError if the prefix cache
     cannot be emptied."""
@@ -171,8 +181,11 @@ def report(figures: dict[str, Any]) -> list[str]:
         length = "none told" if arm["acceptance_length"] is None else f"{arm['acceptance_length']:.3f}"
         lines += [
             *([] if name == "as_served" else [f"speculation {name}"]),
-            f"Accuracy: {arm['accuracy']:.3f}", f"Invalid: {arm['invalid']:.3f}", f"Acceptance length: {length}",
-            f"Latency: {arm['latency_s']:.3f} s", f"Output throughput: {arm['output_tokens_per_s']:.1f} token/s",
+            f"Accuracy: {arm['accuracy']:.3f}",
+            f"Invalid: {arm['invalid']:.3f}",
+            f"Acceptance length: {length}",
+            f"Latency: {arm['latency_s']:.3f} s",
+            f"Output throughput: {arm['output_tokens_per_s']:.1f} token/s",
             *([f"FAILED: {arm['num_failed']}, the first: {arm['first_fault']}"] if arm["num_failed"] else []),
         ]
     if "equal_share" in figures:
@@ -191,23 +204,30 @@ def problems_and_shots(arguments: argparse.Namespace) -> tuple[list[Problem], li
     else:
         shots, rest = read_problems(arguments.shots_data)[:num_shots], given
     if len(shots) < num_shots or not rest:
-        raise ValueError(f"{num_shots} shots and at least one question are wanted; there are {len(shots)} and "
-                         f"{len(rest)}")
+        raise ValueError(
+            f"{num_shots} shots and at least one question are wanted; there are {len(shots)} and {len(rest)}"
+        )
     return rest[:count] if count else rest, shots
 
 
-def add_data_options(
-    parser: argparse.ArgumentParser, num_questions: int | None = None, max_tokens: int = 512
-) -> None:
+def add_data_options(parser: argparse.ArgumentParser, num_questions: int | None = None, max_tokens: int = 512) -> None:
     """What is asked, and how many at a time."""
     parser.add_argument("--data", type=Path, help="GSM8K's JSONL; without it, word problems made here")
     parser.add_argument("--shots-data", type=Path, help="JSONL whose first problems are the shots")
     parser.add_argument("--num-shots", type=int, default=8)
-    parser.add_argument("--num-questions", type=int, default=num_questions,
-                        help=f"default: {num_questions or 'all of --data, or 100 of those made here'}")
+    parser.add_argument(
+        "--num-questions",
+        type=int,
+        default=num_questions,
+        help=f"default: {num_questions or 'all of --data, or 100 of those made here'}",
+    )
     parser.add_argument("--parallel", type=int, default=64, help="requests at a time (default: 64)")
-    parser.add_argument("--max-tokens", type=int, default=max_tokens,
-                        help=f"prompt and answer must fit the model's length (default: {max_tokens})")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        help=f"prompt and answer must fit the model's length (default: {max_tokens})",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -222,9 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     prompts = (chats_of if arguments.chat else prompts_of)(shots, problems)
-    figures = asyncio.run(evaluate(
-        arguments.url, problems, prompts, arguments.max_tokens, arguments.parallel, arguments.compare
-    ))
+    figures = asyncio.run(
+        evaluate(arguments.url, problems, prompts, arguments.max_tokens, arguments.parallel, arguments.compare)
+    )
     print(*report(figures), sep="\n")
     print(json.dumps({"bench": "gsm8k", "data": str(arguments.data or "made here")} | figures))
     return int(any(isinstance(arm, dict) and arm.get("num_failed", 0) for arm in figures.values()))

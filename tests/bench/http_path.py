@@ -15,12 +15,12 @@ from typing import Any
 import zmq
 
 from attention.config import CacheConfig
-from cluster.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
-from cluster.coordinator import Coordinator
-from cluster.coordinator_loop import CoordinatorSettings
-from cluster.messages import GenerateRequest
-from cluster.transport import Transport
-from cluster.worker_loop import run_worker_loop
+from cluster.coordinator.coordinator import Coordinator
+from cluster.coordinator.loop import CoordinatorSettings
+from cluster.replica.worker_loop import run_worker_loop
+from cluster.transport.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.transport.messages import GenerateRequest
+from cluster.transport.sockets import Transport
 from tests.bench.coordinator import TOKENS_PER_ROUND, TREE
 from tests.bench.finding import Finding, Report, table
 from tests.bench.instant_server import ROUND_S, PacedExecutor
@@ -28,8 +28,8 @@ from tests.bench.machine import busy_seconds, on_cores
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 from tests.bench.sse_client import chat_body, counted, first_event_s, request_bytes, start_load
 from workers.config import PLAIN, SchedulerConfig
-from workers.plan import SamplingParams, pack_i32
-from workers.scheduler import Scheduler
+from workers.scheduling.plan import SamplingParams, pack_i32
+from workers.scheduling.scheduler import Scheduler
 
 EVENTS_PER_S = 4000
 ADDED_TTFT_MS = 15.0
@@ -65,19 +65,27 @@ def run(quick: bool) -> Report:
         direct_ms = statistics.median(direct_ttft_s(load.num_ttft)) * 1e3
         results = {proxy: measure(proxy, load) for proxy in proxies}
     answer_s = MAX_TOKENS / TOKENS_PER_ROUND * ROUND_S
-    lines = [f"A prefill takes no time, a round {ROUND_S * 1e3:g} ms, an answer {answer_s:g} s or more.",
-             f"{CORES} cores for all, the client included.", ""]
+    lines = [
+        f"A prefill takes no time, a round {ROUND_S * 1e3:g} ms, an answer {answer_s:g} s or more.",
+        f"{CORES} cores for all, the client included.",
+        "",
+    ]
     for proxy, result in results.items():
         lines += [f"{proxy}:", "", *_rate_table(proxy, result["rates"]), ""]
-    lines += table(["time to the first token", "median ms", "p99 ms", "above direct ms"], [
-        ("engine asked directly", direct_ms, "", ""),
-        *((name, r["ttft_ms"], r["ttft_p99_ms"], r["ttft_ms"] - direct_ms) for name, r in results.items()),
-    ])
+    lines += table(
+        ["time to the first token", "median ms", "p99 ms", "above direct ms"],
+        [
+            ("engine asked directly", direct_ms, "", ""),
+            *((name, r["ttft_ms"], r["ttft_p99_ms"], r["ttft_ms"] - direct_ms) for name, r in results.items()),
+        ],
+    )
     served = results[proxies[0]]
     best = max(rate["events_per_s"] for rate in served["rates"])
     return Report(
-        {"http_events": Finding(best, EVENTS_PER_S, "SSE events/s", at_least=True),
-         "http_added_ttft": Finding(served["ttft_ms"] - direct_ms, ADDED_TTFT_MS, "ms")},
+        {
+            "http_events": Finding(best, EVENTS_PER_S, "SSE events/s", at_least=True),
+            "http_added_ttft": Finding(served["ttft_ms"] - direct_ms, ADDED_TTFT_MS, "ms"),
+        },
         lines,
         {"direct_ttft_ms": round(direct_ms, 3), **results},
     )
@@ -156,8 +164,13 @@ def direct_ttft_s(count: int) -> list[float]:
         context = zmq.Context()
         inbox, reply_to = bind_ingress(context, transport, "ingress")
         scheduler = Scheduler(
-            SchedulerConfig(max_running=MAX_RUNNING), CacheConfig(page_size=PAGE_SIZE), NUM_PAGES, 2048, time.monotonic,
-            (PLAIN, TREE), 1,
+            SchedulerConfig(max_running=MAX_RUNNING),
+            CacheConfig(page_size=PAGE_SIZE),
+            NUM_PAGES,
+            2048,
+            time.monotonic,
+            (PLAIN, TREE),
+            1,
         )
         coordinator = Coordinator(scheduler, CoordinatorSettings("bench", transport))
         coordinator.start()
@@ -210,8 +223,26 @@ def _rate_table(proxy: str, rates: list[dict[str, Any]]) -> list[str]:
     for rate in rates:
         us = rate["us_per_event"]
         rest = sum(us.values()) - sum(us.get(name, 0.0) for name in shown)
-        rows.append((rate["streams"], round(rate["streams"] / ROUND_S), rate["events_per_s"], rate["answer_s"],
-                     *(us.get(name, 0.0) for name in shown), rest, rate["cores"], rate["cores_of_others"]))
-    head = ["streams", "offered/s", "events/s", "answer s", *(f"{name} us" for name in shown), "rest us", "cores",
-            "others' cores"]
+        rows.append(
+            (
+                rate["streams"],
+                round(rate["streams"] / ROUND_S),
+                rate["events_per_s"],
+                rate["answer_s"],
+                *(us.get(name, 0.0) for name in shown),
+                rest,
+                rate["cores"],
+                rate["cores_of_others"],
+            )
+        )
+    head = [
+        "streams",
+        "offered/s",
+        "events/s",
+        "answer s",
+        *(f"{name} us" for name in shown),
+        "rest us",
+        "cores",
+        "others' cores",
+    ]
     return table(head, rows)

@@ -19,8 +19,8 @@ from cluster.assembly import Layout, PhaseReport
 from cluster.config import AerieConfig
 from tests.bench.coordinator import TOKENS_PER_ROUND, TREE, InstantExecutor
 from workers.config import PLAIN
-from workers.executor import StepExecutor
-from workers.plan import StepPlan, StepResult, pack_i32
+from workers.runner.executor import StepExecutor
+from workers.scheduling.plan import StepPlan, StepResult, pack_i32
 
 ROUND_S = 0.008  # a round of an engine at batch 64; without it rounds would come faster than any edge can send them
 TOKENS = np.arange(600, 1400, dtype=np.int32)  # merges of the embedded tokenizer: every one shows as text

@@ -24,8 +24,10 @@ def run(quick: bool) -> Report:
     return Report(
         {"memory_pss": Finding(total[2] / 1e3, LIMIT_GB, "GB")},
         table(["MB", "processes", "PSS", "USS", "RSS"], [*rows, total]),
-        {name: dict(zip(("processes", "pss_mb", "uss_mb", "rss_mb"), (count, *map(round, sizes)), strict=True))
-         for name, count, *sizes in [*rows, total]},
+        {
+            name: dict(zip(("processes", "pss_mb", "uss_mb", "rss_mb"), (count, *map(round, sizes)), strict=True))
+            for name, count, *sizes in [*rows, total]
+        },
     )
 
 

@@ -22,8 +22,8 @@ import torch
 
 from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
 from tests.bench.round import Setting, add_engine_options, commit, engine_spec, hardware, model_of, write_checkpoints
-from workers.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
-from workers.worker import Worker
+from workers.runner.worker import Worker
+from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 
 REPEATS = 3  # of which the fastest counts
 ROUNDS, CHUNKED = 20, 6  # steps in a row of each kind
@@ -54,22 +54,36 @@ class Driver:
         self._worker: Worker = build_worker(spec, self._layout, 0, "")
         self._setting = setting
         self._prompt_slot = spec.worker.scheduler.max_running - 1
-        self._pages_per_slot = min(self._layout.num_pages // spec.worker.scheduler.max_running,
-                                   -(-self._layout.max_position // spec.worker.cache.page_size))
+        self._pages_per_slot = min(
+            self._layout.num_pages // spec.worker.scheduler.max_running,
+            -(-self._layout.max_position // spec.worker.cache.page_size),
+        )
         self._steps = count()
 
     def start(self, batch: int) -> None:
         """Bring slots 0 .. batch - 1 to the end of their prompts; they never end."""
         for slot in range(batch):
             tokens = [10 + (7 * slot + i) % 50 for i in range(self._setting.prompt_tokens)]
-            self._run([self._plan(inits=(self._init(slot),), pages=self._pages(slot),
-                                  chunks=(Chunk(slot, 0, pack_i32(tokens), -1),))])
+            self._run(
+                [
+                    self._plan(
+                        inits=(self._init(slot),),
+                        pages=self._pages(slot),
+                        chunks=(Chunk(slot, 0, pack_i32(tokens), -1),),
+                    )
+                ]
+            )
 
     def start_prompt(self) -> None:
         """Give the last slot to a request whose prompt is never through."""
         slot = self._prompt_slot
-        self._run([self._plan(inits=(self._init(slot),), pages=self._pages(slot),
-                              chunks=(Chunk(slot, 0, pack_i32([10]), 11),))])
+        self._run(
+            [
+                self._plan(
+                    inits=(self._init(slot),), pages=self._pages(slot), chunks=(Chunk(slot, 0, pack_i32([10]), 11),)
+                )
+            ]
+        )
 
     def ms(self, batch: int, chunk_tokens: int, num_steps: int) -> float:
         """Per step of `batch` requests and chunk_tokens prompt tokens, either of which may be 0; after two of them."""
@@ -92,11 +106,17 @@ class Driver:
         while self._worker.num_pending:
             self._worker.take()
 
-    def _plan(self, slots: Sequence[int] = (), inits: tuple[SlotInit, ...] = (), pages: bytes = b"",
-              chunks: tuple[Chunk, ...] = ()) -> StepPlan:
+    def _plan(
+        self,
+        slots: Sequence[int] = (),
+        inits: tuple[SlotInit, ...] = (),
+        pages: bytes = b"",
+        chunks: tuple[Chunk, ...] = (),
+    ) -> StepPlan:
         shape = len(self._layout.shapes) - 1
-        return StepPlan(0, next(self._steps), pack_i32(list(slots)), shape, self._layout.max_position, pages, inits,
-                        chunks)
+        return StepPlan(
+            0, next(self._steps), pack_i32(list(slots)), shape, self._layout.max_position, pages, inits, chunks
+        )
 
     def _init(self, slot: int) -> SlotInit:
         length = self._setting.prompt_tokens
@@ -115,7 +135,8 @@ def measure(driver: Driver, batch: int, chunk_tokens: Sequence[int]) -> dict[str
         driver.start(batch)
         driver.start_prompt()
         results[str(tokens)] = Figures(
-            round_ms=driver.ms(batch, 0, ROUNDS), chunk_ms=driver.ms(0, tokens, CHUNKED),
+            round_ms=driver.ms(batch, 0, ROUNDS),
+            chunk_ms=driver.ms(0, tokens, CHUNKED),
             mixed_ms=driver.ms(batch, tokens, CHUNKED),
         )
     return results
@@ -127,12 +148,17 @@ def spec_of(folder: Path, shape: str, batch: int, setting: Setting) -> EngineSpe
 
 
 def table(results: dict[str, dict[str, dict[str, Figures]]]) -> list[str]:
-    lines = ["| shape | running | chunk | round ms | chunk alone ms | both ms | stall ms | of the sum |",
-             "| --- " * 8 + "|"]
+    lines = [
+        "| shape | running | chunk | round ms | chunk alone ms | both ms | stall ms | of the sum |",
+        "| --- " * 8 + "|",
+    ]
     for shape, batches in results.items():
         for batch, chunks in batches.items():
-            lines += [f"| {shape} | {batch} | {tokens} | {f.round_ms:.2f} | {f.chunk_ms:.2f} | {f.mixed_ms:.2f} | "
-                      f"{f.stall_ms:.2f} | {f.of_sum:.2f} |" for tokens, f in chunks.items()]
+            lines += [
+                f"| {shape} | {batch} | {tokens} | {f.round_ms:.2f} | {f.chunk_ms:.2f} | {f.mixed_ms:.2f} | "
+                f"{f.stall_ms:.2f} | {f.of_sum:.2f} |"
+                for tokens, f in chunks.items()
+            ]
     return lines
 
 
@@ -162,10 +188,13 @@ def main() -> None:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     print("\n".join(table(results)))
-    figures = {shape: {n: {tokens: asdict(f) for tokens, f in chunks.items()} for n, chunks in batches.items()}
-               for shape, batches in results.items()}
-    print(json.dumps({"bench": "mixed", "hardware": hardware(), "commit": commit(), "model": model,
-                      "results": figures}))
+    figures = {
+        shape: {n: {tokens: asdict(f) for tokens, f in chunks.items()} for n, chunks in batches.items()}
+        for shape, batches in results.items()
+    }
+    print(
+        json.dumps({"bench": "mixed", "hardware": hardware(), "commit": commit(), "model": model, "results": figures})
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from speculative.local import local_engine
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints
 from tests.bench.trace import by_kernel, figures, profile, start, submit
-from workers.plan import SamplingParams
+from workers.scheduling.plan import SamplingParams
 
 
 def main() -> None:
@@ -39,8 +39,17 @@ def main() -> None:
     for name, times in by_kernel(events)[:40]:
         us = sum(times)
         print(f"{us / steps:9.1f} us {len(times) / steps:7.1f} x {us / len(times):8.2f} us  {name[:110]}")
-    print(json.dumps({"bench": "profile_round", "hardware": hardware(), "shape": arguments.shape, "batch": batch,
-                      **figures(events, steps)}))
+    print(
+        json.dumps(
+            {
+                "bench": "profile_round",
+                "hardware": hardware(),
+                "shape": arguments.shape,
+                "batch": batch,
+                **figures(events, steps),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

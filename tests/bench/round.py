@@ -30,9 +30,9 @@ from tests.bench.machine import git
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
 from workers.config import GraphScope, ModelSource, SchedulerConfig, WorkerConfig
-from workers.local import LocalEngine
-from workers.plan import SamplingParams
-from workers.request import Request, RequestOutput
+from workers.runner.local_engine import LocalEngine
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request, RequestOutput
 
 # hidden, heads, KV heads, head dim, MLP, vocabulary, draft vocabulary, layers
 MODELS = {
@@ -78,8 +78,14 @@ def write_checkpoints(folder: Path, name: str) -> None:
 
 
 def engine_spec(
-    folder: Path, shape: str, batch: int, setting: Setting, tensor_parallel: int, cuda_graphs: bool,
-    graph_scope: GraphScope = "round", attention: str = "auto",
+    folder: Path,
+    shape: str,
+    batch: int,
+    setting: Setting,
+    tensor_parallel: int,
+    cuda_graphs: bool,
+    graph_scope: GraphScope = "round",
+    attention: str = "auto",
 ) -> EngineSpec:
     """An engine for `batch` requests of one shape. attention: the backend of every phase of target and draft."""
     tokens_per_request = setting.prompt_tokens + setting.output_tokens + 64
@@ -97,10 +103,18 @@ def engine_spec(
     if tree is None:
         return EngineSpec(worker)
     num_steps, top_k, width = tree
-    return EngineSpec(worker, SpeculativeConfig(
-        str(folder / "draft"), "eagle3", num_steps, top_k, width,
-        synthetic_acceptance_length=setting.acceptance_length,
-    ), DraftAttention(attention, attention, attention))
+    return EngineSpec(
+        worker,
+        SpeculativeConfig(
+            str(folder / "draft"),
+            "eagle3",
+            num_steps,
+            top_k,
+            width,
+            synthetic_acceptance_length=setting.acceptance_length,
+        ),
+        DraftAttention(attention, attention, attention),
+    )
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -151,10 +165,16 @@ def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
             seen = figures(profile(engine, PROFILED_ROUNDS), PROFILED_ROUNDS)
     rounds, decoding_s = best.steps - prefill.steps, best.seconds - prefill.seconds
     tokens_per_s = batch * (setting.output_tokens - 1) / decoding_s
-    return {"ms_per_round": decoding_s / rounds * 1e3, "full_ms": best.full_ms,
-            "requests_per_s": batch / best.seconds, "rounds": rounds, "tokens_per_s": tokens_per_s,
-            "prefill_s": prefill.seconds, "ready_s": ready_s,
-            **{name: seen[name] for name in ("graph_launches", "copies_to_host", "idle_share", "kernels") if seen}}
+    return {
+        "ms_per_round": decoding_s / rounds * 1e3,
+        "full_ms": best.full_ms,
+        "requests_per_s": batch / best.seconds,
+        "rounds": rounds,
+        "tokens_per_s": tokens_per_s,
+        "prefill_s": prefill.seconds,
+        "ready_s": ready_s,
+        **{name: seen[name] for name in ("graph_launches", "copies_to_host", "idle_share", "kernels") if seen},
+    }
 
 
 def hardware() -> str:
@@ -183,8 +203,12 @@ def main() -> None:
     add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128])
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
-    parser.add_argument("--graph-scope", choices=["round", "stages", "eager_extend"], default="round",
-                        help="what one graph holds: a round, or one of its stages, to see what one graph brings")
+    parser.add_argument(
+        "--graph-scope",
+        choices=["round", "stages", "eager_extend"],
+        default="round",
+        help="what one graph holds: a round, or one of its stages, to see what one graph brings",
+    )
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
@@ -200,8 +224,14 @@ def main() -> None:
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(
-                    Path(folder), shape, batch, setting, arguments.tensor_parallel, not arguments.no_graphs,
-                    arguments.graph_scope, arguments.attention,
+                    Path(folder),
+                    shape,
+                    batch,
+                    setting,
+                    arguments.tensor_parallel,
+                    not arguments.no_graphs,
+                    arguments.graph_scope,
+                    arguments.attention,
                 )
                 results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting) | {
                     "floor_ms": floor_ms(model, shape, batch, setting, arguments.tensor_parallel)
@@ -214,12 +244,22 @@ def main() -> None:
         print("| --- |" + " --- |" * len(arguments.batches))
         for shape, row in results.items():
             print(f"| {shape} | " + " | ".join(f"{row[str(b)][name]:.4g}" for b in arguments.batches) + " |")
-    print(json.dumps({
-        "bench": "round", "hardware": hardware(), "commit": commit(), "model": arguments.model,
-        "tensor_parallel": arguments.tensor_parallel, "graph_scope": arguments.graph_scope,
-        "attention": arguments.attention, "prompt_tokens": setting.prompt_tokens,
-        "output_tokens": setting.output_tokens, "results": results,
-    }))
+    print(
+        json.dumps(
+            {
+                "bench": "round",
+                "hardware": hardware(),
+                "commit": commit(),
+                "model": arguments.model,
+                "tensor_parallel": arguments.tensor_parallel,
+                "graph_scope": arguments.graph_scope,
+                "attention": arguments.attention,
+                "prompt_tokens": setting.prompt_tokens,
+                "output_tokens": setting.output_tokens,
+                "results": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

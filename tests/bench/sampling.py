@@ -32,9 +32,9 @@ from tests.bench.round import (
     timed,
     write_checkpoints,
 )
-from workers.plan import SamplingParams, SlotInit
-from workers.sampler import Rows, Sampler, SamplingNeeds, logprobs_of
-from workers.slots import SlotTable
+from workers.runner.slot_table import SlotTable
+from workers.sampling.sampler import Rows, Sampler, SamplingNeeds, logprobs_of
+from workers.scheduling.plan import SamplingParams, SlotInit
 
 KINDS = {
     "greedy": SamplingParams(1, 0.0),
@@ -77,8 +77,8 @@ def replay_us(step: Callable[[], object]) -> float:
 @torch.inference_mode()
 def kernels(rows: int, size: int) -> dict[str, float]:
     """Microseconds per part of sampling for `rows` bfloat16 rows of a vocabulary of `size`."""
+    from workers.distributed.tp_group import SOLO
     from workers.layers.vocab import VocabShard
-    from workers.tp import SOLO
 
     device = torch.device("cuda")
     table = SlotTable(len(KINDS), 4, size, device)
@@ -89,9 +89,13 @@ def kernels(rows: int, size: int) -> dict[str, float]:
     logits = {"flat": flat.bfloat16(), "peaked": (flat * 3).bfloat16()}
     positions = torch.arange(rows, device=device).unsqueeze(1)
     out = {}
-    for name, needs in (("greedy", SamplingNeeds(False)), ("temperature", SamplingNeeds(True)),
-                        ("top-p 0.9", SamplingNeeds(True, True)), ("top-k 50", SamplingNeeds(True, True)),
-                        ("penalties + logprobs", SamplingNeeds(False, shaping=True))):
+    for name, needs in (
+        ("greedy", SamplingNeeds(False)),
+        ("temperature", SamplingNeeds(True)),
+        ("top-p 0.9", SamplingNeeds(True, True)),
+        ("top-k 50", SamplingNeeds(True, True)),
+        ("penalties + logprobs", SamplingNeeds(False, shaping=True)),
+    ):
         where = Rows(torch.full((rows,), names.index(name), device=device), positions)
         for kind, x in logits.items():
             out[f"{name}, {kind}"] = replay_us(lambda x=x, where=where, needs=needs: sampler.sample(x, where, needs))
@@ -135,8 +139,19 @@ def main() -> None:
         print("| --- |" + " --- |" * len(timed_kernels))
         for kind in next(iter(timed_kernels.values())):
             print(f"| {kind} | " + " | ".join(f"{row[kind]:.1f}" for row in timed_kernels.values()) + " |")
-    print(json.dumps({"bench": "sampling", "hardware": hardware(), "commit": commit(), "model": arguments.model,
-                      "tensor_parallel": arguments.tensor_parallel, "results": results, "kernels_us": timed_kernels}))
+    print(
+        json.dumps(
+            {
+                "bench": "sampling",
+                "hardware": hardware(),
+                "commit": commit(),
+                "model": arguments.model,
+                "tensor_parallel": arguments.tensor_parallel,
+                "results": results,
+                "kernels_us": timed_kernels,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

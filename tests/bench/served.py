@@ -91,8 +91,13 @@ def running(
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | RAY_ENVIRONMENT | _own_ports() | {"RAY_TMPDIR": folder, "PYTHONPATH": paths}
     process = subprocess.Popen(
-        [sys.executable, "-m", *module.split(), str(path), *options], cwd=ROOT, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+        [sys.executable, "-m", *module.split(), str(path), *options],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        errors="replace",
     )
     server = RunningServer(process, f"http://127.0.0.1:{port}", time.perf_counter())
     reader = threading.Thread(target=_read, args=(server,), daemon=True)

@@ -114,10 +114,14 @@ def load_figures(timings: Sequence[Timing], elapsed_s: float) -> dict[str, float
     tpot_ms = sorted(timing.rest_s * 1000 / max(1, timing.num_tokens - 1) for timing in timings)
     num_tokens = sum(timing.num_tokens for timing in timings)
     return {
-        "num_answers": len(timings), "output_tokens": num_tokens, "elapsed_s": round(elapsed_s, 3),
+        "num_answers": len(timings),
+        "output_tokens": num_tokens,
+        "elapsed_s": round(elapsed_s, 3),
         "output_tokens_per_s": round(num_tokens / elapsed_s, 1),
-        "ttft_ms_median": round(median(ttft_ms), 2), "ttft_ms_p99": round(_p99(ttft_ms), 2),
-        "tpot_ms_median": round(median(tpot_ms), 3), "tpot_ms_p99": round(_p99(tpot_ms), 3),
+        "ttft_ms_median": round(median(ttft_ms), 2),
+        "ttft_ms_p99": round(_p99(ttft_ms), 2),
+        "tpot_ms_median": round(median(tpot_ms), 3),
+        "tpot_ms_p99": round(_p99(tpot_ms), 3),
     }
 
 

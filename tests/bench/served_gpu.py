@@ -65,8 +65,10 @@ async def openai_requests(url: str) -> dict[str, Any]:
         stream = await client.chat.completions.create(**base, temperature=0, stream=True)
         streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
         sampled = [
-            (await client.chat.completions.create(**base, temperature=0.8, top_p=0.9, seed=seed)
-             ).choices[0].message.content for seed in (7, 7, 8)
+            (await client.chat.completions.create(**base, temperature=0.8, top_p=0.9, seed=seed))
+            .choices[0]
+            .message.content
+            for seed in (7, 7, 8)
         ]
         named = await client.chat.completions.create(**base, temperature=0, logprobs=True, top_logprobs=3)
         entries = named.choices[0].logprobs.content
@@ -76,7 +78,9 @@ async def openai_requests(url: str) -> dict[str, Any]:
         assert streamed == text, f"streamed {streamed!r}, whole {text!r}"
         assert sampled[0] == sampled[1], f"one seed, two answers: {sampled[:2]}"
         return {
-            "text": text, "sampled": sampled[1:], "mean_logprob": sum(e.logprob for e in entries) / len(entries),
+            "text": text,
+            "sampled": sampled[1:],
+            "mean_logprob": sum(e.logprob for e in entries) / len(entries),
             "speculation": whole.model_extra["metrics"]["speculative_decoding"],
             "logprobs_text_equal": named.choices[0].message.content == text,
         }
@@ -86,9 +90,7 @@ async def compare(url: str, arguments: argparse.Namespace, chat: bool) -> dict[s
     """GSM8K on and off, with shots or as the chat that the pair was trained for."""
     problems, shots = gsm8k.problems_and_shots(arguments)
     prompts = gsm8k.chats_of([], problems) if chat else gsm8k.prompts_of(shots, problems)
-    figures = await gsm8k.evaluate(
-        url, problems, prompts, arguments.max_tokens, arguments.parallel, compare=True
-    )
+    figures = await gsm8k.evaluate(url, problems, prompts, arguments.max_tokens, arguments.parallel, compare=True)
     print(*gsm8k.report(figures), sep="\n", flush=True)
     assert not figures["on"]["num_failed"] and not figures["off"]["num_failed"], figures
     return figures
@@ -97,8 +99,13 @@ async def compare(url: str, arguments: argparse.Namespace, chat: bool) -> dict[s
 async def abort(url: str) -> dict[str, Any]:
     """A client that leaves after a few events; its slot and pages must be free soon."""
     async with httpx.AsyncClient(timeout=60) as client:
-        body = {"model": await served_model(client, url), "prompt": "Once", "max_tokens": 1900, "stream": True,
-                "ignore_eos": True}
+        body = {
+            "model": await served_model(client, url),
+            "prompt": "Once",
+            "max_tokens": 1900,
+            "stream": True,
+            "ignore_eos": True,
+        }
         async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
             lines = answer.aiter_lines()
             for _ in range(4):
@@ -197,8 +204,12 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32; auto: the checkpoint's on a GPU")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--shape", default="", metavar="STEPS/TOP_K/TOKENS",
-                        help="a tree, for instance 5/4/16, in place of a chain 3/1/4")
+    parser.add_argument(
+        "--shape",
+        default="",
+        metavar="STEPS/TOP_K/TOKENS",
+        help="a tree, for instance 5/4/16, in place of a chain 3/1/4",
+    )
     parser.add_argument("--attention", default="", help="a backend for every phase of target and draft; else as auto")
     parser.add_argument("--memory-gb", type=float, default=1.0, help="of the KV cache")
     parser.add_argument("--load-answers", type=int, default=256, help="of each load (default: 256)")
@@ -211,9 +222,7 @@ def main() -> int:
     options = ["--no-haproxy"] if arguments.no_haproxy else []
     server: RunningServer | None = None
     try:
-        with running(
-            "deploy.cli serve", config_of(arguments), *options, ready_limit_s=arguments.start_limit
-        ) as server:
+        with running("deploy.cli serve", config_of(arguments), *options, ready_limit_s=arguments.start_limit) as server:
             print(f"ready after {server.ready_s:.1f} s", flush=True)
             asyncio.run(drive(server, arguments, parts))
     except RuntimeError as error:

@@ -19,20 +19,26 @@ BODY_END = b"\r\n0\r\n\r\n"  # of a chunked one
 END = b"data: [DONE]\n\n" + BODY_END
 
 
-def request_bytes(
-    port: int, body: dict[str, Any], route: str = "chat/completions", host: str = "127.0.0.1"
-) -> bytes:
+def request_bytes(port: int, body: dict[str, Any], route: str = "chat/completions", host: str = "127.0.0.1") -> bytes:
     """A POST to /v1/`route`."""
     raw = json.dumps(body).encode()
-    head = (f"POST /v1/{route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(raw)}\r\n\r\n")
+    head = (
+        f"POST /v1/{route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n"
+    )
     return head.encode() + raw
 
 
 def chat_body(model: str, text: str, max_tokens: int) -> dict[str, Any]:
     """A streamed greedy answer of exactly `max_tokens`."""
-    return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "stream": True,
-            "temperature": 0, "ignore_eos": True}
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
 
 class EventStream(asyncio.Protocol):
@@ -57,7 +63,7 @@ class EventStream(asyncio.Protocol):
         seen = self._tail + data
         # Events may be split between reads: the tail is counted again unless it already held the event's beginning.
         self.num_events += seen.count(EVENT) - self._tail.count(EVENT)
-        self._tail = seen[-len(END):]
+        self._tail = seen[-len(END) :]
         if self._tail == END:
             self.num_answers += 1
             self.answers_s += time.monotonic() - self._sent_s
@@ -136,13 +142,16 @@ async def _run(port: int, model: str, num_streams: int, max_tokens: int, pipe: C
             loop.remove_reader(pipe.fileno())
             return
         times = os.times()
-        pipe.send({
-            "events": sum(stream.num_events for stream in streams),
-            "answers": sum(stream.num_answers for stream in streams),
-            "answers_s": sum(stream.answers_s for stream in streams),
-            "cpu_s": times.user + times.system, "at_s": time.monotonic(),
-            "faults": [stream.fault for stream in streams if stream.fault],
-        })
+        pipe.send(
+            {
+                "events": sum(stream.num_events for stream in streams),
+                "answers": sum(stream.num_answers for stream in streams),
+                "answers_s": sum(stream.answers_s for stream in streams),
+                "cpu_s": times.user + times.system,
+                "at_s": time.monotonic(),
+                "faults": [stream.fault for stream in streams if stream.fault],
+            }
+        )
 
     loop.add_reader(pipe.fileno(), answer)
     for number in range(num_streams):

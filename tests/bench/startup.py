@@ -9,7 +9,7 @@ from tests.bench.finding import Finding, Report, table
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 
 LIMIT_S = 60.0
-_PHASE = re.compile(r"^(?:\(.*?\) )?(.{22}) *(\d+\.\d) s$")  # `cluster.actors.phase_line`
+_PHASE = re.compile(r"^(?:\(.*?\) )?(.{22}) *(\d+\.\d) s$")  # `cluster.replica.actors.phase_line`
 # A part of the console's line -> the phase that it ends.
 _MILESTONES = (
     ("cluster     ", "configuration checked"),
@@ -34,10 +34,20 @@ def run(quick: bool) -> Report:
     inside = [(m[1].strip(), f"{float(m[2]):.1f}") for _, line in server.lines if (m := _PHASE.match(line))]
     return Report(
         {"startup": Finding(server.ready_s, LIMIT_S, "s")},
-        [*table(["phase", "ended at s", "took s"], rows), "", "as the engine and rank 0 report it:", "",
-         *table(["phase", "s"], inside), "", f"Ctrl-C to the end of the last process: {stopping_s:.1f} s"],
-        {"ended_at_s": {name: float(at) for name, at, _ in rows}, "reported_s": {n: float(s) for n, s in inside},
-         "stop_s": round(stopping_s, 1)},
+        [
+            *table(["phase", "ended at s", "took s"], rows),
+            "",
+            "as the engine and rank 0 report it:",
+            "",
+            *table(["phase", "s"], inside),
+            "",
+            f"Ctrl-C to the end of the last process: {stopping_s:.1f} s",
+        ],
+        {
+            "ended_at_s": {name: float(at) for name, at, _ in rows},
+            "reported_s": {n: float(s) for n, s in inside},
+            "stop_s": round(stopping_s, 1),
+        },
     )
 
 
@@ -45,7 +55,8 @@ def _milestones(server: RunningServer) -> list[tuple[str, float]]:
     """In the order of time; lines of several processes reach the console late or not quite in order."""
     found = [
         (name, next(at_s for at_s, line in server.lines if text in line))
-        for text, name in _MILESTONES if any(text in line for _, line in server.lines)
+        for text, name in _MILESTONES
+        if any(text in line for _, line in server.lines)
     ]
     return sorted(found, key=lambda each: each[1])
 

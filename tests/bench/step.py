@@ -16,9 +16,14 @@ def run(quick: bool) -> Report:
     columns = ["mean", "median", "p99", "max"]
     rows = [("step", *(step[c] for c in columns)), ("CPU of the coordinator", *(cpu[c] for c in columns))]
     return Report(
-        {"coordinator_step_median": Finding(step["median"], 0.5, "ms"),
-         "coordinator_step_p99": Finding(step["p99"], 2.0, "ms")},
-        [f"{num_running} running requests, {NUM_RANKS} ranks, {figures['num_steps']} steps", "",
-         *table(["ms", *columns], rows)],
+        {
+            "coordinator_step_median": Finding(step["median"], 0.5, "ms"),
+            "coordinator_step_p99": Finding(step["p99"], 2.0, "ms"),
+        },
+        [
+            f"{num_running} running requests, {NUM_RANKS} ranks, {figures['num_steps']} steps",
+            "",
+            *table(["ms", *columns], rows),
+        ],
         figures,
     )

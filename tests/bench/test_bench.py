@@ -25,16 +25,23 @@ def test_every_part_has_its_findings_here() -> None:
     assert set(FINDINGS) == set(PARTS)
 
 
-@pytest.mark.parametrize("part", [
-    "coordinator",
-    pytest.param("embedded", marks=pytest.mark.slow),
-    *(pytest.param(part, marks=_SERVED) for part in ("startup", "memory", "http")),
-])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "coordinator",
+        pytest.param("embedded", marks=pytest.mark.slow),
+        *(pytest.param(part, marks=_SERVED) for part in ("startup", "memory", "http")),
+    ],
+)
 def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -> None:
     """In a process of its own, as `make bench` runs it: Ray and torch leave traces in theirs."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", "--quick", "--only", part], cwd=ROOT, capture_output=True, text=True,
-        timeout=240, check=False,
+        [sys.executable, "-m", "tests.bench", "--quick", "--only", part],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -54,7 +61,11 @@ def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -
 def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
     options = ["--tiny", "--shapes", "chain", "--batches", "2", *(["--chunks", "32"] if bench == "mixed" else [])]
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.bench.{bench}", *options], cwd=ROOT, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-m", f"tests.bench.{bench}", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -81,5 +92,8 @@ def test_finding_is_met_at_its_bound() -> None:
 
 def test_table_aligns_and_shortens() -> None:
     assert table(["a", "long"], [("x", 1234.5), ("yyy", 0.123456)]) == [
-        "| a   | long  |", "| --- | ----- |", "| x   | 1234  |", "| yyy | 0.123 |",
+        "| a   | long  |",
+        "| --- | ----- |",
+        "| x   | 1234  |",
+        "| yyy | 0.123 |",
     ]

@@ -18,15 +18,26 @@ def test_prompt_is_the_shots_and_the_question() -> None:
     assert [prompt["prompt"] for prompt in prompts_of(shots, problems)] == [
         f"Question: A?\nAnswer: 1\n#### 1\n\nQuestion: {letter}?\nAnswer:" for letter in "BC"
     ]
-    assert chats_of(shots, problems)[1] == {"messages": [
-        {"role": "user", "content": "A?"}, {"role": "assistant", "content": "1\n#### 1"},
-        {"role": "user", "content": "C?"},
-    ]}
+    assert chats_of(shots, problems)[1] == {
+        "messages": [
+            {"role": "user", "content": "A?"},
+            {"role": "assistant", "content": "1\n#### 1"},
+            {"role": "user", "content": "C?"},
+        ]
+    }
 
 
-@pytest.mark.parametrize(("text", "result"), [
-    ("so 3 and 4.\n#### 12", 12), ("$1,234.50 in all", 1234.5), ("-7", -7), ("18.00.", 18), ("none", None), ("", None),
-])
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("so 3 and 4.\n#### 12", 12),
+        ("$1,234.50 in all", 1234.5),
+        ("-7", -7),
+        ("18.00.", 18),
+        ("none", None),
+        ("", None),
+    ],
+)
 def test_result_is_the_last_number(text: str, result: float | None) -> None:
     assert result_of(text) == result
 
@@ -35,15 +46,23 @@ def test_score_counts_right_invalid_rounds_and_failures() -> None:
     replies = [Reply("#### 4", 10, 4, 6), Reply("4 or 5", 30, 6, 9), Reply("?", 10), Reply(fault="500: x")]
     figures = score(Pass(replies, 2.0), [Problem("q", "#### 4")] * 4)
     assert figures == {
-        "num_questions": 4, "accuracy": 0.25, "invalid": 0.5, "acceptance_length": 2.5, "latency_s": 2.0,
-        "output_tokens": 50, "output_tokens_per_s": 25.0, "num_failed": 1, "first_fault": "500: x",
+        "num_questions": 4,
+        "accuracy": 0.25,
+        "invalid": 0.5,
+        "acceptance_length": 2.5,
+        "latency_s": 2.0,
+        "output_tokens": 50,
+        "output_tokens_per_s": 25.0,
+        "num_failed": 1,
+        "first_fault": "500: x",
     }
 
 
 def test_equality_names_where_the_first_pair_parts() -> None:
     on, off = Pass([Reply("same"), Reply("abc one")], 1), Pass([Reply("same"), Reply("abc two")], 1)
     assert equality(on, off) == {
-        "equal_share": 0.5, "num_unequal": 1,
+        "equal_share": 0.5,
+        "num_unequal": 1,
         "first_unequal": {"question": 1, "after": "abc ", "on": "one", "off": "two"},
     }
     assert equality(on, on) == {"equal_share": 1.0, "num_unequal": 0}
@@ -114,10 +133,14 @@ async def test_parallel_requests_are_bounded_and_failures_kept() -> None:
         assert request.url.path == "/v1/completions" and "Question" in body["stop"]
         if body["prompt"] == "bad":
             return httpx.Response(400, text="too long")
-        return httpx.Response(200, json={
-            "choices": [{"text": body["prompt"]}], "usage": {"completion_tokens": 2},
-            "metrics": {"speculative_decoding": {"num_spec_steps": 1, "num_accepted_draft_tokens": 1}},
-        })
+        return httpx.Response(
+            200,
+            json={
+                "choices": [{"text": body["prompt"]}],
+                "usage": {"completion_tokens": 2},
+                "metrics": {"speculative_decoding": {"num_spec_steps": 1, "num_accepted_draft_tokens": 1}},
+            },
+        )
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         prompts = [{"prompt": text, "stop": ["Question"]} for text in ("a", "bad", "c", "d")]

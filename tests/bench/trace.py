@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from workers.local import LocalEngine
-from workers.plan import SamplingParams
-from workers.request import Request
+from workers.runner.local_engine import LocalEngine
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
 
 
 def submit(engine: LocalEngine, batch: int, prompt_tokens: int, max_tokens: int) -> None:

@@ -37,8 +37,10 @@ def read_problems(path: Path) -> list[Problem]:
             problem = Problem(str(row["question"]), str(row["answer"]))
             _ = problem.result
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: want an object with question and answer, the answer with a number "
-                             f"behind #### ({type(error).__name__}: {error})") from None
+            raise ValueError(
+                f"{path}:{number}: want an object with question and answer, the answer with a number "
+                f"behind #### ({type(error).__name__}: {error})"
+            ) from None
         problems.append(problem)
     return problems
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import zmq
 
-from cluster.channel import (
+from cluster.transport.channel import (
     BadMessageError,
     Heartbeat,
     IngressLink,
@@ -20,10 +20,10 @@ from cluster.channel import (
     decode_tokens,
     encode,
 )
-from cluster.messages import Abort, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
-from cluster.transport import PeerMonitor, Transport, new_keys, open_socket
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
+from cluster.transport.sockets import PeerMonitor, Transport, new_keys, open_socket
 from tests.support.cluster import until
-from workers.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, TokenLogprobs, pack_i32
+from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, TokenLogprobs, pack_i32
 
 
 @pytest.fixture
@@ -46,29 +46,46 @@ def receive(channel):
     return message
 
 
-@pytest.mark.parametrize("message", [
-    StepPlan(
-        2, 5, pack_i32([1]), 1, 9, pack_i32([0, 0, 1]),
-        (SlotInit(0, 4, 5, 9, SamplingParams(4, seed=2**64 - 1, logit_bias={3: -1.5}, stop_token_ids=(2,))),),
-        (Chunk(0, 4, pack_i32([7]), -1),),
-    ),
-    StepResult(2, 5, pack_i32([1]), pack_i32([9]), b"\x01", pack_i32([-1]), {0: (TokenLogprobs(-0.5, (9,), (-0.5,)),)}),
-    Heartbeat(1, 2, 3),
-    RankFailure(1, 2, "Traceback"),
-    Stop(),
-    GenerateRequest("a", pack_i32([1, 2]), SamplingParams(max_tokens=1), "ipc:///x", pack_i32([3])),
-    Abort("a"),
-    GenerateSummary("a", "stop", 3),
-    Refused("a", Refusal("queue_full", "later")),
-], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize(
+    "message",
+    [
+        StepPlan(
+            2,
+            5,
+            pack_i32([1]),
+            1,
+            9,
+            pack_i32([0, 0, 1]),
+            (SlotInit(0, 4, 5, 9, SamplingParams(4, seed=2**64 - 1, logit_bias={3: -1.5}, stop_token_ids=(2,))),),
+            (Chunk(0, 4, pack_i32([7]), -1),),
+        ),
+        StepResult(
+            2, 5, pack_i32([1]), pack_i32([9]), b"\x01", pack_i32([-1]), {0: (TokenLogprobs(-0.5, (9,), (-0.5,)),)}
+        ),
+        Heartbeat(1, 2, 3),
+        RankFailure(1, 2, "Traceback"),
+        Stop(),
+        GenerateRequest("a", pack_i32([1, 2]), SamplingParams(max_tokens=1), "ipc:///x", pack_i32([3])),
+        Abort("a"),
+        GenerateSummary("a", "stop", 3),
+        Refused("a", Refusal("queue_full", "later")),
+    ],
+    ids=lambda message: type(message).__name__,
+)
 def test_every_message_survives_the_way(message):
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("raw, complaint", [
-    (b"", "begins with b''"), (b"zabc", "begins with b'z'"), (b"P", "message b'P'"), (b"R\x90", "message b'R'"),
-    (encode(Abort("a"))[:-1], "message b'A'"),
-])
+@pytest.mark.parametrize(
+    "raw, complaint",
+    [
+        (b"", "begins with b''"),
+        (b"zabc", "begins with b'z'"),
+        (b"P", "message b'P'"),
+        (b"R\x90", "message b'R'"),
+        (encode(Abort("a"))[:-1], "message b'A'"),
+    ],
+)
 def test_other_bytes_are_refused(raw, complaint):
     with pytest.raises(BadMessageError, match=complaint):
         decode(raw)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args
-from cluster.edge_config import EdgeConfig
+from cluster.http.config import EdgeConfig
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from cluster.channel import Refused, encode
-from cluster.messages import Abort, GenerateSummary
-from cluster.transport import Transport, new_keys
+from cluster.transport.channel import Refused, encode
+from cluster.transport.messages import Abort, GenerateSummary
+from cluster.transport.sockets import Transport, new_keys
 from tests.support.cluster import Ingress, TestBed, until
 from tests.support.scripted import scripted_output
 
@@ -103,6 +103,7 @@ def test_requests_wait_until_a_gang_is_attached(make_bed):
 
 def kill(ranks, rank):
     """What the end of a rank's process does to its socket; its thread ends when it next looks."""
+
     def boom(plan):
         raise SystemExit
 
@@ -207,7 +208,7 @@ def test_an_ingress_that_does_not_read_is_given_up_without_holding_up_others(mak
     bed.generate("early", max_tokens=1)  # opens the link to the ingress that reads
     bed.ingress.read_end("early")
     bed.notice()
-    monkeypatch.setattr("cluster.channel._INGRESS_HIGH_WATER", 3)
+    monkeypatch.setattr("cluster.transport.channel._INGRESS_HIGH_WATER", 3)
     other = Ingress(bed.context, bed.transport, "other")
     # The kernel buffers some 200 KB besides, so it takes several requests with logprobs to fill the way.
     names = [f"theirs{i}" for i in range(12)]
@@ -328,9 +329,14 @@ def test_statistics_name_what_the_edge_exports(make_bed):
     assert (stats.prompt_tokens, stats.generation_tokens) == (5, 20)
     assert stats.num_draft_tokens == 5 * stats.num_drafts > 0
     assert set(stats.histograms) == {
-        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
-        "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prompt_tokens",
-        "request_generation_tokens", "step_seconds",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "step_seconds",
     }
     for histogram in stats.histograms.values():
         assert len(histogram.counts) == len(histogram.bounds) + 1 and sum(histogram.counts) >= 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.messages import FlushOutcome
+from cluster.transport.messages import FlushOutcome
 from tests.support.cluster import TestBed, until
 from tests.support.edge_client import PROMPT, TEXT, in_process
 from tests.support.edge_client import until as until_async
@@ -21,9 +21,13 @@ async def test_flush_says_what_every_engine_had(route: str) -> None:
     async with in_process(FakeEngine(says("a"), flushes=[DONE])) as client:
         reply = await client.post(route)
     assert reply.status_code == 200
-    assert reply.json() == {"success": True, "engines": [
-        {"engine_id": "a", "num_pages": 0}, {"engine_id": "b", "num_pages": 7},
-    ]}
+    assert reply.json() == {
+        "success": True,
+        "engines": [
+            {"engine_id": "a", "num_pages": 0},
+            {"engine_id": "b", "num_pages": 7},
+        ],
+    }
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -46,21 +50,30 @@ async def test_flush_with_a_timeout_waits_for_the_requests_and_disturbs_none() -
         assert (await running).json()["choices"][0]["text"] == "abc"
 
 
-@pytest.mark.parametrize(("outcomes", "message"), [
-    ([], "No engine is known yet"),
-    ([FlushOutcome("a", fault="no answer in 5 s"), *BUSY], "The prefix cache was not emptied: a: no answer in 5 s"),
-])
+@pytest.mark.parametrize(
+    ("outcomes", "message"),
+    [
+        ([], "No engine is known yet"),
+        ([FlushOutcome("a", fault="no answer in 5 s"), *BUSY], "The prefix cache was not emptied: a: no answer in 5 s"),
+    ],
+)
 async def test_engine_that_cannot_be_asked_is_503(outcomes: list[FlushOutcome], message: str) -> None:
     async with in_process(FakeEngine(says("a"), flushes=[outcomes])) as client:
         reply = await client.post("/flush_cache?timeout=5")
     assert (reply.status_code, reply.json()["error"]["message"]) == (503, message)
 
 
-@pytest.mark.parametrize(("query", "status", "param"), [
-    ("timeout=-1", 400, "timeout"), ("timeout=nan", 400, "timeout"), ("timeout=soon", 400, "timeout"),
-    ("timeout=601", 400, "timeout"), ("reset_running_requests=true", 400, "reset_running_requests"),
-    ("reset_running_requests=false&timeout=1", 200, ""),
-])
+@pytest.mark.parametrize(
+    ("query", "status", "param"),
+    [
+        ("timeout=-1", 400, "timeout"),
+        ("timeout=nan", 400, "timeout"),
+        ("timeout=soon", 400, "timeout"),
+        ("timeout=601", 400, "timeout"),
+        ("reset_running_requests=true", 400, "reset_running_requests"),
+        ("reset_running_requests=false&timeout=1", 200, ""),
+    ],
+)
 async def test_query_parameters_are_honoured_or_refused(query: str, status: int, param: str) -> None:
     async with in_process(FakeEngine(says("a"))) as client:
         reply = await client.post(f"/reset_prefix_cache?{query}")

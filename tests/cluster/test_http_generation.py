@@ -6,18 +6,23 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.edge_config import EdgeConfig
-from cluster.engine_client import EngineRefused
-from cluster.http_app import build_app
-from cluster.messages import Refusal, SpeculationStats, TokenDelta
+from cluster.http.app import build_app
+from cluster.http.config import EdgeConfig
+from cluster.http.engine_client import EngineRefused
+from cluster.transport.messages import Refusal, SpeculationStats, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, until
 from tests.support.fake_engine import FakeEngine, Step, chat_tokenizer, refuses, says, small_tokenizer
-from workers.plan import TokenLogprobs
+from workers.scheduling.plan import TokenLogprobs
 
 STATS = SpeculationStats(num_rounds=4, histogram=(1, 1, 2), num_draft_tokens=2)
 METRICS = {
-    "mean_acceptance_length": 2.25, "draft_acceptance_rate": 0.625, "acceptance_histogram": [1, 1, 2],
-    "num_spec_steps": 4, "num_accepted_draft_tokens": 5, "num_draft_tokens": 8, "num_spec_tokens": 2,
+    "mean_acceptance_length": 2.25,
+    "draft_acceptance_rate": 0.625,
+    "acceptance_histogram": [1, 1, 2],
+    "num_spec_steps": 4,
+    "num_accepted_draft_tokens": 5,
+    "num_draft_tokens": 8,
+    "num_spec_tokens": 2,
 }
 HELLO_WORLD = says("hello", " wor", "ld ä", cached_tokens=16, speculation=STATS)
 
@@ -54,12 +59,19 @@ async def test_chat_reply() -> None:
     assert reply == {
         "object": "chat.completion",
         "model": MODEL,
-        "choices": [{
-            "index": 0, "message": {"role": "assistant", "content": "hello world ä", "refusal": None}, "logprobs": None,
-            "finish_reason": "stop", "stop_reason": None,
-        }],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hello world ä", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
         "usage": {
-            "prompt_tokens": 21, "completion_tokens": num_tokens, "total_tokens": 21 + num_tokens,
+            "prompt_tokens": 21,
+            "completion_tokens": num_tokens,
+            "total_tokens": 21 + num_tokens,
             "prompt_tokens_details": {"cached_tokens": 16},
         },
         "metrics": {"speculative_decoding": METRICS},
@@ -72,7 +84,11 @@ async def test_chat_stream_has_role_pieces_finish_and_usage_in_this_order() -> N
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
-        {"role": "assistant", "content": ""}, {"content": "hello"}, {"content": " wor"}, {"content": "ld ä"}, {},
+        {"role": "assistant", "content": ""},
+        {"content": "hello"},
+        {"content": " wor"},
+        {"content": "ld ä"},
+        {},
     ]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * 4 + ["stop"]
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 5
@@ -132,7 +148,9 @@ async def test_legacy_logprobs_are_parallel_lists() -> None:
     reply = await _post(FakeEngine(says("hä", finish="length")), TEXT, PROMPT | {"logprobs": 0})
     logprobs = reply["choices"][0]["logprobs"]
     assert logprobs == {
-        "tokens": ["h", "ä"], "token_logprobs": [-token / 100 for token in _tokens("hä")], "top_logprobs": None,
+        "tokens": ["h", "ä"],
+        "token_logprobs": [-token / 100 for token in _tokens("hä")],
+        "top_logprobs": None,
         "text_offset": [0, 1],
     }
     reply = await _post(FakeEngine(says("h", finish="length")), TEXT, PROMPT | {"logprobs": 2})
@@ -152,7 +170,10 @@ async def test_several_choices_share_one_prompt_in_usage() -> None:
     reply = await _post(engine, TEXT, PROMPT | {"prompt": ["xy", "z"], "n": 3})
     assert [choice["index"] for choice in reply["choices"]] == list(range(6))
     assert reply["usage"] == {
-        "prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15, "prompt_tokens_details": {"cached_tokens": 2},
+        "prompt_tokens": 3,
+        "completion_tokens": 12,
+        "total_tokens": 15,
+        "prompt_tokens_details": {"cached_tokens": 2},
     }
     assert "metrics" not in reply, "the statistics of several choices are nobody's"
     assert [call.prompt for call in engine.calls] == [list(_tokens("xy"))] * 3 + [list(_tokens("z"))] * 3
@@ -204,7 +225,9 @@ async def test_refusal_has_its_status_streaming_or_not(
 
 
 FAILURES: list[Step] = [
-    TokenDelta("", (), "error", error="rank 1 died at /secret"), TokenDelta("", (), "abort"), RuntimeError("/secret"),
+    TokenDelta("", (), "error", error="rank 1 died at /secret"),
+    TokenDelta("", (), "abort"),
+    RuntimeError("/secret"),
     TimeoutError("/secret"),
 ]
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.messages import SpeculationStats, TokenDelta
+from cluster.transport.messages import SpeculationStats, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, served, until
 from tests.support.fake_engine import FakeEngine, refuses, says
 
@@ -87,9 +87,11 @@ async def test_openai_client_sees_an_error_within_a_stream() -> None:
                 pass
 
 
-@pytest.mark.parametrize("body", [
-    PROMPT | {"stream": True}, PROMPT, PROMPT | {"stream": True, "n": 3}, PROMPT | {"n": 3}
-], ids=["stream", "whole", "stream-3", "whole-3"])
+@pytest.mark.parametrize(
+    "body",
+    [PROMPT | {"stream": True}, PROMPT, PROMPT | {"stream": True, "n": 3}, PROMPT | {"n": 3}],
+    ids=["stream", "whole", "stream-3", "whole-3"],
+)
 async def test_client_that_leaves_aborts_its_generations(body: dict[str, Any]) -> None:
     engine = FakeEngine(lambda p, s: [TokenDelta("", (64,)), 60.0])
     n = body.get("n", 1)
@@ -128,6 +130,7 @@ async def test_32_streams_at_once_do_not_mix() -> None:
 
     engine = FakeEngine(script)
     async with served(engine) as url, httpx.AsyncClient() as client:
+
         async def one(i: int) -> str:
             reply = await client.post(url + TEXT, json=PROMPT | {"prompt": f"<{i}>", "stream": True})
             return "".join(chunk["choices"][0]["text"] for chunk in events(reply.text))
@@ -157,8 +160,35 @@ async def test_request_id_is_the_clients_or_new_and_echoed_everywhere() -> None:
 def _nonsense(rng: random.Random, depth: int = 0) -> Any:
     """A JSON value that looks for trouble."""
     simple = [
-        None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**25, 0.5, 1e308, -1e-308, "", "a", "\x00", "\u2028",
-        "x" * 3000, "{{ 7*7 }}", "<|im_end|>", "none", "text", [], {}, [[]], {"type": "text"}, [None], [1.5], ["a"],
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        -(2**63) - 1,
+        10**25,
+        0.5,
+        1e308,
+        -1e-308,
+        "",
+        "a",
+        "\x00",
+        "\u2028",
+        "x" * 3000,
+        "{{ 7*7 }}",
+        "<|im_end|>",
+        "none",
+        "text",
+        [],
+        {},
+        [[]],
+        {"type": "text"},
+        [None],
+        [1.5],
+        ["a"],
     ]
     if depth > 2 or rng.random() < 0.7:
         return rng.choice(simple)
@@ -171,13 +201,45 @@ async def test_nonsense_is_never_a_server_error() -> None:
     """600 valid bodies with one or two fields replaced, 200 bodies cut or with a byte changed. Seeded."""
     rng = random.Random(7)
     fields = [
-        "model", "messages", "prompt", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p",
-        "top_k", "min_p", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs", "logit_bias", "stream",
-        "stream_options", "tools", "response_format", "echo", "best_of", "user", "metadata", "request_id", "suffix",
-        "chat_template_kwargs", "add_generation_prompt", "presence_penalty", "speculative", "ignore_eos", "tokens",
+        "model",
+        "messages",
+        "prompt",
+        "n",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "stop",
+        "stop_token_ids",
+        "seed",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "stream",
+        "stream_options",
+        "tools",
+        "response_format",
+        "echo",
+        "best_of",
+        "user",
+        "metadata",
+        "request_id",
+        "suffix",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "presence_penalty",
+        "speculative",
+        "ignore_eos",
+        "tokens",
     ]
     bases: list[tuple[str, dict[str, Any]]] = [
-        (CHAT, HELLO), (TEXT, PROMPT), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})
+        (CHAT, HELLO),
+        (TEXT, PROMPT),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
     ]
     engine = FakeEngine(says("a", "b"))
     statuses: list[int] = []

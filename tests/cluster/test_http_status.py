@@ -5,8 +5,8 @@ import logging
 import httpx
 import pytest
 
-from cluster.http_app import build_app
-from cluster.messages import EngineStats
+from cluster.http.app import build_app
+from cluster.transport.messages import EngineStats
 from tests.support.edge_client import CHAT, HELLO, MODEL, edge_config, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says, small_tokenizer
 
@@ -24,13 +24,18 @@ async def test_one_ready_engine_is_enough(route: str) -> None:
     assert [engine["status"] for engine in reply.json()["engines"]] == ["recovering", "ready"]
 
 
-@pytest.mark.parametrize(("states", "message"), [
-    ([], "No engine is ready: none is known yet"),
-    ([("starting", "loading weights")], "No engine is ready: engine-0 is starting (loading weights)"),
-    ([("recovering", "rank 1 died"), ("dead", "")],
-     "No engine is ready: engine-0 is recovering (rank 1 died); engine-1 is dead"),
-    ([("draining", "")], "No engine is ready: engine-0 is draining"),
-])
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([], "No engine is ready: none is known yet"),
+        ([("starting", "loading weights")], "No engine is ready: engine-0 is starting (loading weights)"),
+        (
+            [("recovering", "rank 1 died"), ("dead", "")],
+            "No engine is ready: engine-0 is recovering (rank 1 died); engine-1 is dead",
+        ),
+        ([("draining", "")], "No engine is ready: engine-0 is draining"),
+    ],
+)
 async def test_no_ready_engine_is_503_and_says_why(states: list[tuple[str, str]], message: str) -> None:
     async with in_process(_engines(*states)) as client:
         for route in ("/health", "/ready"):
@@ -108,12 +113,20 @@ async def test_right_keys_and_health_pass() -> None:
             assert reply.status_code == 200
 
 
-@pytest.mark.parametrize(("method", "route", "status", "code"), [
-    ("GET", "/", 404, "not_found"), ("GET", "/v1", 404, "not_found"), ("POST", "/v1/embeddings", 404, "not_found"),
-    ("GET", "/docs", 404, "not_found"), ("GET", "/openapi.json", 404, "not_found"),
-    ("POST", "/v1/chat/completions/", 404, "not_found"), ("GET", CHAT, 405, "method_not_allowed"),
-    ("DELETE", "/v1/models", 405, "method_not_allowed"), ("POST", "/health", 405, "method_not_allowed"),
-])
+@pytest.mark.parametrize(
+    ("method", "route", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1", 404, "not_found"),
+        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/openapi.json", 404, "not_found"),
+        ("POST", "/v1/chat/completions/", 404, "not_found"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
 async def test_unknown_routes_and_methods_have_openais_form(method: str, route: str, status: int, code: str) -> None:
     async with in_process(FakeEngine(says("a"))) as client:
         reply = await client.request(method, route)
@@ -134,7 +147,7 @@ async def test_bug_in_a_route_is_500_without_internals_and_logged_with_the_reque
     def bug(*_: object) -> bytes:
         raise RuntimeError("/secret")
 
-    monkeypatch.setattr("cluster.http_app.prometheus_text", bug)
+    monkeypatch.setattr("cluster.http.app.prometheus_text", bug)
     with caplog.at_level(logging.ERROR):
         async with in_process(FakeEngine(says("a"))) as client:
             reply = await client.get("/metrics", headers={"x-request-id": "trace-1"})

@@ -6,10 +6,10 @@ import itertools
 import msgspec
 import pytest
 
-from cluster.engine_client import EngineRefused
-from cluster.messages import EngineStats, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
-from cluster.remote_engines import EngineAnswer, RemoteEngines, TokenInbox
-from workers.plan import SamplingParams, unpack_i32
+from cluster.http.engine_client import EngineRefused
+from cluster.ingress.remote_engines import EngineAnswer, RemoteEngines, TokenInbox
+from cluster.transport.messages import EngineStats, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
+from workers.scheduling.plan import SamplingParams, unpack_i32
 
 
 class ScriptedCalls:

@@ -2,8 +2,8 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.messages import EngineStats, Histogram
-from cluster.metrics import HISTOGRAMS, prometheus_text
+from cluster.http.metrics import HISTOGRAMS, prometheus_text
+from cluster.transport.messages import EngineStats, Histogram
 
 
 def _values(*engines: EngineStats) -> dict[tuple[str, ...], float]:
@@ -20,30 +20,59 @@ def _values(*engines: EngineStats) -> dict[tuple[str, ...], float]:
 
 def test_counters_are_summed_over_engines() -> None:
     one = EngineStats(
-        "a", "ready", num_running=2, num_waiting=1, prompt_tokens=100, generation_tokens=50, prefix_queries=90,
-        prefix_hits=30, num_preemptions=1, finished={"stop": 3, "length": 1}, num_drafts=10, num_draft_tokens=30,
-        num_accepted_tokens=17, accepted_per_position=(10, 5, 2), num_steps=70, num_worker_restarts=1,
+        "a",
+        "ready",
+        num_running=2,
+        num_waiting=1,
+        prompt_tokens=100,
+        generation_tokens=50,
+        prefix_queries=90,
+        prefix_hits=30,
+        num_preemptions=1,
+        finished={"stop": 3, "length": 1},
+        num_drafts=10,
+        num_draft_tokens=30,
+        num_accepted_tokens=17,
+        accepted_per_position=(10, 5, 2),
+        num_steps=70,
+        num_worker_restarts=1,
     )
     two = EngineStats(
-        "b", "recovering", num_running=3, prompt_tokens=1, generation_tokens=2, finished={"stop": 1, "abort": 2},
-        num_drafts=1, num_draft_tokens=5, num_accepted_tokens=4, accepted_per_position=(1, 1, 1, 1),
+        "b",
+        "recovering",
+        num_running=3,
+        prompt_tokens=1,
+        generation_tokens=2,
+        finished={"stop": 1, "abort": 2},
+        num_drafts=1,
+        num_draft_tokens=5,
+        num_accepted_tokens=4,
+        accepted_per_position=(1, 1, 1, 1),
     )
     values = _values(one, two)
     expected = {
-        ("vllm:num_requests_running",): 5, ("vllm:num_requests_waiting",): 1,
-        ("vllm:prompt_tokens_total",): 101, ("vllm:generation_tokens_total",): 52,
-        ("vllm:prefix_cache_queries_total",): 90, ("vllm:prefix_cache_hits_total",): 30,
+        ("vllm:num_requests_running",): 5,
+        ("vllm:num_requests_waiting",): 1,
+        ("vllm:prompt_tokens_total",): 101,
+        ("vllm:generation_tokens_total",): 52,
+        ("vllm:prefix_cache_queries_total",): 90,
+        ("vllm:prefix_cache_hits_total",): 30,
         ("vllm:num_preemptions_total",): 1,
-        ("vllm:request_success_total", "stop"): 4, ("vllm:request_success_total", "length"): 1,
+        ("vllm:request_success_total", "stop"): 4,
+        ("vllm:request_success_total", "length"): 1,
         ("vllm:request_success_total", "abort"): 2,
-        ("vllm:spec_decode_num_drafts_total",): 11, ("vllm:spec_decode_num_draft_tokens_total",): 35,
+        ("vllm:spec_decode_num_drafts_total",): 11,
+        ("vllm:spec_decode_num_draft_tokens_total",): 35,
         ("vllm:spec_decode_num_accepted_tokens_total",): 21,
         ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"): 11,
         ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"): 6,
         ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "2"): 3,
         ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "3"): 1,
-        ("aerie:engines", "ready"): 1, ("aerie:engines", "recovering"): 1, ("aerie:engines", "dead"): 0,
-        ("aerie:steps_total",): 70, ("aerie:worker_restarts_total",): 1,
+        ("aerie:engines", "ready"): 1,
+        ("aerie:engines", "recovering"): 1,
+        ("aerie:engines", "dead"): 0,
+        ("aerie:steps_total",): 70,
+        ("aerie:worker_restarts_total",): 1,
     }
     assert {key: values[key] for key in expected} == expected
 

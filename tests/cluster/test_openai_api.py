@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from cluster.edge_request import choice_seed
-from cluster.openai_api import REFUSED
+from cluster.http.request import choice_seed
+from cluster.http.schema import REFUSED
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
-from workers.plan import MAX_STOP_TOKEN_IDS, SamplingParams
+from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
 EOS_ID = small_tokenizer().token_to_id(EOS)
 NAN = float("nan")
@@ -24,15 +24,42 @@ async def _sampling(route: str, body: dict[str, Any], **config: Any) -> list[Sam
 
 
 async def test_every_sampling_parameter_reaches_the_engine() -> None:
-    (sampling,) = await _sampling(CHAT, HELLO | {
-        "max_completion_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": -1,
-        "presence_penalty": 1, "frequency_penalty": -2.0, "repetition_penalty": 1.5, "logit_bias": {"3": -100, "4": 5},
-        "min_tokens": 2, "stop_token_ids": [9], "logprobs": True, "top_logprobs": 20, "speculative": False,
-    })
+    (sampling,) = await _sampling(
+        CHAT,
+        HELLO
+        | {
+            "max_completion_tokens": 7,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
+            "seed": -1,
+            "presence_penalty": 1,
+            "frequency_penalty": -2.0,
+            "repetition_penalty": 1.5,
+            "logit_bias": {"3": -100, "4": 5},
+            "min_tokens": 2,
+            "stop_token_ids": [9],
+            "logprobs": True,
+            "top_logprobs": 20,
+            "speculative": False,
+        },
+    )
     assert sampling == SamplingParams(
-        max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=2**64 - 1, presence_penalty=1.0,
-        frequency_penalty=-2.0, repetition_penalty=1.5, logit_bias={3: -100.0, 4: 5.0}, min_tokens=2,
-        stop_token_ids=(9, EOS_ID), logprobs=20, speculative=False,
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=2**64 - 1,
+        presence_penalty=1.0,
+        frequency_penalty=-2.0,
+        repetition_penalty=1.5,
+        logit_bias={3: -100.0, 4: 5.0},
+        min_tokens=2,
+        stop_token_ids=(9, EOS_ID),
+        logprobs=20,
+        speculative=False,
     )
 
 
@@ -137,40 +164,87 @@ async def test_refused_parameters_are_named_unless_they_ask_for_nothing(name: st
                 assert (await client.post(route, json=body | {name: value})).status_code == 200, value
 
 
-@pytest.mark.parametrize("extra", [
-    {"user": "u"}, {"metadata": {"a": "b"}}, {"store": False}, {"safety_identifier": "s"}, {"prompt_cache_key": "k"},
-    {"stream": False}, {"n": 1}, {"logprobs": False, "top_logprobs": 0},
-    {"request_id": "mine"}, {"stop": ["a"] * 16}, {"logit_bias": {}}, {"seed": 2**64 - 1},
-])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"user": "u"},
+        {"metadata": {"a": "b"}},
+        {"store": False},
+        {"safety_identifier": "s"},
+        {"prompt_cache_key": "k"},
+        {"stream": False},
+        {"n": 1},
+        {"logprobs": False, "top_logprobs": 0},
+        {"request_id": "mine"},
+        {"stop": ["a"] * 16},
+        {"logit_bias": {}},
+        {"seed": 2**64 - 1},
+    ],
+)
 async def test_harmless_parameters_are_accepted(extra: dict[str, Any]) -> None:
     await _sampling(CHAT, HELLO | extra)
 
 
 BAD_SHARED: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": 2.1}, "temperature"), ({"temperature": -0.1}, "temperature"),
-    ({"temperature": "1"}, "temperature"), ({"temperature": True}, "temperature"),
-    ({"top_p": 1.5}, "top_p"), ({"top_p": -1}, "top_p"),
-    ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"), ({"min_p": 2}, "min_p"),
-    ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"), ({"repetition_penalty": -1}, "repetition_penalty"),
-    ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -5}, "max_tokens"), ({"max_tokens": 1.0}, "max_tokens"),
-    ({"max_tokens": 2**70}, "max_tokens"), ({"min_tokens": -1}, "min_tokens"),
-    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"), ({"n": 0}, "n"), ({"n": 17}, "n"), ({"n": 10**6}, "n"),
-    ({"n": "2"}, "n"), ({"seed": 2**64}, "seed"), ({"seed": 1.5}, "seed"), ({"stop": 5}, "stop"),
-    ({"stop": ""}, "stop"), ({"stop": ["a", ""]}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": [1]}, "stop"),
-    ({"stop": "x" * 1025}, "stop"), ({"stop": {"a": 1}}, "stop"), ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
-    ({"stop_token_ids": [0, 10**9]}, "stop_token_ids[1]"), ({"stop_token_ids": 5}, "stop_token_ids"),
-    ({"logit_bias": {"a": 1}}, "logit_bias"), ({"logit_bias": {"٣": 1}}, "logit_bias"),
-    ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias.1"), ({"logit_bias": [1]}, "logit_bias"),
-    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"), ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"), ({"ignore_eos": 1}, "ignore_eos"),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"), ({"stream_options": []}, "stream_options"),
-    ({"speculative": "no"}, "speculative"), ({"request_id": "a b"}, "request_id"), ({"request_id": ""}, "request_id"),
-    ({"model": 5}, "model"), ({"user": 5}, "user"), ({"surprise": 1}, "surprise"), ({"Temperature": 1}, "Temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_p": -1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 1.0}, "max_tokens"),
+    ({"max_tokens": 2**70}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": 10**6}, "n"),
+    ({"n": "2"}, "n"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop": {"a": 1}}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [0, 10**9]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"stream_options": []}, "stream_options"),
+    ({"speculative": "no"}, "speculative"),
+    ({"request_id": "a b"}, "request_id"),
+    ({"request_id": ""}, "request_id"),
+    ({"model": 5}, "model"),
+    ({"user": 5}, "user"),
+    ({"surprise": 1}, "surprise"),
+    ({"Temperature": 1}, "Temperature"),
 ]
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [5]}, "messages[0]"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [5]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -182,26 +256,49 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-     "messages[0].tool_calls[0].function.arguments"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
-    ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"logprobs": 5}, "logprobs"), ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"prompt": "x"}, "prompt"), ({"echo": True}, "echo"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"prompt": "x"}, "prompt"),
+    ({"echo": True}, "echo"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-    ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs.a"), ({"best_of": 1}, "best_of"),
+    ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs.a"),
+    ({"best_of": 1}, "best_of"),
 ]
 BAD_TEXT: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": None}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": 5}, "prompt"),
-    ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": ["a", 5]}, "prompt[1]"),
-    ({"prompt": [5, "a"]}, "prompt[1]"), ({"prompt": [-1]}, "prompt[0]"), ({"prompt": [True]}, "prompt[0]"),
-    ({"prompt": [10**30]}, "prompt[0]"), ({"prompt": [[0], [10**6]]}, "prompt[1][0]"), ({"prompt": [0.5]}, "prompt[0]"),
-    ({"prompt": [[0], "a"]}, "prompt[1]"), ({"prompt": ["a"] * 129}, "prompt"), ({"prompt": ["a"] * 20, "n": 8}, "n"),
-    ({"prompt": ["a", ""]}, "prompt"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
-    ({"logprobs": -1}, "logprobs"), ({"best_of": 2}, "best_of"), ({"n": 2, "best_of": 3}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "echo"), ({"messages": []}, "messages"), ({"max_completion_tokens": 5},
-                                                                              "max_completion_tokens"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 5]}, "prompt[1]"),
+    ({"prompt": [5, "a"]}, "prompt[1]"),
+    ({"prompt": [-1]}, "prompt[0]"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": [10**30]}, "prompt[0]"),
+    ({"prompt": [[0], [10**6]]}, "prompt[1][0]"),
+    ({"prompt": [0.5]}, "prompt[0]"),
+    ({"prompt": [[0], "a"]}, "prompt[1]"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a"] * 20, "n": 8}, "n"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"best_of": 2}, "best_of"),
+    ({"n": 2, "best_of": 3}, "best_of"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"messages": []}, "messages"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
 ]
 BAD = (
     [(CHAT, HELLO | extra, param) for extra, param in BAD_SHARED + BAD_CHAT]
@@ -224,15 +321,18 @@ async def test_bad_input_is_400_in_openais_form_with_the_parameter(route: str, b
     assert not engine.calls
 
 
-@pytest.mark.parametrize(("extra", "param"), [
-    ({f"u{i}": 0 for i in range(200)}, None),
-    ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
-    ({"messages": [HELLO["messages"][0] | {f"u{i}": 0 for i in range(40)}]}, "messages[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]}, "messages[0].content"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, "messages[0].tool_calls"),
-    ({"logit_bias": {str(i): "a" for i in range(1025)}}, "logit_bias"),
-    ({"stream_options": {str(i): 1 for i in range(1025)}}, "stream_options"),
-])
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({f"u{i}": 0 for i in range(200)}, None),
+        ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
+        ({"messages": [HELLO["messages"][0] | {f"u{i}": 0 for i in range(40)}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, "messages[0].tool_calls"),
+        ({"logit_bias": {str(i): "a" for i in range(1025)}}, "logit_bias"),
+        ({"stream_options": {str(i): 1 for i in range(1025)}}, "stream_options"),
+    ],
+)
 async def test_more_elements_than_an_honest_request_has_are_refused(extra: dict[str, Any], param: str | None) -> None:
     async with in_process(FakeEngine(says("x"))) as client:
         reply = await client.post(CHAT, json=HELLO | extra)
@@ -247,11 +347,29 @@ async def test_all_unknown_parameters_are_named_at_once() -> None:
     assert error["code"] == "unknown_parameter"
 
 
-@pytest.mark.parametrize("raw", [
-    b"", b"{", b"[]", b"5", b"null", b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": "\\ud800"}', b'{"\\udfff": 1}',
-    b'{"a": 1e999}', b'{"a": ' + b"9" * 5000 + b"}", b"[" * 200_000, b'{"a":' * 100_000, b"\xff\xfe", b'"\xed\xa0\x80"',
-    b"{'a': 1}", b"\x00", json.dumps({"temperature": NAN}).encode(),
-])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": "\\ud800"}',
+        b'{"\\udfff": 1}',
+        b'{"a": 1e999}',
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b"[" * 200_000,
+        b'{"a":' * 100_000,
+        b"\xff\xfe",
+        b'"\xed\xa0\x80"',
+        b"{'a': 1}",
+        b"\x00",
+        json.dumps({"temperature": NAN}).encode(),
+    ],
+)
 async def test_bodies_that_are_no_json_object_are_400(raw: bytes) -> None:
     async with in_process(FakeEngine(says("x"))) as client:
         for route in (CHAT, TEXT, "/tokenize", "/detokenize"):
@@ -259,11 +377,16 @@ async def test_bodies_that_are_no_json_object_are_400(raw: bytes) -> None:
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json"), raw[:20]
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    ({"prompt": [1] * 256}, "maximum context length is 256 tokens, prompt and answer together, but the prompt alone "
-                            "has 256"),
-    ({"prompt": [1] * 200, "max_tokens": 57}, "wants 257: 200 in the prompt and 57 in the answer"),
-])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"prompt": [1] * 256},
+            "maximum context length is 256 tokens, prompt and answer together, but the prompt alone has 256",
+        ),
+        ({"prompt": [1] * 200, "max_tokens": 57}, "wants 257: 200 in the prompt and 57 in the answer"),
+    ],
+)
 async def test_too_long_is_context_length_exceeded_with_the_lengths(body: dict[str, Any], message: str) -> None:
     async with in_process(FakeEngine(says("x"))) as client:
         reply = await client.post(TEXT, json=PROMPT | body)

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from cluster.generation import Answer, EngineFailedError, Piece, joined
-from cluster.messages import TokenDelta
-from cluster.stop_strings import StopMatch, StopMatcher
+from cluster.http.answer import Answer, EngineFailedError, Piece, joined
+from cluster.http.stop_strings import StopMatch, StopMatcher
+from cluster.transport.messages import TokenDelta
 from tests.support.fake_engine import EOS, chat_tokenizer, logprobs_of, small_tokenizer
-from workers.plan import SamplingParams
+from workers.scheduling.plan import SamplingParams
 
 
 def _run(stops: list[str], parts: list[str]) -> tuple[str, str | None]:

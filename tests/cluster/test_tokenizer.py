@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cluster.chat_template import ChatTemplate, ChatTemplateError
-from cluster.detokenizer import MAX_HELD_TOKENS, PrefixDetokenizer
-from cluster.tokenizer import ChatTokenizer
+from cluster.http.chat_template import ChatTemplate, ChatTemplateError
+from cluster.http.detokenizer import MAX_HELD_TOKENS, PrefixDetokenizer
+from cluster.http.tokenizer import ChatTokenizer
 from tests.support.fake_engine import CHATML, EOS, chat_tokenizer, small_tokenizer
 
 LLAMA_LIKE = """{{- bos_token }}
@@ -89,7 +89,7 @@ def test_end_of_sequence_ids_are_the_generation_configs_and_the_tokenizers_own(f
 
 
 def test_ingress_process_does_not_import_torch() -> None:
-    code = "import sys, cluster.http_app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, cluster.http.app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -146,9 +146,9 @@ def test_character_split_over_tokens_comes_when_it_is_whole() -> None:
 def _sentencepiece_like() -> Tokenizer:
     """Words with U+2581 for spaces and byte tokens for what is no word, as Llama 2 has them."""
     words = ["<unk>", "▁hello", "▁world", "▁", "lo", "!"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    tokenizer = Tokenizer(models.BPE(
-        vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True
-    ))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

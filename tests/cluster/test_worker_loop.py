@@ -7,11 +7,11 @@ from collections import deque
 import pytest
 import zmq
 
-from cluster.channel import Heartbeat, RankChannel, RankFailure, RankLink, Stop, encode
-from cluster.transport import Transport
-from cluster.worker_loop import run_worker_loop
+from cluster.replica.worker_loop import run_worker_loop
+from cluster.transport.channel import Heartbeat, RankChannel, RankFailure, RankLink, Stop, encode
+from cluster.transport.sockets import Transport
 from tests.support.cluster import until
-from workers.plan import StepPlan, StepResult
+from workers.scheduling.plan import StepPlan, StepResult
 
 
 class Recorder:

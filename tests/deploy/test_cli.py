@@ -25,8 +25,10 @@ def _config(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_help_does_not_import_torch_or_ray() -> None:
-    script = "import sys; from deploy.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n" \
-             "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    script = (
+        "import sys; from deploy.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     for command in ("serve", "plan", "doctor", "train-target", "train-draft"):
         assert command in done.stdout
@@ -53,9 +55,7 @@ def test_plan_refuses_a_degree_that_does_not_divide_the_heads(
     assert "tensor_parallel=3" in capsys.readouterr().err
 
 
-def test_draft_of_another_target_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_draft_of_another_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(ROOT / "deploy" / "models" / "draft", draft)
     config = (draft / "config.json").read_text()
@@ -69,8 +69,9 @@ def test_draft_of_another_target_is_refused(
 def test_unknown_key_stops_serve_before_ray_starts(tmp_path: Path) -> None:
     path = _config(tmp_path, speculatve={})
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "deploy.cli", "serve", str(path)], capture_output=True, text=True,
-                          cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "serve", str(path)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 2 and "speculatve: unknown key; did you mean speculative?" in done.stderr
     assert time.monotonic() - started < 10
 
@@ -83,8 +84,13 @@ def test_taken_port_stops_serve_before_ray_starts(tmp_path: Path) -> None:
         taken.listen()
         content["http_options"]["port"] = taken.getsockname()[1]
         path.write_text(yaml.safe_dump(content))
-        done = subprocess.run([sys.executable, "-m", "deploy.cli", "serve", str(path)], capture_output=True, text=True,
-                              cwd=ROOT, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", "serve", str(path)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
     assert done.returncode == 2 and "is in use" in done.stderr
 
 

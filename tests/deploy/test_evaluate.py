@@ -9,8 +9,8 @@ import pytest
 from deploy.evaluate import evaluate, read_prompts, report_of, with_shape
 from tests.support.embedded import CHAIN, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.plan import SamplingParams
-from workers.request import Request
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
 
 
 def test_the_report_follows_the_definition() -> None:
@@ -27,8 +27,13 @@ def test_prompts_end_before_the_first_answer(tmp_path: Path) -> None:
     rows = [
         {"question": "q", "answer": "a"},
         {"turns": ["first", "second"], "category": "writing"},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
-                      {"role": "assistant", "content": "x"}]},
+        {
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "u"},
+                {"role": "assistant", "content": "x"},
+            ]
+        },
     ]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prompts = read_prompts(str(tmp_path), limit=9)

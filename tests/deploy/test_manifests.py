@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cluster.config import parse
-from cluster.placement import NodeResources, place
+from cluster.replica.placement import NodeResources, place
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFEST = DEPLOY / "kuberay" / "rayservice.yaml"

@@ -6,7 +6,7 @@ from cluster.assembly import Layout, PhaseReport
 from cluster.config import AerieConfig
 from tests.support.scripted import ScriptedExecutor
 from workers.config import PLAIN, RoundShape
-from workers.executor import StepExecutor
+from workers.runner.executor import StepExecutor
 
 TREE = RoundShape(name="tree", width=4, max_new_tokens=4, tail_tokens=6)
 

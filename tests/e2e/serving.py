@@ -16,8 +16,8 @@ import psutil
 
 from cluster.assembly import DEVICE_RANK, with_checkpoints
 from cluster.config import parse
-from cluster.messages import EngineStats
-from workers.ports import free_port
+from cluster.transport.messages import EngineStats
+from workers.distributed.ports import free_port
 
 START_LIMIT_S = 120.0
 RAY_ENVIRONMENT = {
@@ -63,8 +63,13 @@ def ray_cluster(num_cpus: int = 6) -> Iterator[int]:
     os.environ |= RAY_ENVIRONMENT | {"RAY_TMPDIR": folder}
     port = free_port()
     ray.init(
-        address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 * 10**6, namespace="serve",
-        log_to_driver=True, configure_logging=False,
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        object_store_memory=100 * 10**6,
+        namespace="serve",
+        log_to_driver=True,
+        configure_logging=False,
     )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

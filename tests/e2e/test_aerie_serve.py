@@ -35,7 +35,10 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path
     log = tmp_path / "log"
     with log.open("wb") as console:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", "serve", str(path)], cwd=ROOT, env=environment, stdout=console,
+            [sys.executable, "-m", "deploy.cli", "serve", str(path)],
+            cwd=ROOT,
+            env=environment,
+            stdout=console,
             stderr=subprocess.STDOUT,
         )
     yield process, f"http://127.0.0.1:{port}", log

@@ -63,15 +63,21 @@ def test_deterministic_answers_are_equal(http_port: int, capsys: pytest.CaptureF
     assert figures["equal_share"] == 1.0, figures["first_unequal"]
 
 
-@pytest.mark.parametrize(("backends", "shape", "tensor_parallel"), [
-    pytest.param(FLASHINFER, TREE, 1, id="flashinfer"),
-    pytest.param(FLASHINFER, TREE, 2, marks=pytest.mark.gpu(2), id="flashinfer-2"),
-    pytest.param(FLASHINFER, TREE, 4, marks=pytest.mark.gpu(4), id="flashinfer-4"),
-    pytest.param(TRTLLM, CHAIN, 1, id="trtllm"),
-    pytest.param(TRTLLM, CHAIN, 2, marks=pytest.mark.gpu(2), id="trtllm-2"),  # of four, each has two heads: refused
-])
+@pytest.mark.parametrize(
+    ("backends", "shape", "tensor_parallel"),
+    [
+        pytest.param(FLASHINFER, TREE, 1, id="flashinfer"),
+        pytest.param(FLASHINFER, TREE, 2, marks=pytest.mark.gpu(2), id="flashinfer-2"),
+        pytest.param(FLASHINFER, TREE, 4, marks=pytest.mark.gpu(4), id="flashinfer-4"),
+        pytest.param(TRTLLM, CHAIN, 1, id="trtllm"),
+        pytest.param(TRTLLM, CHAIN, 2, marks=pytest.mark.gpu(2), id="trtllm-2"),  # of four, each has two heads: refused
+    ],
+)
 def test_flashinfers_kernels_in_every_phase_they_have(
-    http_port: int, backends: dict[str, Any], shape: dict[str, Any], tensor_parallel: int,
+    http_port: int,
+    backends: dict[str, Any],
+    shape: dict[str, Any],
+    tensor_parallel: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("flashinfer", reason="the extra aerie[cuda] is not installed")

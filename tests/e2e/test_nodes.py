@@ -45,8 +45,14 @@ def test_engine_over_two_nodes_answers(port: int, tmp_path: Path) -> None:
     make_tokenizer(make_target(tmp_path / "target", vocab_size=VOCABULARY), VOCABULARY)
     args = {"model": {"path": "target", "device": "cpu"}, "parallel": {"tensor_parallel": 2}}
     with serving(port, args, tmp_path, "tests.e2e.scripted_rank:ScriptedRank") as server:
-        body = {"model": "target", "prompt": [5, 6, 7], "max_tokens": 50, "seed": 3, "return_token_ids": True,
-                "ignore_eos": True}
+        body = {
+            "model": "target",
+            "prompt": [5, 6, 7],
+            "max_tokens": 50,
+            "seed": 3,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        }
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["token_ids"] == [scripted_token(3, p) for p in range(3, 53)]
         wait_idle()

@@ -65,8 +65,15 @@ class Outcome:
 
 async def _stream(client: httpx.AsyncClient, server: Server, seed: int, max_tokens: int) -> Outcome:
     outcome = Outcome([])
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": max_tokens, "seed": seed, "stream": True,
-            "return_token_ids": True, "ignore_eos": True}
+    body = {
+        "model": server.model,
+        "prompt": PROMPT,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "stream": True,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
     async with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
         if answer.status_code != 200:
             outcome.error = f"{answer.status_code} {await answer.aread()!r}"
@@ -157,9 +164,9 @@ def test_overload_is_refused_with_retry_after(server: Server) -> None:
         body = {"model": server.model, "prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-            return await asyncio.gather(*(
-                client.post(f"{server.url}/v1/completions", json=body | {"seed": seed}) for seed in range(60)
-            ))
+            return await asyncio.gather(
+                *(client.post(f"{server.url}/v1/completions", json=body | {"seed": seed}) for seed in range(60))
+            )
 
     answers = asyncio.run(run())
     refused = [answer for answer in answers if answer.status_code == 429]

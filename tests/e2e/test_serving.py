@@ -57,10 +57,16 @@ def test_stream_carries_the_same_text_as_the_whole_answer(client: openai.OpenAI)
 
 
 def test_chat_streams_role_text_usage(client: openai.OpenAI) -> None:
-    chunks = list(client.chat.completions.create(
-        model="target", messages=[{"role": "user", "content": "hi"}], max_tokens=12, temperature=0, stream=True,
-        stream_options={"include_usage": True},
-    ))
+    chunks = list(
+        client.chat.completions.create(
+            model="target",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens <= 12
     assert chunks[-2].choices[0].finish_reason in ("stop", "length")
@@ -97,7 +103,11 @@ def test_seed_repeats_a_sampled_answer(client: openai.OpenAI) -> None:
 
 def test_logprobs_stand_beside_each_token(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="target", messages=[{"role": "user", "content": "p"}], max_tokens=9, temperature=0, logprobs=True,
+        model="target",
+        messages=[{"role": "user", "content": "p"}],
+        max_tokens=9,
+        temperature=0,
+        logprobs=True,
         top_logprobs=3,
     )
     content = answer.choices[0].logprobs.content  # type: ignore[union-attr]
@@ -113,10 +123,12 @@ def test_thirty_two_at_once_each_get_what_they_get_alone(server: Server, client:
 
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as many:
-            answers = await asyncio.gather(*(
-                many.completions.create(model="target", prompt=prompt, max_tokens=6 + i % 9, temperature=0)
-                for i, prompt in enumerate(prompts)
-            ))
+            answers = await asyncio.gather(
+                *(
+                    many.completions.create(model="target", prompt=prompt, max_tokens=6 + i % 9, temperature=0)
+                    for i, prompt in enumerate(prompts)
+                )
+            )
         return [answer.choices[0].text for answer in answers]
 
     together = asyncio.run(ask_all())

@@ -58,8 +58,14 @@ async def stream_forever(client: httpx.AsyncClient, url: str, model: str, timeli
     """One request after another until `stop_s`."""
     rng = random.Random(id(client))
     while time.monotonic() < stop_s:
-        body = {"model": model, "prompt": f"Question {rng.random()}: how", "max_tokens": 64, "stream": True,
-                "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": model,
+            "prompt": f"Question {rng.random()}: how",
+            "max_tokens": 64,
+            "stream": True,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         last_s = time.monotonic()
         try:
             async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
@@ -121,8 +127,10 @@ async def run(arguments: argparse.Namespace) -> int:
         await asyncio.gather(*load, return_exceptions=True)
     timeline.print()
     failed = sum(timeline.errors.values())
-    print(f"completed {sum(timeline.completed.values())}, failed {failed}, longest silence of a stream "
-          f"{timeline.longest_silence_s:.1f} s, recovered after {[round(s, 1) for s in timeline.recoveries_s]} s")
+    print(
+        f"completed {sum(timeline.completed.values())}, failed {failed}, longest silence of a stream "
+        f"{timeline.longest_silence_s:.1f} s, recovered after {[round(s, 1) for s in timeline.recoveries_s]} s"
+    )
     return 0 if recovered and not failed else 1
 
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask
-from attention.torch_backend import TorchBackend
+from attention.backends.torch_backend import TorchBackend
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.config import SpeculativeConfig
-from speculative.heads import HeadLayer
+from speculative.draft_models.eagle import HeadLayer
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from workers.config import ModelSource
+from workers.distributed.tp_group import SOLO
 from workers.layers.decoder_layer import MLP, DecoderLayer
-from workers.loading import PoolSize, load_target, read_target_config
-from workers.model_runner import TargetRunner
 from workers.models.decoder import Decoder
-from workers.plan import SamplingParams
-from workers.tp import SOLO
+from workers.models.loading import PoolSize, load_target, read_target_config
+from workers.runner.model_runner import TargetRunner
+from workers.scheduling.plan import SamplingParams
 
 CPU = torch.device("cpu")
 NUM_PAGES, PAGE_SIZE = 40, 4
@@ -35,11 +35,11 @@ def target_runner(pair: Pair) -> TargetRunner:
 @pytest.mark.parametrize("running", [0, 2])
 def test_a_chunks_last_row_is_what_it_is_among_all_rows(pair: Pair, running: int) -> None:
     tables = torch.arange(1, 37, dtype=torch.int32).view(4, 9)
-    chunks = ChunkBatch((0, 7, 8), (0, 5), tables[2:])
+    chunks = PrefillBatch((0, 7, 8), (0, 5), tables[2:])
     tail = None
     if running:
         length = torch.tensor([6, 11], dtype=torch.int32)
-        tail = TailBatch(Mode.VERIFY, 3, 3, length, causal_mask(2, 3, CPU), tables[:2], 14)
+        tail = DecodeBatch(Mode.VERIFY, 3, 3, length, causal_mask(2, 3, CPU), tables[:2], 14)
     ids = torch.randint(2, 60, (3 * running + 8,), generator=torch.Generator().manual_seed(1))
     last, whole = target_runner(pair), target_runner(pair)
     out = last.forward(ids, tail, None, chunks)

@@ -12,26 +12,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backend import BACKENDS, AttentionBackend, Prepared, build_backend
 from attention.config import DraftAttention, TargetAttention
-from attention.metadata import Mode, TailBatch
+from attention.metadata import DecodeBatch, Mode
 from speculative.backends import ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
 from speculative.build import EngineSpec, _captures, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
 from speculative.decoding import EagleDecoding
+from speculative.draft_models.loading import load_draft
 from speculative.drafter import DraftRunner
-from speculative.loading import load_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.decoding import Autoregressive, DecodingStrategy, StepBatch, StepTensors
-from workers.loading import PoolSize, load_target
-from workers.model_runner import TargetRunner
-from workers.plan import SamplingParams, TokenLogprobs
-from workers.request import Request, RequestOutput
-from workers.sampler import Sampler, SamplingNeeds
-from workers.slots import SlotTable
-from workers.tp import SOLO
-from workers.worker import Worker
+from workers.distributed.tp_group import SOLO
+from workers.models.loading import PoolSize, load_target
+from workers.runner.decoding import Autoregressive, DecodingStrategy, StepBatch, StepTensors
+from workers.runner.model_runner import TargetRunner
+from workers.runner.slot_table import SlotTable
+from workers.runner.worker import Worker
+from workers.sampling.sampler import Sampler, SamplingNeeds
+from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.request import Request, RequestOutput
 
 META = torch.device("meta")
 
@@ -66,12 +66,18 @@ DRAFT_MODES = [Mode.PREFILL, Mode.DRAFT_EXTEND, Mode.DRAFT_DECODE]
 def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
     spec = pair.spec(pair.chain())
     worker = dataclasses.replace(spec.worker, attention=TargetAttention(decode="trtllm"))
-    with pytest.raises(ValueError, match=r"^attention.decode=trtllm: trtllm cannot serve decode: device=cpu: it needs "
-                                         r"a GPU; those that can: torch$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^attention.decode=trtllm: trtllm cannot serve decode: device=cpu: it needs "
+        r"a GPU; those that can: torch$",
+    ):
         build_worker(dataclasses.replace(spec, worker=worker), plan_layout(spec), 0, "")
     spec = dataclasses.replace(spec, draft_attention=DraftAttention(extend="fa9"))
-    with pytest.raises(ValueError, match=r"^draft_attention.extend=fa9: fa9 cannot serve draft_extend: there is no "
-                                         r"such backend; those that can: torch$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^draft_attention.extend=fa9: fa9 cannot serve draft_extend: there is no "
+        r"such backend; those that can: torch$",
+    ):
         build_worker(spec, plan_layout(spec), 0, "")
 
 
@@ -88,17 +94,23 @@ def test_each_role_and_phase_has_its_backend(pair: Pair, monkeypatch: pytest.Mon
     names = TargetAttention(prefill="flashinfer", decode="trtllm")
     target = target_backends(names, shape, pair.tree())
     assert {mode: backend.name for mode, backend in target.items()} == {
-        Mode.PREFILL: "flashinfer", Mode.DECODE: "trtllm", Mode.VERIFY: "trtllm"}
+        Mode.PREFILL: "flashinfer",
+        Mode.DECODE: "trtllm",
+        Mode.VERIFY: "trtllm",
+    }
     assert target[Mode.DECODE] is target[Mode.VERIFY]
     draft = draft_backends(DraftAttention("flashinfer", "trtllm", "flashinfer"), shape, pair.tree())
     assert [draft[mode].name for mode in DRAFT_MODES] == ["flashinfer", "trtllm", "flashinfer"]
     assert set(target_backends(names, shape, None)) == {Mode.PREFILL, Mode.DECODE}
 
 
-@pytest.mark.parametrize("capability,decode,reason", [
-    ((9, 0), "trtllm", "draft_decode: a tree's draft rows see columns of earlier steps"),
-    ((8, 0), "trtllm", "compute capability 8.0: must be 9.0 or later; those that can: torch, triton, flashinfer"),
-])
+@pytest.mark.parametrize(
+    "capability,decode,reason",
+    [
+        ((9, 0), "trtllm", "draft_decode: a tree's draft rows see columns of earlier steps"),
+        ((8, 0), "trtllm", "compute capability 8.0: must be 9.0 or later; those that can: torch, triton, flashinfer"),
+    ],
+)
 def test_a_tree_s_drafting_is_refused_where_masks_are_too_narrow(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], decode: str, reason: str
 ) -> None:
@@ -115,8 +127,11 @@ def test_a_chain_s_drafting_is_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
     monkeypatch.setattr("attention.backend.find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=r"flashinfer is not installed: pip install 'aerie\[cuda\]'; those that "
-                                         r"can: torch$"):
+    with pytest.raises(
+        ValueError,
+        match=r"flashinfer is not installed: pip install 'aerie\[cuda\]'; those that "
+        r"can: torch$",
+    ):
         target_backends(TargetAttention(prefill="flashinfer"), shape, None)
 
 
@@ -205,11 +220,17 @@ def gpu_spec(speculative: SpeculativeConfig, decode: str, extend: str, draft: st
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("speculative,names", [
-    (CHAIN, ("triton", "triton", "triton")), (CHAIN, ("trtllm", "trtllm", "trtllm")),
-    (CHAIN, ("flashinfer", "flashinfer", "flashinfer")), (TREE, ("triton", "triton", "triton")),
-    (TREE, ("trtllm", "trtllm", "triton")), (TREE, ("flashinfer", "flashinfer", "flashinfer")),
-])
+@pytest.mark.parametrize(
+    "speculative,names",
+    [
+        (CHAIN, ("triton", "triton", "triton")),
+        (CHAIN, ("trtllm", "trtllm", "trtllm")),
+        (CHAIN, ("flashinfer", "flashinfer", "flashinfer")),
+        (TREE, ("triton", "triton", "triton")),
+        (TREE, ("trtllm", "trtllm", "triton")),
+        (TREE, ("flashinfer", "flashinfer", "flashinfer")),
+    ],
+)
 def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, names: tuple[str, str, str]) -> None:
     """A whole round, with CUDA's own check that nothing waits."""
     spec = gpu_spec(speculative, *names)
@@ -225,13 +246,13 @@ def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, name
 
 @pytest.mark.gpu
 def test_a_backend_that_reads_lengths_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attention.triton_backend import TritonBackend
+    from attention.backends.triton_backend import TritonBackend
 
     spec = gpu_spec(CHAIN, "triton", "triton", "triton")
     worker = build_worker(spec, plan_layout(spec), 0, "")
     prepare = TritonBackend.prepare
 
-    def reading(backend: TritonBackend, batch: TailBatch) -> Prepared:
+    def reading(backend: TritonBackend, batch: DecodeBatch) -> Prepared:
         batch.prefix_len.tolist()
         return prepare(backend, batch)
 
@@ -286,7 +307,9 @@ def test_combinations_answer_alike(known: list[Known], combination: str, kind: s
     with local_engine(spec) as engine:
         requests = engine.generate([k.prompt for k in known], sampling, 13)
     gaps = [gap for k, r in zip(known, requests, strict=True) if (gap := k.gap(r.output)) is not None]
-    print(f"{kind}, {combination}: {len(known) - len(gaps)} of {len(known)} answers equal, the others part at gaps of "
-          f"{', '.join(f'{gap:.2f}' for gap in sorted(gaps)) or 'none'}")
+    print(
+        f"{kind}, {combination}: {len(known) - len(gaps)} of {len(known)} answers equal, the others part at gaps of "
+        f"{', '.join(f'{gap:.2f}' for gap in sorted(gaps)) or 'none'}"
+    )
     assert all(gap <= NEAR_TIE for gap in gaps)
     assert len(gaps) <= len(known) // 4

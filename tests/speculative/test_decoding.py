@@ -9,15 +9,18 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
 from workers.config import SchedulerConfig
-from workers.plan import SamplingParams
-from workers.request import FinishReason, Request
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import FinishReason, Request
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(EOS,))
 
 
 def run(
-    pair: Pair, speculative: SpeculativeConfig | None, sampling: SamplingParams | list[SamplingParams] = GREEDY,
-    concurrency: int = 8, **settings: object,
+    pair: Pair,
+    speculative: SpeculativeConfig | None,
+    sampling: SamplingParams | list[SamplingParams] = GREEDY,
+    concurrency: int = 8,
+    **settings: object,
 ) -> list[Request]:
     with local_engine(pair.spec(speculative, **settings)) as engine:  # type: ignore[arg-type]
         requests = engine.generate(pair.prompts, sampling, concurrency)

@@ -11,9 +11,9 @@ from torch import nn
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.config import CacheConfig  # noqa: E402
 from attention.metadata import Mode  # noqa: E402
-from attention.triton_backend import TritonBackend  # noqa: E402
 from speculative.build import EngineSpec  # noqa: E402
 from speculative.config import SpeculativeConfig  # noqa: E402
 from speculative.local import local_engine  # noqa: E402
@@ -21,9 +21,9 @@ from tests.speculative.conftest import Pair  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.config import SchedulerConfig  # noqa: E402
-from workers.kernels.few_rows import Workspace  # noqa: E402
-from workers.layers.product import Multiplies  # noqa: E402
-from workers.plan import SamplingParams  # noqa: E402
+from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
+from workers.layers.linear_method import Multiplies  # noqa: E402
+from workers.scheduling.plan import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")
 
@@ -35,8 +35,9 @@ TARGET_MODES = (Mode.PREFILL, Mode.DECODE, Mode.VERIFY)
 def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target whose products have inputs of 128, with nearly even logits, so that last bits matter."""
     folder: Path = tmp_path_factory.mktemp("wide")
-    target = make_target(folder / "target", calm=0.1, hidden_size=128, intermediate_size=128, head_dim=32,
-                         num_hidden_layers=2)
+    target = make_target(
+        folder / "target", calm=0.1, hidden_size=128, intermediate_size=128, head_dim=32, num_hidden_layers=2
+    )
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 61, 40)]
     eagle = make_eagle(folder / "eagle", target, copying=True)
@@ -53,14 +54,16 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             module.prepare(workspace, deterministic)
 
     monkeypatch.setattr("speculative.build.checked_deterministic", lambda worker, *_: worker.deterministic)
-    monkeypatch.setattr("speculative.build.target_backends",
-                        lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN)))
-    monkeypatch.setattr("workers.loading.pack_all", pack_target)
+    monkeypatch.setattr(
+        "speculative.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
+    )
+    monkeypatch.setattr("workers.models.loading.pack_all", pack_target)
 
 
 def answers(pair: Pair, speculative: SpeculativeConfig | None, at_once: int, max_step_tokens: int) -> list[list[int]]:
-    spec: EngineSpec = pair.spec(speculative, CacheConfig(16, 100),
-                                 SchedulerConfig(max_running=3, max_step_tokens=max_step_tokens))
+    spec: EngineSpec = pair.spec(
+        speculative, CacheConfig(16, 100), SchedulerConfig(max_running=3, max_step_tokens=max_step_tokens)
+    )
     model = dataclasses.replace(spec.worker.model, dtype="float16")
     spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, model=model, deterministic=True))
     with local_engine(spec) as engine:

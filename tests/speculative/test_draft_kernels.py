@@ -6,11 +6,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.trtllm_backend import mask_words  # noqa: E402
+from attention.backends.trtllm_backend import mask_words  # noqa: E402
 from speculative.kernels import head_input, read_trees, tree_growth  # noqa: E402
 from speculative.tree import Candidates, Children, Level, TreeTable, best_tree, candidate_depths, grow  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.kernels import topk  # noqa: E402
+from workers.sampling.kernels import topk  # noqa: E402
 
 pytestmark = MARKS
 CPU = torch.device("cpu")
@@ -24,8 +24,9 @@ def children(rows: int, k: int, vocab: int, generator: torch.Generator, mapped: 
 
 
 def moved(c: Children) -> Children:
-    return Children(c.log_probabilities.to(DEVICE), c.ids.to(DEVICE),
-                    None if c.target_ids is None else c.target_ids.to(DEVICE))
+    return Children(
+        c.log_probabilities.to(DEVICE), c.ids.to(DEVICE), None if c.target_ids is None else c.target_ids.to(DEVICE)
+    )
 
 
 @pytest.mark.parametrize("top_k,steps,width", [(4, 5, 8), (2, 2, 4), (3, 4, 16), (8, 4, 32), (10, 3, 60)])
@@ -50,8 +51,9 @@ def test_a_tree_grown_and_cut_by_kernels_is_the_reference_s(top_k: int, steps: i
     table = TreeTable(6, width, False, DEVICE)
     tree_growth.cut(fused, slots.to(DEVICE), bonus.to(DEVICE), table._fields)
     expected = best_tree(bonus[slots], plain, width)
-    for field, wanted in zip(table._fields, (expected.tokens, expected.parents, expected.depths, expected.masks),
-                             strict=True):
+    for field, wanted in zip(
+        table._fields, (expected.tokens, expected.parents, expected.depths, expected.masks), strict=True
+    ):
         assert torch.equal(field[slots.to(DEVICE)].cpu(), wanted)
     assert table._fields[0][2].tolist() == [0] + [-1] * (width - 1)  # others' trees stay
 

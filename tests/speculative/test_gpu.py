@@ -11,14 +11,17 @@ from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.config import GraphScope
-from workers.plan import SamplingParams
-from workers.request import Request
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
 
 pytestmark = pytest.mark.gpu
 
 
 def on_gpu(
-    speculative: SpeculativeConfig | None, page_size: int = 16, graphs: bool = True, dtype: str = "bfloat16",
+    speculative: SpeculativeConfig | None,
+    page_size: int = 16,
+    graphs: bool = True,
+    dtype: str = "bfloat16",
     tensor_parallel: int = 1,
 ) -> EngineSpec:
     spec = embedded_spec(speculative, tensor_parallel, page_size=page_size, debug=False)

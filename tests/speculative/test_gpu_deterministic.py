@@ -9,7 +9,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.plan import SamplingParams
+from workers.scheduling.plan import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -45,8 +45,10 @@ def alone(request: pytest.FixtureRequest, prompts: list[list[int]]) -> tuple[Sam
 @pytest.mark.parametrize("speculative", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
 @pytest.mark.parametrize("at_once", [1, 13])
 def test_neither_speculation_nor_company_changes_a_token(
-    alone: tuple[SamplingParams, list[list[int]]], prompts: list[list[int]],
-    speculative: SpeculativeConfig | None, at_once: int,
+    alone: tuple[SamplingParams, list[list[int]]],
+    prompts: list[list[int]],
+    speculative: SpeculativeConfig | None,
+    at_once: int,
 ) -> None:
     sampling, expected = alone
     assert answers(deterministic(speculative), prompts, sampling, at_once) == expected
@@ -66,7 +68,7 @@ def test_neither_do_cuts_of_prompts_nor_the_prefix_cache(prompts: list[list[int]
 
 def test_contexts_of_several_spans(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """With spans of 64 tokens."""
-    monkeypatch.setattr("attention.triton_backend.fixed_span", lambda max_model_len: 64)
+    monkeypatch.setattr("attention.backends.triton_backend.fixed_span", lambda max_model_len: 64)
     expected = answers(deterministic(None), prompts, GREEDY, 1)
     for speculative in (None, CHAIN, TREE):
         assert answers(deterministic(speculative), prompts, GREEDY, 13) == expected

@@ -14,12 +14,12 @@ import torch
 
 from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
 from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
-from workers.cuda_graph import GraphedDecoding, bucket_sizes
-from workers.decoding import StepTensors
-from workers.plan import FINISH_LENGTH, FINISH_STOP
+from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
+from workers.runner.decoding import StepTensors
+from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 
 CHAIN, TREE = (3, 1, 4), (5, 4, 16)
-# `few_rows` serves products of up to 64 rows, with and without columns that it reads ahead (the vocabulary's); 16 KV
+# `skinny_gemm` serves products of up to 64 rows, with and without columns that it reads ahead (the vocabulary's); 16 KV
 # heads fill the device from 8 requests on, so that partial results are merged apart below and by the last from there
 ON_GPU = Dimensions(hidden=1024, heads=32, kv_heads=16, head_dim=32, mlp=2048, vocab=8192, draft_vocab=2048)
 TINY = Dimensions(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=96, draft_vocab=40)
@@ -73,9 +73,11 @@ def test_replays_equal_eager_rounds(name: str, tmp_path: Path) -> None:
         pair.replay(sizes, num_alone)
         pair.compare(sizes, num_after)
         assert pair.different_kv() == []
-    print(f"{name}: built in {built_s - started_s:.1f} s, compared in {compared_s - built_s:.1f} s, the rest in "
-          f"{time.perf_counter() - compared_s:.1f} s; {pair.seen.requests} requests, acceptance length "
-          f"{pair.seen.acceptance_length:.2f}, accepted {sorted(pair.seen.accepted.items())}")
+    print(
+        f"{name}: built in {built_s - started_s:.1f} s, compared in {compared_s - built_s:.1f} s, the rest in "
+        f"{time.perf_counter() - compared_s:.1f} s; {pair.seen.requests} requests, acceptance length "
+        f"{pair.seen.acceptance_length:.2f}, accepted {sorted(pair.seen.accepted.items())}"
+    )
     _assert_covered(pair, arm, sizes)
     assert graphs._captured == captured and len(captured) == len(graphs.shapes) * 2 * len(bucket_sizes(arm.num_slots))
     del pair, graphs, captured

@@ -11,23 +11,41 @@ from speculative.local import local_engine
 from tests.speculative.test_gpu import on_gpu
 from tests.support.embedded import CHAIN, TREE
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.cuda_graph import GraphedDecoding
-from workers.local import LocalEngine
-from workers.plan import SamplingParams, TokenLogprobs
-from workers.request import Request, RequestOutput
-from workers.worker import Worker
+from workers.runner.cuda_graph import GraphedDecoding
+from workers.runner.local_engine import LocalEngine
+from workers.runner.worker import Worker
+from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.request import Request, RequestOutput
 
 pytestmark = pytest.mark.gpu
 
 TOKENS = 48
 GREEDY = SamplingParams(TOKENS, 0.0, stop_token_ids=(2,))
 NUCLEUS = SamplingParams(TOKENS, 1.0, top_p=0.9, seed=11, stop_token_ids=(2,))
-SHAPED = SamplingParams(TOKENS, 0.8, top_k=40, presence_penalty=0.4, frequency_penalty=0.2, repetition_penalty=1.1,
-                        min_tokens=12, logit_bias={40: 1.5, 7: -3.0}, seed=5, stop_token_ids=(2,))
+SHAPED = SamplingParams(
+    TOKENS,
+    0.8,
+    top_k=40,
+    presence_penalty=0.4,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    min_tokens=12,
+    logit_bias={40: 1.5, 7: -3.0},
+    seed=5,
+    stop_token_ids=(2,),
+)
 TOLD = replace(GREEDY, logprobs=5)
-MIXED = (GREEDY, NUCLEUS, SHAPED, TOLD, replace(NUCLEUS, top_p=1.0, min_p=0.1, logprobs=20),
-         replace(SHAPED, temperature=0.0, logprobs=0), replace(GREEDY, speculative=False),
-         replace(NUCLEUS, top_p=0.95, top_k=30), SamplingParams(TOKENS, 1.0, seed=2, stop_token_ids=(2,)))
+MIXED = (
+    GREEDY,
+    NUCLEUS,
+    SHAPED,
+    TOLD,
+    replace(NUCLEUS, top_p=1.0, min_p=0.1, logprobs=20),
+    replace(SHAPED, temperature=0.0, logprobs=0),
+    replace(GREEDY, speculative=False),
+    replace(NUCLEUS, top_p=0.95, top_k=30),
+    SamplingParams(TOKENS, 1.0, seed=2, stop_token_ids=(2,)),
+)
 STRATEGIES = pytest.mark.parametrize("speculative", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
 
 Answer = tuple[list[int], list[TokenLogprobs]]

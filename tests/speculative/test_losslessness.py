@@ -17,8 +17,8 @@ from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.config import SchedulerConfig
-from workers.plan import SamplingParams
-from workers.request import Request
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
 
 NUM_PROMPTS, CONCURRENCY = 200, 16
 
@@ -41,8 +41,10 @@ ARMS = (
     Arm("tree", TREE, 2, 1),
 )
 ALL_ARMS = tuple(
-    Arm(name, speculative, tp, page) for name, speculative in (("off", None), ("chain", CHAIN), ("tree", TREE))
-    for tp in (1, 2) for page in (1, 16)
+    Arm(name, speculative, tp, page)
+    for name, speculative in (("off", None), ("chain", CHAIN), ("tree", TREE))
+    for tp in (1, 2)
+    for page in (1, 16)
 )
 
 
@@ -124,8 +126,11 @@ def main() -> None:
         requests = answers(arm, arguments.longer)
         equal = sum(r.output == e for r, e in zip(requests, expected, strict=True))
         elapsed_s, length = time.perf_counter() - started_s, acceptance_length(requests)
-        print(f"{arm.name:6} TP {arm.tensor_parallel} page {arm.page_size:2}: {equal}/{len(expected)} equal, "
-              f"acceptance length {length:.2f}, {elapsed_s:.0f} s", flush=True)
+        print(
+            f"{arm.name:6} TP {arm.tensor_parallel} page {arm.page_size:2}: {equal}/{len(expected)} equal, "
+            f"acceptance length {length:.2f}, {elapsed_s:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -6,18 +6,18 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.kernels import move_path, tail_rows  # noqa: E402
-from attention.kv_pool import KVPool  # noqa: E402
-from attention.metadata import Mode, TailBatch, causal_mask, token_indices  # noqa: E402
+from attention.kernels import move_path, slot_mapping  # noqa: E402
+from attention.kv_cache.pool import KVPool  # noqa: E402
+from attention.metadata import DecodeBatch, Mode, causal_mask, token_indices  # noqa: E402
 from speculative.acceptance import accept, accept_synthetic, verdict_of  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.kernels import rows as row_kernels  # noqa: E402
-from workers.kernels.argmax import argmax  # noqa: E402
-from workers.plan import SamplingParams, SlotInit  # noqa: E402
-from workers.slots import SlotTable  # noqa: E402
+from workers.layers.kernels import norm_activation  # noqa: E402
+from workers.runner.slot_table import SlotTable  # noqa: E402
+from workers.sampling.kernels.argmax import argmax  # noqa: E402
+from workers.scheduling.plan import SamplingParams, SlotInit  # noqa: E402
 
 pytestmark = MARKS
 
@@ -50,8 +50,9 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
                     chosen[b, node] = tree.tokens[b, children[turn % len(children)]]
         tree_on = type(tree)(*(f.contiguous().to(DEVICE) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
         slots = torch.cat((torch.arange(batch), torch.tensor([batch + 2, batch + 2]))).to(DEVICE)  # two padding rows
-        pad = type(tree)(*(torch.cat((f, f[:2])) for f in (tree_on.tokens, tree_on.parents, tree_on.depths,
-                                                           tree_on.masks)))
+        pad = type(tree)(
+            *(torch.cat((f, f[:2])) for f in (tree_on.tokens, tree_on.parents, tree_on.depths, tree_on.masks))
+        )
         chosen_on = torch.cat((chosen, chosen[:2])).to(DEVICE)
         fused, plain = filled_table(batch, turn), filled_table(batch, turn)
         verdict = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
@@ -83,8 +84,8 @@ def test_rows_of_a_tail_are_where_torch_puts_them(rows: int, tail: int, page_siz
     torch.manual_seed(rows)
     prefix = torch.tensor([0, 3, 17, 54], dtype=torch.int32, device=DEVICE)
     table = torch.randint(0, 90, (4, 80), dtype=torch.int32, device=DEVICE)[:, :70]
-    batch = TailBatch(Mode.VERIFY, rows, tail, prefix, causal_mask(4, rows, DEVICE), table, 70)
-    ours, expected = tail_rows.tail_rows(batch, page_size), tail_rows.reference(batch, page_size)
+    batch = DecodeBatch(Mode.VERIFY, rows, tail, prefix, causal_mask(4, rows, DEVICE), table, 70)
+    ours, expected = slot_mapping.decode_rows(batch, page_size), slot_mapping.reference(batch, page_size)
     assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
 
 
@@ -101,8 +102,9 @@ def test_a_path_moves_to_the_front_as_torch_moves_it(page_size: int, heads: int,
     other.v.copy_(pool.v)
     table = (torch.randperm(pages, generator=generator)[: batch * (pages // batch)] + 1).view(batch, -1).int()
     length = torch.tensor([0, 2, 1, 3, 1, 0, 2][:batch], dtype=torch.int32)
-    paths = torch.tensor([[0, 1, 3, 4], [0, 2, 3, 0], [0, 0, 0, 0], [0, 3, 4, 0], [0, 1, 2, 3], [0, 4, 0, 0],
-                          [0, 2, 0, 0]])[:batch]
+    paths = torch.tensor(
+        [[0, 1, 3, 4], [0, 2, 3, 0], [0, 0, 0, 0], [0, 3, 4, 0], [0, 1, 2, 3], [0, 4, 0, 0], [0, 2, 0, 0]]
+    )[:batch]
     pool.move_path(table, length, paths)
     move_path.move_path(other.k, other.v, table.to(DEVICE), length.to(DEVICE), paths.to(DEVICE))
     for b in range(batch):
@@ -110,8 +112,9 @@ def test_a_path_moves_to_the_front_as_torch_moves_it(page_size: int, heads: int,
         positions = int(length[b]) + torch.arange(kept).unsqueeze(0)
         where = token_indices(table[b : b + 1], positions, page_size).flatten()
         for ours, theirs in ((other.k, pool.k), (other.v, pool.v)):
-            assert torch.equal(ours.cpu().view(layers, -1, heads * dim)[:, where],
-                               theirs.view(layers, -1, heads * dim)[:, where])
+            assert torch.equal(
+                ours.cpu().view(layers, -1, heads * dim)[:, where], theirs.view(layers, -1, heads * dim)[:, where]
+            )
 
 
 @pytest.mark.parametrize("rows,size", [(1, 128256), (7, 5000), (64, 32000), (3, 17)])
@@ -135,10 +138,10 @@ def test_row_kernels_are_their_references(rows: int, size: int) -> None:
     x, residual = torch.randn((2, rows, size), device=DEVICE).unbind(0)
     weight, both = torch.rand(size, device=DEVICE) + 0.5, torch.randn((rows, 2 * size), device=DEVICE)
     expected_sum, ours_sum = residual.clone(), residual.clone()
-    expected = row_kernels.add_rms_norm_reference(x, expected_sum, weight, 1e-5)
+    expected = norm_activation.add_rms_norm_reference(x, expected_sum, weight, 1e-5)
     # float32 sums of up to 4,096 squares in another order
-    torch.testing.assert_close(row_kernels.add_rms_norm(x.contiguous(), ours_sum, weight, 1e-5), expected)
+    torch.testing.assert_close(norm_activation.add_rms_norm(x.contiguous(), ours_sum, weight, 1e-5), expected)
     assert torch.equal(ours_sum, expected_sum)
-    reference = row_kernels.rms_norm_reference(x, weight, 1e-5)
-    torch.testing.assert_close(row_kernels.rms_norm(x.contiguous(), weight, 1e-5), reference)
-    torch.testing.assert_close(row_kernels.silu_mul(both), row_kernels.silu_mul_reference(both))
+    reference = norm_activation.rms_norm_reference(x, weight, 1e-5)
+    torch.testing.assert_close(norm_activation.rms_norm(x.contiguous(), weight, 1e-5), reference)
+    torch.testing.assert_close(norm_activation.silu_mul(both), norm_activation.silu_mul_reference(both))

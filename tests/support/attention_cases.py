@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.kv_pool import KVPool
+from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
-from attention.metadata import ChunkBatch, Mode, TailBatch, causal_mask
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 
 NUM_KV_HEADS = 2
 ROWS = 6  # of a verified tree or an accepted path
@@ -31,7 +31,7 @@ class Work:
     name: str
     mode: Mode
     rows: int = 1
-    tail: int = 1
+    suffix_len: int = 1
     tree: bool = False
 
 
@@ -62,15 +62,31 @@ class Shape:
 
 # Each value of each dimension with the others usual, then two unusual in all.
 SHAPES = (
-    Shape(), Shape(head_dim=64), Shape(group=1), Shape(group=8), Shape(page_size=1), Shape(page_size=64),
-    Shape(dtype=torch.float16), Shape(64, 8, 64), Shape(128, 1, 1, torch.float16),
+    Shape(),
+    Shape(head_dim=64),
+    Shape(group=1),
+    Shape(group=8),
+    Shape(page_size=1),
+    Shape(page_size=64),
+    Shape(dtype=torch.float16),
+    Shape(64, 8, 64),
+    Shape(128, 1, 1, torch.float16),
 )
 
 
 def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int, int] | None = H200) -> AttentionUse:
     num_heads, has_capability = shape.group * NUM_KV_HEADS, device == "cuda"
-    return AttentionUse(work.mode, num_heads, NUM_KV_HEADS, shape.head_dim, shape.page_size, shape.dtype, device,
-                        capability if has_capability else None, work.tree)
+    return AttentionUse(
+        work.mode,
+        num_heads,
+        NUM_KV_HEADS,
+        shape.head_dim,
+        shape.page_size,
+        shape.dtype,
+        device,
+        capability if has_capability else None,
+        work.tree,
+    )
 
 
 def random_pool(shape: Shape, num_pages: int, device: torch.device) -> KVPool:
@@ -91,14 +107,22 @@ def random_table(lengths: Sequence[int], page_size: int, width: int) -> Tensor:
     return table
 
 
-def tail_batch(work: Work, shape: Shape, prefixes: Sequence[int], device: torch.device) -> TailBatch:
+def decode_batch(work: Work, shape: Shape, prefixes: Sequence[int], device: torch.device) -> DecodeBatch:
     """Requests of these prefixes; prefix 0 makes a padding row."""
-    lengths = [n + work.tail if n else 0 for n in prefixes]
+    lengths = [n + work.suffix_len if n else 0 for n in prefixes]
     table = random_table(lengths, shape.page_size, MAX_LENGTH // shape.page_size)
     prefix = torch.tensor(prefixes, dtype=torch.int32)
-    max_kv_len = max(prefixes) + work.tail
-    return TailBatch(work.mode, work.rows, work.tail, prefix.to(device), mask_of(work, len(prefixes)).to(device),
-                     table.to(device), max_kv_len, chain=work.mode is Mode.VERIFY and not work.tree)
+    max_kv_len = max(prefixes) + work.suffix_len
+    return DecodeBatch(
+        work.mode,
+        work.rows,
+        work.suffix_len,
+        prefix.to(device),
+        mask_of(work, len(prefixes)).to(device),
+        table.to(device),
+        max_kv_len,
+        chain=work.mode is Mode.VERIFY and not work.tree,
+    )
 
 
 def mask_of(work: Work, num_requests: int) -> Tensor:
@@ -118,27 +142,27 @@ def mask_of(work: Work, num_requests: int) -> Tensor:
 
 def _draft_mask(work: Work, num_requests: int) -> Tensor:
     masks = torch.zeros((num_requests, work.rows), dtype=torch.int64)
-    for step in range(work.tail // work.rows):
+    for step in range(work.suffix_len // work.rows):
         parent = torch.randint(0, work.rows, masks.shape) if step else torch.arange(work.rows).expand(masks.shape)
         own = torch.arange(step * work.rows, (step + 1) * work.rows)
         masks = masks.gather(1, parent) | 1 << own
     return masks
 
 
-def chunk_batch(shape: Shape, device: torch.device) -> ChunkBatch:
+def prefill_batch(shape: Shape, device: torch.device) -> PrefillBatch:
     indptr = [0]
     for _, rows in CHUNKS:
         indptr.append(indptr[-1] + rows)
     lengths = [start + rows for start, rows in CHUNKS]
     table = random_table(lengths, shape.page_size, MAX_LENGTH // shape.page_size)
-    return ChunkBatch(tuple(indptr), tuple(start for start, _ in CHUNKS), table.to(device))
+    return PrefillBatch(tuple(indptr), tuple(start for start, _ in CHUNKS), table.to(device))
 
 
-def num_pages(page_size: int, tail: int) -> int:
+def num_pages(page_size: int, suffix_len: int) -> int:
     """Enough for each of `LENGTHS` and for `CHUNKS`."""
-    assert max(map(max, LENGTHS)) + tail <= MAX_LENGTH
+    assert max(map(max, LENGTHS)) + suffix_len <= MAX_LENGTH
     requests = [*LENGTHS, [start + rows for start, rows in CHUNKS]]
-    return max(sum(-(-(n + tail) // page_size) for n in lengths) for lengths in requests)
+    return max(sum(-(-(n + suffix_len) // page_size) for n in lengths) for lengths in requests)
 
 
 def random_rows(num_rows: int, shape: Shape, device: torch.device) -> Tensor:

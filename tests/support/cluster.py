@@ -8,16 +8,16 @@ from pathlib import Path
 import zmq
 
 from attention.config import CacheConfig
-from cluster.channel import RankChannel, Refused, bind_ingress, connect_engine, decode, decode_tokens, encode
-from cluster.coordinator import Coordinator
-from cluster.coordinator_loop import CoordinatorSettings
-from cluster.messages import GenerateRequest, GenerateSummary, TokenDelta
-from cluster.transport import Transport
-from cluster.worker_loop import run_worker_loop
+from cluster.coordinator.coordinator import Coordinator
+from cluster.coordinator.loop import CoordinatorSettings
+from cluster.replica.worker_loop import run_worker_loop
+from cluster.transport.channel import RankChannel, Refused, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.transport.messages import GenerateRequest, GenerateSummary, TokenDelta
+from cluster.transport.sockets import Transport
 from tests.support.scripted import ScriptedExecutor
 from workers.config import PLAIN, RoundShape, SchedulerConfig
-from workers.plan import SamplingParams, pack_i32
-from workers.scheduler import Scheduler
+from workers.scheduling.plan import SamplingParams, pack_i32
+from workers.scheduling.scheduler import Scheduler
 
 TREE = RoundShape(name="tree", width=6, max_new_tokens=4, tail_tokens=7)
 TIMEOUT_S = 10.0
@@ -60,7 +60,7 @@ class Ingress:
 
 
 class Ranks:
-    """One gang: a thread per rank. executors may be replaced before `start`."""
+    """One worker group: a thread per rank. executors may be replaced before `start`."""
 
     def __init__(self, bed: "TestBed", epoch: int, num_ranks: int = 2) -> None:
         self.executors = [ScriptedExecutor(bed.shapes, 8, 200, delay_s=bed.delay_s) for _ in range(num_ranks)]
@@ -95,8 +95,13 @@ class TestBed:
     __test__ = False
 
     def __init__(
-        self, folder: Path, transport: Transport | None = None, delay_s: float = 0.0, max_running: int = 4,
-        max_waiting: int = 20, **settings: object,
+        self,
+        folder: Path,
+        transport: Transport | None = None,
+        delay_s: float = 0.0,
+        max_running: int = 4,
+        max_waiting: int = 20,
+        **settings: object,
     ) -> None:
         self.shapes = (PLAIN, TREE)
         self.delay_s = delay_s
@@ -104,13 +109,20 @@ class TestBed:
         self.context = zmq.Context()
         self.scheduler = Scheduler(
             SchedulerConfig(max_running=max_running, max_step_tokens=32, max_waiting=max_waiting),
-            CacheConfig(page_size=4), 200, 400, time.monotonic, self.shapes, 1,
+            CacheConfig(page_size=4),
+            200,
+            400,
+            time.monotonic,
+            self.shapes,
+            1,
         )
         self.lost: list[str] = []
         self.deaths: list[str] = []
         self.coordinator = Coordinator(
-            self.scheduler, CoordinatorSettings("e1", self.transport, **settings),  # type: ignore[arg-type]
-            self.lost.append, self.deaths.append,
+            self.scheduler,
+            CoordinatorSettings("e1", self.transport, **settings),  # type: ignore[arg-type]
+            self.lost.append,
+            self.deaths.append,
         )
         self.coordinator.start()
         self.engine = connect_engine(self.context, self.transport, self.coordinator.endpoint)
@@ -128,14 +140,26 @@ class TestBed:
         return ranks
 
     def generate(  # type: ignore[no-untyped-def]
-        self, request_id: str, prompt_len: int = 5, max_tokens: int = 20, reply_to: str = "",
-        running_stats: bool = False, **sampling,
+        self,
+        request_id: str,
+        prompt_len: int = 5,
+        max_tokens: int = 20,
+        reply_to: str = "",
+        running_stats: bool = False,
+        **sampling,
     ):
         params = SamplingParams(max_tokens=max_tokens, **sampling)
-        self.engine.send(encode(GenerateRequest(
-            request_id, pack_i32(list(range(prompt_len))), params, reply_to or self.ingress.endpoint,
-            running_stats=running_stats,
-        )))
+        self.engine.send(
+            encode(
+                GenerateRequest(
+                    request_id,
+                    pack_i32(list(range(prompt_len))),
+                    params,
+                    reply_to or self.ingress.endpoint,
+                    running_stats=running_stats,
+                )
+            )
+        )
         return params
 
     def notice(self, timeout_s: float = TIMEOUT_S) -> GenerateSummary | Refused:

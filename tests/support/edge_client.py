@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from cluster.edge_config import EdgeConfig
-from cluster.http_app import build_app
+from cluster.http.app import build_app
+from cluster.http.config import EdgeConfig
 from tests.support.fake_engine import FakeEngine, chat_tokenizer
 
 MODEL = "tiny/model"

@@ -13,7 +13,10 @@ TREE = SpeculativeConfig(str(MODELS / "draft"), num_steps=5, top_k=4, num_draft_
 
 
 def embedded_spec(
-    speculative: SpeculativeConfig | None, tensor_parallel: int = 1, page_size: int = 16, max_running: int = 16,
+    speculative: SpeculativeConfig | None,
+    tensor_parallel: int = 1,
+    page_size: int = 16,
+    max_running: int = 16,
     debug: bool = True,
 ) -> EngineSpec:
     """An engine of the embedded pair on this machine's CPU."""

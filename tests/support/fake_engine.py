@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.chat_template import ChatTemplate
-from cluster.engine_client import EngineRefused
-from cluster.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
-from cluster.tokenizer import ChatTokenizer
-from workers.plan import SamplingParams, TokenLogprobs
+from cluster.http.chat_template import ChatTemplate
+from cluster.http.engine_client import EngineRefused
+from cluster.http.tokenizer import ChatTokenizer
+from cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
+from workers.scheduling.plan import SamplingParams, TokenLogprobs
 
 EOS = "<|im_end|>"
 CHATML = (
@@ -81,8 +81,18 @@ class FakeEngine:
 def small_tokenizer() -> Tokenizer:
     """Byte-level: a token for each of the 256 bytes, a few merges, three special tokens and one added plain one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("l", "l"), ("ll", "o"), ("h", "e"), ("he", "llo"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"), ("l", "d"),
-              ("Ġwor", "ld"), ("Ã", "¤")]
+    merges = [
+        ("l", "l"),
+        ("ll", "o"),
+        ("h", "e"),
+        ("he", "llo"),
+        ("Ġ", "w"),
+        ("o", "r"),
+        ("Ġw", "or"),
+        ("l", "d"),
+        ("Ġwor", "ld"),
+        ("Ã", "¤"),
+    ]
     vocab = {token: i for i, token in enumerate(alphabet)}
     for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
@@ -115,8 +125,11 @@ def says(*texts: str, finish: str = "stop", delay_s: float = 0.0, **last: object
             if delay_s:
                 yield delay_s
             yield TokenDelta(
-                request_id="", tokens=tokens, finish=finish if at_end else None,
-                logprobs=logprobs_of(tokens, sampling), **extra,  # type: ignore[arg-type]
+                request_id="",
+                tokens=tokens,
+                finish=finish if at_end else None,
+                logprobs=logprobs_of(tokens, sampling),
+                **extra,  # type: ignore[arg-type]
             )
 
     return script

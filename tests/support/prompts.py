@@ -34,12 +34,16 @@ def _problem(rng: random.Random) -> str:
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
     sentences = [f"{name} has {rng.randint(3, 60)} {thing}."]
     for _ in range(rng.randint(0, 4)):
-        sentences.append(rng.choice((
-            f"At {rng.choice(_PLACES)} {name} buys {rng.randint(2, 20)} more for ${rng.randint(1, 9)} each.",
-            f"Then {name} gives {rng.randint(1, 9)} of them to {rng.choice(_NAMES)}.",
-            f"Every week {rng.randint(2, 12)} of the {thing} are lost.",
-            f"{rng.choice(_NAMES)} has {rng.randint(2, 5)} times as many.",
-        )))
+        sentences.append(
+            rng.choice(
+                (
+                    f"At {rng.choice(_PLACES)} {name} buys {rng.randint(2, 20)} more for ${rng.randint(1, 9)} each.",
+                    f"Then {name} gives {rng.randint(1, 9)} of them to {rng.choice(_NAMES)}.",
+                    f"Every week {rng.randint(2, 12)} of the {thing} are lost.",
+                    f"{rng.choice(_NAMES)} has {rng.randint(2, 5)} times as many.",
+                )
+            )
+        )
     sentences.append(f"How many {thing} does {name} have in the end?")
     return " ".join(sentences)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from workers.ports import free_port
+from workers.distributed.ports import free_port
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -19,7 +19,10 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *arguments: Any, deadline_s: float = 120,
+    function: Callable[..., Any],
+    size: int,
+    *arguments: Any,
+    deadline_s: float = 120,
     environments: Sequence[dict[str, str]] | None = None,
 ) -> list[Any]:
     """What function(rank, size, address, *arguments) returns on each rank; it must be a module's own, and give plain
@@ -69,7 +72,12 @@ def _collect(pipes: list[Connection], deadline_s: float) -> list[tuple[bool, Any
 
 
 def _run(
-    pipe: Connection, environment: dict[str, str], function: Callable[..., Any], rank: int, size: int, address: str,
+    pipe: Connection,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    address: str,
     arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)

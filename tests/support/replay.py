@@ -12,9 +12,9 @@ from torch import Tensor
 
 from speculative.tree import Tree
 from tests.support.replica import MAX_TOKENS, NUM_FAVOURITES, Arm, Replica
-from workers.decoding import StepBatch, StepTensors
-from workers.plan import SamplingParams, SlotInit, StepPlan, pack_i32
-from workers.sampler import SamplingNeeds
+from workers.runner.decoding import StepBatch, StepTensors
+from workers.sampling.sampler import SamplingNeeds
+from workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
 
 KEY_SCALE = 3.0  # scores of a standard deviation of two or three: attention has its favourites too
 
@@ -75,8 +75,9 @@ class Twins:
     """`first`, run by any runner, beside `second`, run eagerly. Every slot always has a request, running or ended; an
     ended one stays in batches for a while, as it does when two steps are in flight."""
 
-    def __init__(self, arm: Arm, first: Replica, second: Replica, run_first: Runner, run_second: Runner,
-                 seed: int = 0) -> None:
+    def __init__(
+        self, arm: Arm, first: Replica, second: Replica, run_first: Runner, run_second: Runner, seed: int = 0
+    ) -> None:
         self._arm = arm
         self.first = first
         self._replicas = (first, second)
@@ -127,8 +128,9 @@ class Twins:
         for number, (ours, theirs) in enumerate(zip(*(r.pools for r in self._replicas), strict=True)):
             for kind in ("k", "v"):
                 pair = zip(getattr(ours, kind), getattr(theirs, kind), strict=True)
-                names += [f"pool {number} layer {i} {kind}" for i, (a, b) in enumerate(pair)
-                          if not torch.equal(a[1:], b[1:])]
+                names += [
+                    f"pool {number} layer {i} {kind}" for i, (a, b) in enumerate(pair) if not torch.equal(a[1:], b[1:])
+                ]
         return names
 
     def _fill_pools(self, seed: int) -> None:
@@ -173,8 +175,11 @@ class Twins:
         length = self._length()
         stops = (3, 5) if random.random() < 0.3 else ()
         sampling = SamplingParams(
-            max_tokens=int(MAX_TOKENS ** random.random()), temperature=float(random.choice([0.0, 0.7, 1.0])),
-            seed=int(random.integers(1 << 62)), stop_token_ids=stops, speculative=bool(random.random() < 0.9),
+            max_tokens=int(MAX_TOKENS ** random.random()),
+            temperature=float(random.choice([0.0, 0.7, 1.0])),
+            seed=int(random.integers(1 << 62)),
+            stop_token_ids=stops,
+            speculative=bool(random.random() < 0.9),
         )
         init = SlotInit(slot, length, length, length + 1 + sampling.max_tokens, sampling)
         num_pages = replicas[0].slots.page_table.shape[1]

@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from attention.config import CacheConfig
-from attention.kv_pool import KVPool
+from attention.kv_cache.pool import KVPool
 from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
 from speculative.decoding import EagleDecoding
 from speculative.tree import TreeTable
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.cuda_graph import GraphedDecoding
-from workers.decoding import Autoregressive, DecodingStrategy
-from workers.layers.product import pack_all
-from workers.slots import SlotTable
+from workers.layers.linear_method import pack_all
+from workers.runner.cuda_graph import GraphedDecoding
+from workers.runner.decoding import Autoregressive, DecodingStrategy
+from workers.runner.slot_table import SlotTable
 
 NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them
 MAX_TOKENS = 60
@@ -39,20 +39,29 @@ class Dimensions:
     layers: int = 4
 
 
-def write_config(
-    folder: Path, size: Dimensions, max_position: int, capture: Sequence[int] | None = None
-) -> Path:
+def write_config(folder: Path, size: Dimensions, max_position: int, capture: Sequence[int] | None = None) -> Path:
     """config.json of target and draft under `folder`; the weights are dummies. capture: layers that the head reads,
     instead of the usual ones."""
     common: dict[str, Any] = {
-        "hidden_size": size.hidden, "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim, "intermediate_size": size.mlp, "vocab_size": size.vocab, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "max_position_embeddings": max_position, "torch_dtype": "bfloat16",
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "intermediate_size": size.mlp,
+        "vocab_size": size.vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": max_position,
+        "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     }
     target = {**common, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": size.layers}
-    draft = {**common, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-             "draft_vocab_size": size.draft_vocab}
+    draft = {
+        **common,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": size.draft_vocab,
+    }
     if capture is not None:
         draft["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(capture)}
     for kind, config in (("target", target), ("draft", draft)):
@@ -85,8 +94,9 @@ class Arm:
         )
         if self.tree is None:
             return EngineSpec(worker)
-        draft = SpeculativeConfig(str(folder / "draft"), "eagle3", *self.tree,
-                                  synthetic_acceptance_length=self.acceptance)
+        draft = SpeculativeConfig(
+            str(folder / "draft"), "eagle3", *self.tree, synthetic_acceptance_length=self.acceptance
+        )
         return EngineSpec(worker, draft)
 
 

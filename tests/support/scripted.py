@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShape
-from workers.plan import (
+from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_STOP,
@@ -106,15 +106,20 @@ class _Slot:
 
 
 class ScriptedExecutor:
-    """Implements `workers.executor.StepExecutor`; a step runs when it is submitted.
+    """Implements `workers.runner.executor.StepExecutor`; a step runs when it is submitted.
 
     prompts: by seed, what prompts must hold, so that the KV of prefix-cached tokens can be checked too. delay_s: time a
     step takes, during which `ready` is false.
     """
 
     def __init__(
-        self, shapes: Sequence[RoundShape], num_slots: int, table_width: int, kv: KvModel | None = None,
-        prompts: dict[int, list[int]] | None = None, delay_s: float = 0.0,
+        self,
+        shapes: Sequence[RoundShape],
+        num_slots: int,
+        table_width: int,
+        kv: KvModel | None = None,
+        prompts: dict[int, list[int]] | None = None,
+        delay_s: float = 0.0,
     ) -> None:
         self.shapes = shapes
         self.slots = [_Slot() for _ in range(num_slots)]

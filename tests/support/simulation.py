@@ -6,10 +6,10 @@ from collections import deque
 from attention.config import CacheConfig
 from tests.support.scripted import KvModel, ScriptedExecutor, scripted_output
 from workers.config import PLAIN, RoundShape, SchedulerConfig
-from workers.plan import SamplingParams, StepPlan, unpack_i32
-from workers.request import FinishReason, Request, RequestOutput, RequestState
-from workers.reservation import table_width
-from workers.scheduler import Scheduler
+from workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
+from workers.scheduling.request import FinishReason, Request, RequestOutput, RequestState
+from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.slot_pages import table_width
 
 TREE = RoundShape(name="tree", width=6, max_new_tokens=4, tail_tokens=7)
 
@@ -28,9 +28,17 @@ class Simulation:
     """max_in_flight plans are made before the first result is read. Everything a request emits is collected."""
 
     def __init__(
-        self, page_size: int = 4, num_pages: int = 60, max_running: int = 4, max_step_tokens: int = 16,
-        max_model_len: int = 100, max_waiting: int = 100, lookahead: int = 1, speculative: bool = True,
-        prefix_cache: bool = True, max_in_flight: int = 2,
+        self,
+        page_size: int = 4,
+        num_pages: int = 60,
+        max_running: int = 4,
+        max_step_tokens: int = 16,
+        max_model_len: int = 100,
+        max_waiting: int = 100,
+        lookahead: int = 1,
+        speculative: bool = True,
+        prefix_cache: bool = True,
+        max_in_flight: int = 2,
     ) -> None:
         self.shapes = (PLAIN, TREE) if speculative else (PLAIN,)
         self.clock = Clock()
@@ -40,17 +48,21 @@ class Simulation:
         self.width = table_width(max_model_len, max(shape.tail_tokens for shape in self.shapes), page_size)
         self.scheduler = Scheduler(
             SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=max_waiting),
-            CacheConfig(page_size=page_size, prefix_cache=prefix_cache), num_pages, max_model_len, self.clock,
-            self.shapes, lookahead,
+            CacheConfig(page_size=page_size, prefix_cache=prefix_cache),
+            num_pages,
+            max_model_len,
+            self.clock,
+            self.shapes,
+            lookahead,
         )
         self.prompts: dict[int, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
         self.plans: list[StepPlan] = []
         self.peak_running = 0
-        self.new_gang(0)
+        self.new_worker_group(0)
 
-    def new_gang(self, epoch: int) -> None:
+    def new_worker_group(self, epoch: int) -> None:
         """A fresh rank with empty memory."""
         kv = KvModel(self.num_pages, self.page_size, self.lookahead)
         self.executor = ScriptedExecutor(self.shapes, self.max_running, self.width, kv, self.prompts)
@@ -59,14 +71,20 @@ class Simulation:
             self.scheduler.requeue_all(epoch)
 
     def submit(
-        self, prompt: list[int], max_tokens: int = 10, output: list[int] | None = None,
-        seed_of: Request | None = None, **sampling: object,
+        self,
+        prompt: list[int],
+        max_tokens: int = 10,
+        output: list[int] | None = None,
+        seed_of: Request | None = None,
+        **sampling: object,
     ) -> Request:
         """Queue a request; its seed is its number, or that of another request with the same prompt."""
         number = len(self.outputs)
         seed = number if seed_of is None else seed_of.sampling.seed
         request = Request(
-            f"r{number}", prompt, SamplingParams(max_tokens=max_tokens, seed=seed, **sampling),  # type: ignore[arg-type]
+            f"r{number}",
+            prompt,
+            SamplingParams(max_tokens=max_tokens, seed=seed, **sampling),  # type: ignore[arg-type]
             output=list(output or []),
         )
         self.scheduler.submit(request)
@@ -77,7 +95,7 @@ class Simulation:
     def schedule(self) -> StepPlan | None:
         """One plan, checked and sent."""
         plan = self.scheduler.schedule()
-        self.scheduler.roster.check_integrity()
+        self.scheduler.queues.check_integrity()
         if plan is not None:
             self.plans.append(plan)
             self.peak_running = max(self.peak_running, len(unpack_i32(plan.slots)))
@@ -91,7 +109,7 @@ class Simulation:
         """The oldest result."""
         self.executor.submit(self.backlog.popleft())
         outputs = self.scheduler.apply(self.executor.take())
-        self.scheduler.roster.check_integrity()
+        self.scheduler.queues.check_integrity()
         for output in outputs:
             request_id = output.request.request_id
             assert request_id not in self.finished, "tokens after the end"

@@ -17,13 +17,25 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
     which `make_eagle` with `copying` guesses well."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-             "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    kinds = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }
     config_class, model_class = kinds[overrides.pop("architecture", "llama")]
     settings: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "eos_token_id": 1, "bos_token_id": 0, "initializer_range": 0.2, **overrides,
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+        "initializer_range": 0.2,
+        **overrides,
     }
     torch.manual_seed(seed)
     model = model_class(config_class(**settings)).eval()
@@ -64,11 +76,22 @@ def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> 
         "d2t": picked - torch.arange(DRAFT_VOCAB),
         "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, picked, True),
     }
-    keys = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "max_position_embeddings", "rms_norm_eps")
+    keys = (
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    )
     settings = {k: config[k] for k in keys} | {
-        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB, "num_hidden_layers": 1,
-        "torch_dtype": "float32", **overrides,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": DRAFT_VOCAB,
+        "num_hidden_layers": 1,
+        "torch_dtype": "float32",
+        **overrides,
     }
     return _write(folder, settings, tensors)
 

@@ -9,7 +9,7 @@ from attention.config import TargetAttention
 from speculative.build import EngineSpec, build_worker, plan_layout
 from tests.support.embedded import embedded_spec
 from workers.config import WorkerConfig
-from workers.deterministic import checked_deterministic
+from workers.runner.deterministic import checked_deterministic
 
 GPU = torch.device("cuda")
 
@@ -18,8 +18,7 @@ def wanted(**changes: object) -> WorkerConfig:
     return dataclasses.replace(embedded_spec(None).worker, deterministic=True, **changes)  # type: ignore[arg-type]
 
 
-def check(worker: WorkerConfig, dtype: torch.dtype = torch.bfloat16, device: torch.device = GPU,
-          **target: int) -> bool:
+def check(worker: WorkerConfig, dtype: torch.dtype = torch.bfloat16, device: torch.device = GPU, **target: int) -> bool:
     config = dataclasses.replace(plan_layout(embedded_spec(None)).target, **target)  # type: ignore[arg-type]
     return checked_deterministic(worker, config, dtype, device)
 
@@ -30,15 +29,27 @@ def test_the_embedded_pair_can_be_served_deterministically() -> None:
     assert not check(dataclasses.replace(wanted(), deterministic=False))
 
 
-@pytest.mark.parametrize("worker,dtype,target,message", [
-    (wanted(attention=TargetAttention(prefill="flashinfer")), torch.bfloat16, {},
-     "attention.prefill=flashinfer: only triton .* set attention.prefill: triton"),
-    (wanted(attention=TargetAttention(decode="trtllm")), torch.bfloat16, {}, "attention.decode=trtllm: only triton"),
-    (wanted(), torch.float32, {}, "dtype=float32: .* set dtype: bfloat16"),
-    (wanted(tensor_parallel=4), torch.bfloat16, {}, "tensor_parallel=4: .* set tensor_parallel: 2"),
-    (wanted(), torch.bfloat16, {"hidden_size": 448}, "hidden_size of 448 on each rank: .* multiple of 128"),
-    (wanted(tensor_parallel=2), torch.bfloat16, {}, "intermediate_size of 448 on each rank"),
-])
+@pytest.mark.parametrize(
+    "worker,dtype,target,message",
+    [
+        (
+            wanted(attention=TargetAttention(prefill="flashinfer")),
+            torch.bfloat16,
+            {},
+            "attention.prefill=flashinfer: only triton .* set attention.prefill: triton",
+        ),
+        (
+            wanted(attention=TargetAttention(decode="trtllm")),
+            torch.bfloat16,
+            {},
+            "attention.decode=trtllm: only triton",
+        ),
+        (wanted(), torch.float32, {}, "dtype=float32: .* set dtype: bfloat16"),
+        (wanted(tensor_parallel=4), torch.bfloat16, {}, "tensor_parallel=4: .* set tensor_parallel: 2"),
+        (wanted(), torch.bfloat16, {"hidden_size": 448}, "hidden_size of 448 on each rank: .* multiple of 128"),
+        (wanted(tensor_parallel=2), torch.bfloat16, {}, "intermediate_size of 448 on each rank"),
+    ],
+)
 def test_what_cannot_be_kept_is_refused_with_the_remedy(
     worker: WorkerConfig, dtype: torch.dtype, target: dict[str, int], message: str
 ) -> None:

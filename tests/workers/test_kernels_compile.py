@@ -12,7 +12,9 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from attention.kernels import move_path  # noqa: E402
 from speculative.kernels import accept_commit, head_input, read_trees, tree_growth  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
-from workers.kernels import argmax, commit, few_rows, rows, topk  # noqa: E402
+from workers.layers.kernels import norm_activation, skinny_gemm  # noqa: E402
+from workers.runner.kernels import commit  # noqa: E402
+from workers.sampling.kernels import argmax, topk  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,25 +26,46 @@ FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i6
 
 GATED = [(16, 28672, 4096), (32, 28672, 8192), (64, 28672, 4096), (128, 28672, 4096), (128, 14336, 8192)]
 PRODUCTS = [
-    (1, 6144, 4096), (4, 64, 256), (17, 4096, 14336), (40, 4096, 4096), (64, 8192, 14336), (64, 5120, 8192),
-    (128, 8192, 4096), (128, 4096, 14336), *GATED,
+    (1, 6144, 4096),
+    (4, 64, 256),
+    (17, 4096, 14336),
+    (40, 4096, 4096),
+    (64, 8192, 14336),
+    (64, 5120, 8192),
+    (128, 8192, 4096),
+    (128, 4096, 14336),
+    *GATED,
 ]
 
 
-@pytest.mark.parametrize("kind,num_rows,n,k", [
-    *(("", *case) for case in PRODUCTS), *(("bias", *case) for case in PRODUCTS),
-    *(("gated", *case) for case in (*GATED, (256, 28672, 4096))),
-])
+@pytest.mark.parametrize(
+    "kind,num_rows,n,k",
+    [
+        *(("", *case) for case in PRODUCTS),
+        *(("bias", *case) for case in PRODUCTS),
+        *(("gated", *case) for case in (*GATED, (256, 28672, 4096))),
+    ],
+)
 def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: int, tmp_path: Path) -> None:
-    tiles = (few_rows.gated_tiles if kind == "gated" else few_rows.few_rows_tiles)(num_rows, n, k)
+    tiles = (skinny_gemm.gated_tiles if kind == "gated" else skinny_gemm.skinny_gemm_tiles)(num_rows, n, k)
     assert tiles is not None
     pointers = BF16 | {"part_ptr": "fp32"}
     blocks = {"x_desc": (tiles.block_m, tiles.block_k), "w_desc": (tiles.block_n, tiles.block_k)}
-    constants = {"N": n, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
-                 "SPLITS": tiles.splits, "SPAN": tiles.span(k), "AHEAD": tiles.columns_ahead,
-                 "GATED": kind == "gated", "HAS_BIAS": kind == "bias", "PDL": True, "UPCAST": False}
+    constants = {
+        "N": n,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "SPLITS": tiles.splits,
+        "SPAN": tiles.span(k),
+        "AHEAD": tiles.columns_ahead,
+        "GATED": kind == "gated",
+        "HAS_BIAS": kind == "bias",
+        "PDL": True,
+        "UPCAST": False,
+    }
     spills, shared, ptx = compiled(
-        few_rows._few_rows, tmp_path, pointers, constants, tiles.warps, tiles.stages, descriptors=blocks
+        skinny_gemm._skinny_gemm, tmp_path, pointers, constants, tiles.warps, tiles.stages, descriptors=blocks
     )
     assert spills == 0
     assert shared <= SHARED_PER_SM
@@ -55,39 +78,110 @@ def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: in
 
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
-    "norm": (rows._add_norm, BF16 | {"residual_ptr": "bf16", "weight_ptr": "bf16"},
-             {"HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True}, 16),
-    "swiglu": (rows._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, 4),
+    "norm": (
+        norm_activation._add_norm,
+        BF16 | {"residual_ptr": "bf16", "weight_ptr": "bf16"},
+        {"HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True},
+        16,
+    ),
+    "swiglu": (norm_activation._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, 4),
     "argmax": (argmax._partial, BF16 | {"value_ptr": "fp32"}, {"BLOCK": argmax.BLOCK}, 8),
-    "topk": (topk._partial, BF16 | dict.fromkeys(("value_ptr", "top_ptr", "total_ptr"), "fp32"),
-             {"K": 10, "BLOCK": topk.BLOCK}, 8),
-    "topk combined": (topk._combine, dict.fromkeys(("value_ptr", "top_ptr", "total_ptr", "log_probability_ptr",
-                                                    "norm_ptr"), "fp32") | {"id_ptr": "i64"},
-                      {"K": 10, "PARTS": 32, "FOUND": 512}, 2),
-    "commit": (commit._commit_one, dict.fromkeys(("slot_ptr", "token_ptr", "bonus_ptr", "max_len_ptr", "stop_ptr",
-                                                  "count_ptr", "finish_ptr"), "i64") | {"finished_ptr": "i8"},
-               {"STOPS": 16, "STOP": 1, "LENGTH": 2}, 1),
-    "accept and commit": (accept_commit._accept_commit, FIELDS | dict.fromkeys(
-        ("chosen_ptr", "slot_ptr", "bonus_ptr", "max_len_ptr", "stop_ptr", "seed_ptr", "path_ptr", "out_ptr",
-         "accepted_ptr", "count_ptr", "finish_ptr", "row_ptr", "newest_ptr", "reported_ptr"), "i64")
+    "topk": (
+        topk._partial,
+        BF16 | dict.fromkeys(("value_ptr", "top_ptr", "total_ptr"), "fp32"),
+        {"K": 10, "BLOCK": topk.BLOCK},
+        8,
+    ),
+    "topk combined": (
+        topk._combine,
+        dict.fromkeys(("value_ptr", "top_ptr", "total_ptr", "log_probability_ptr", "norm_ptr"), "fp32")
+        | {"id_ptr": "i64"},
+        {"K": 10, "PARTS": 32, "FOUND": 512},
+        2,
+    ),
+    "commit": (
+        commit._commit_one,
+        dict.fromkeys(
+            ("slot_ptr", "token_ptr", "bonus_ptr", "max_len_ptr", "stop_ptr", "count_ptr", "finish_ptr"), "i64"
+        )
+        | {"finished_ptr": "i8"},
+        {"STOPS": 16, "STOP": 1, "LENGTH": 2},
+        1,
+    ),
+    "accept and commit": (
+        accept_commit._accept_commit,
+        FIELDS
+        | dict.fromkeys(
+            (
+                "chosen_ptr",
+                "slot_ptr",
+                "bonus_ptr",
+                "max_len_ptr",
+                "stop_ptr",
+                "seed_ptr",
+                "path_ptr",
+                "out_ptr",
+                "accepted_ptr",
+                "count_ptr",
+                "finish_ptr",
+                "row_ptr",
+                "newest_ptr",
+                "reported_ptr",
+            ),
+            "i64",
+        )
         | {"finished_ptr": "i8", "speculative_ptr": "i8"},
-        {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "SYNTHETIC": False}, 1),
-    "trees read": (read_trees._read_trees,
-                   FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"), "i64"),
-                   {"W": 60, "W_TABLE": 60, "W_PADDED": 64, "WORDS": 2}, 1),
-    "tree grown": (tree_growth._grow, dict.fromkeys(("score_ptr", "above_score_ptr", "found_score_ptr",
-                                                     "level_score_ptr"), "fp32")
-                   | dict.fromkeys(("id_ptr", "map_ptr", "above_candidate_ptr", "above_mask_ptr", "found_token_ptr",
-                                    "found_parent_ptr", "token_ptr", "candidate_ptr", "mask_ptr", "parent_ptr"), "i64"),
-                   {"HAS_MAP": True, "ROOT": False, "PARENTS": 10, "K": 10, "CHILDREN": 128}, 1),
-    "tree cut": (tree_growth._cut, FIELDS | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr",
-                                                           "bonus_ptr", "tree_depth_ptr"), "i64")
-                 | {"found_score_ptr": "fp32"}, {"W": 16, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5}, 4),
-    "head input": (head_input._head_input, dict.fromkeys(("table_ptr", "hidden_ptr", "table_weight_ptr",
-                                                          "hidden_weight_ptr", "out_ptr"), "bf16") | {"id_ptr": "i64"},
-                   {"BLOCK": 4096, "PDL": True}, 16),
-    "path moved": (move_path._move_path, {"k_ptr": "bf16", "v_ptr": "bf16", "path_ptr": "i64"},
-                   {"PAGE": 16, "TOKEN": 1024, "ROWS": 6, "ROWS_PADDED": 8, "BLOCK": 1024}, 4),
+        {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "SYNTHETIC": False},
+        1,
+    ),
+    "trees read": (
+        read_trees._read_trees,
+        FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"), "i64"),
+        {"W": 60, "W_TABLE": 60, "W_PADDED": 64, "WORDS": 2},
+        1,
+    ),
+    "tree grown": (
+        tree_growth._grow,
+        dict.fromkeys(("score_ptr", "above_score_ptr", "found_score_ptr", "level_score_ptr"), "fp32")
+        | dict.fromkeys(
+            (
+                "id_ptr",
+                "map_ptr",
+                "above_candidate_ptr",
+                "above_mask_ptr",
+                "found_token_ptr",
+                "found_parent_ptr",
+                "token_ptr",
+                "candidate_ptr",
+                "mask_ptr",
+                "parent_ptr",
+            ),
+            "i64",
+        ),
+        {"HAS_MAP": True, "ROOT": False, "PARENTS": 10, "K": 10, "CHILDREN": 128},
+        1,
+    ),
+    "tree cut": (
+        tree_growth._cut,
+        FIELDS
+        | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr", "bonus_ptr", "tree_depth_ptr"), "i64")
+        | {"found_score_ptr": "fp32"},
+        {"W": 16, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5},
+        4,
+    ),
+    "head input": (
+        head_input._head_input,
+        dict.fromkeys(("table_ptr", "hidden_ptr", "table_weight_ptr", "hidden_weight_ptr", "out_ptr"), "bf16")
+        | {"id_ptr": "i64"},
+        {"BLOCK": 4096, "PDL": True},
+        16,
+    ),
+    "path moved": (
+        move_path._move_path,
+        {"k_ptr": "bf16", "v_ptr": "bf16", "path_ptr": "i64"},
+        {"PAGE": 16, "TOKEN": 1024, "ROWS": 6, "ROWS_PADDED": 8, "BLOCK": 1024},
+        4,
+    ),
 }
 
 

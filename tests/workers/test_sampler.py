@@ -7,20 +7,20 @@ import pytest
 import torch
 from scipy import stats
 
-from workers.filters import gap_limits, gaps
+from workers.distributed.tp_group import SOLO
 from workers.layers.vocab import VocabShard
-from workers.plan import SamplingParams, SlotInit, pack_i32
-from workers.sampler import Rows, Sampler, SamplingNeeds, gumbel_noise, logprobs_of
-from workers.slots import SlotTable
-from workers.tp import SOLO
+from workers.runner.slot_table import SlotTable
+from workers.sampling.filters import gap_limits, gaps
+from workers.sampling.sampler import Rows, Sampler, SamplingNeeds, gumbel_noise, logprobs_of
+from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
 
 VOCAB = 23
 CPU = torch.device("cpu")
 
 
-def sampler_with(*params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> tuple[
-    Sampler, SlotTable, SamplingNeeds
-]:
+def sampler_with(
+    *params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None
+) -> tuple[Sampler, SlotTable, SamplingNeeds]:
     """A sampler whose slots 0, 1, ... hold requests with these parameters."""
     slots = SlotTable(len(params), 4, VOCAB, CPU)
     for i, sampling in enumerate(params):
@@ -95,8 +95,13 @@ def test_tokens_of_equal_logits_stay_or_go_together(seed: int) -> None:
     logits = torch.randn(40, generator=generator).mul(4).round() / 2
     shuffled = torch.randperm(40, generator=generator)
     for temperature, top_k, top_p, min_p in (
-        (1.0, 3, 1.0, 0.0), (0.6, 0, 0.7, 0.0), (2.0, 11, 0.9, 0.1), (1.0, 0, 0.0, 0.0), (1.0, 0, 1.0, 1.0),
-        (0.01, 1000, 0.99, 0.0), (50.0, 0, 0.3, 0.9),
+        (1.0, 3, 1.0, 0.0),
+        (0.6, 0, 0.7, 0.0),
+        (2.0, 11, 0.9, 0.1),
+        (1.0, 0, 0.0, 0.0),
+        (1.0, 0, 1.0, 1.0),
+        (0.01, 1000, 0.99, 0.0),
+        (50.0, 0, 0.3, 0.9),
     ):
         filters = torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
         gap = gaps(logits.unsqueeze(0), torch.tensor([temperature]))
@@ -143,8 +148,9 @@ def test_a_token_depends_on_its_seed_and_position_alone() -> None:
 
 def test_penalties_follow_their_definitions() -> None:
     prompt, output = [1, 2, 2], [2, 3, 3, 3]
-    sampling = SamplingParams(9, 0.0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5,
-                              logit_bias={4: 2.0, 5: -100.0})
+    sampling = SamplingParams(
+        9, 0.0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, logit_bias={4: 2.0, 5: -100.0}
+    )
     sampler, _, needs = sampler_with(sampling, prompt=prompt, output=output)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
     path = torch.tensor([[[False, False], [False, True]]])  # the second row has node 1 (token 3) on its path

@@ -9,15 +9,32 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from tests.attention import test_triton_compile as compiling  # noqa: E402
-from workers.kernels import argmax, choose, filters, logprobs, noise, shaping  # noqa: E402
+from workers.sampling.kernels import argmax, choose, filters, gumbel, logprobs, penalties  # noqa: E402
 
 pytestmark = compiling.pytestmark
 
-POINTERS = dict.fromkeys(("slot_ptr", "position_ptr", "seed_ptr", "id_ptr", "top_k_ptr", "min_len_ptr", "stop_ptr",
-                          "path_token_ptr"), "i64")
-POINTERS |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "peak_ptr", "sum_ptr", "before_sum_ptr",
-                           "needed_ptr", "value_ptr", "best_ptr", "out_ptr", "bias_ptr", "penalty_ptr", "norm_ptr",
-                           "row_peak_ptr"), "fp32")
+POINTERS = dict.fromkeys(
+    ("slot_ptr", "position_ptr", "seed_ptr", "id_ptr", "top_k_ptr", "min_len_ptr", "stop_ptr", "path_token_ptr"), "i64"
+)
+POINTERS |= dict.fromkeys(
+    (
+        "temperature_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "peak_ptr",
+        "sum_ptr",
+        "before_sum_ptr",
+        "needed_ptr",
+        "value_ptr",
+        "best_ptr",
+        "out_ptr",
+        "bias_ptr",
+        "penalty_ptr",
+        "norm_ptr",
+        "row_peak_ptr",
+    ),
+    "fp32",
+)
 POINTERS |= dict.fromkeys(("path_ptr", "prompt_ptr", "shapes_ptr"), "i8")
 SEARCH = {"PARTS": 32, "PART": filters.PART, "TILE": filters.TILE}
 CASES: list[tuple[Any, dict[str, Any], int]] = [
@@ -27,8 +44,8 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (filters._limits, {"PARTS": 32}, 1),
     (choose._choose, {"FILTERED": False, "PART": 4 * choose.TILE, "TILE": choose.TILE}, 4),
     (choose._choose, {"FILTERED": True, "PART": choose.TILE, "TILE": choose.TILE}, 4),
-    (noise._perturb, {"BLOCK": noise.BLOCK}, 4),
-    (shaping._shape, {"STOPS": 64, "BLOCK": shaping.BLOCK}, 4),
+    (gumbel._perturb, {"BLOCK": gumbel.BLOCK}, 4),
+    (penalties._shape, {"STOPS": 64, "BLOCK": penalties.BLOCK}, 4),
     (logprobs._summarize, {"PART": logprobs.PART, "BLOCK": logprobs.BLOCK}, 4),
     (argmax._partial, {"BLOCK": argmax.BLOCK}, 8),
     (argmax._combine, {"PARTS": 128}, 1),
@@ -37,8 +54,9 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("kernel,constants,warps", CASES, ids=lambda case: getattr(case, "__name__", None))
-def test_sampling_kernels_fit_hopper(kernel: Any, constants: dict[str, Any], warps: int, dtype: str,
-                                     tmp_path: Path) -> None:
+def test_sampling_kernels_fit_hopper(
+    kernel: Any, constants: dict[str, Any], warps: int, dtype: str, tmp_path: Path
+) -> None:
     spills, shared, ptx = compiling.compiled(kernel, tmp_path, POINTERS | {"x_ptr": dtype}, constants, warps, 3)
     assert spills == 0
     assert shared <= compiling.SHARED_PER_SM // 8

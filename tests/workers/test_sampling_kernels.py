@@ -13,25 +13,35 @@ from speculative.acceptance import accept  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import chain  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.filters import MAX_GAP, gap_limits, gaps  # noqa: E402
-from workers.kernels.choose import choose  # noqa: E402
-from workers.kernels.filters import Filters, Limits, find_limits  # noqa: E402
-from workers.kernels.logprobs import norms_and_top  # noqa: E402
-from workers.kernels.noise import Draws, perturb  # noqa: E402
-from workers.kernels.shaping import shape  # noqa: E402
+from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.vocab import VocabShard  # noqa: E402
-from workers.plan import SamplingParams, SlotInit, pack_i32  # noqa: E402
-from workers.sampler import Rows, Sampler  # noqa: E402
-from workers.slots import SlotTable  # noqa: E402
-from workers.tp import SOLO  # noqa: E402
+from workers.runner.slot_table import SlotTable  # noqa: E402
+from workers.sampling.filters import MAX_GAP, gap_limits, gaps  # noqa: E402
+from workers.sampling.kernels.choose import choose  # noqa: E402
+from workers.sampling.kernels.filters import Filters, Limits, find_limits  # noqa: E402
+from workers.sampling.kernels.gumbel import Draws, perturb  # noqa: E402
+from workers.sampling.kernels.logprobs import norms_and_top  # noqa: E402
+from workers.sampling.kernels.penalties import shape  # noqa: E402
+from workers.sampling.sampler import Rows, Sampler  # noqa: E402
+from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32  # noqa: E402
 
 pytestmark = MARKS
 
 # temperature, top_k, top_p, min_p: each filter alone, all pairs, none, and their ends
 FILTERS = [
-    (0.0, 5, 0.9, 0.1), (1.0, 0, 1.0, 0.0), (0.7, 3, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.3, 0, 1.0, 0.05),
-    (0.6, 50, 0.8, 0.0), (2.0, 40, 1.0, 0.02), (1.0, 0, 0.95, 0.1), (0.5, 7, 0.5, 0.01), (1.0, 10**6, 0.999, 0.0),
-    (1.0, 1, 1.0, 0.0), (1.0, 0, 0.0, 0.0), (1.0, 0, 1.0, 1.0),
+    (0.0, 5, 0.9, 0.1),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 3, 1.0, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.3, 0, 1.0, 0.05),
+    (0.6, 50, 0.8, 0.0),
+    (2.0, 40, 1.0, 0.02),
+    (1.0, 0, 0.95, 0.1),
+    (0.5, 7, 0.5, 0.01),
+    (1.0, 10**6, 0.999, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 0, 0.0, 0.0),
+    (1.0, 0, 1.0, 1.0),
 ]
 SIZES = [17, 5000] if INTERPRETED else [17, 4096, 5000, 32000, 128256, 151936]
 
@@ -111,8 +121,10 @@ def test_draws_are_those_of_torch_up_to_near_ties(size: int) -> None:
     finite = expected.isfinite()
     torch.testing.assert_close(noisy[finite], expected[finite], atol=5e-6, rtol=1e-6)
     kept, _ = kept_by_reference(logits, slots, who.repeat_interleave(width))
-    for limits, scores in ((None, expected), (find_limits(logits, who, filters_of(slots)),
-                                              expected.masked_fill(~kept.cpu(), float("-inf")))):
+    for limits, scores in (
+        (None, expected),
+        (find_limits(logits, who, filters_of(slots)), expected.masked_fill(~kept.cpu(), float("-inf"))),
+    ):
         value, column = choose(logits, draws, first, limits)
         chosen, best = scores.gather(1, column.cpu().unsqueeze(1)).squeeze(1), scores.amax(1)
         torch.testing.assert_close(chosen, best, atol=5e-6, rtol=1e-6)
@@ -149,8 +161,16 @@ def shaping_table(size: int, device: torch.device) -> SlotTable:
         SamplingParams(9, 0.0, presence_penalty=-1.0, frequency_penalty=0.3, repetition_penalty=0.8),
         SamplingParams(9, 0.0),
         SamplingParams(9, 0.0, logit_bias={i: float(i) for i in range(9)}, min_tokens=2, stop_token_ids=(1,)),
-        SamplingParams(9, 0.0, presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1.5, min_tokens=3,
-                       logit_bias={4: 2.0, size - 1: -100.0}, stop_token_ids=(3, size - 2)),
+        SamplingParams(
+            9,
+            0.0,
+            presence_penalty=0.5,
+            frequency_penalty=-0.25,
+            repetition_penalty=1.5,
+            min_tokens=3,
+            logit_bias={4: 2.0, size - 1: -100.0},
+            stop_token_ids=(3, size - 2),
+        ),
     )
     for i, sampling in enumerate(params):
         slots._init_slot(SlotInit(i, 0, 5, 14, sampling, pack_i32(some[0]), pack_i32(some[1])))
@@ -169,8 +189,14 @@ def test_shaping_is_that_of_torch(size: int, nodes: int) -> None:
     tokens = torch.randint(-1, 8, (6, nodes), generator=generator) if nodes else None
     on_cpu = Sampler(shaping_table(size, torch.device("cpu")), VocabShard(size, SOLO))
     expected = on_cpu._shaped(logits, Rows(slots, positions, path, tokens))
-    ours = shape(logits.to(DEVICE), slots.to(DEVICE), positions.to(DEVICE), shaping_table(size, DEVICE),
-                 None if path is None else path.to(DEVICE), None if tokens is None else tokens.to(DEVICE))
+    ours = shape(
+        logits.to(DEVICE),
+        slots.to(DEVICE),
+        positions.to(DEVICE),
+        shaping_table(size, DEVICE),
+        None if path is None else path.to(DEVICE),
+        None if tokens is None else tokens.to(DEVICE),
+    )
     # one rounding fewer, of numbers up to 100
     torch.testing.assert_close(ours.cpu(), expected, atol=1e-5, rtol=1e-6)
     assert bool((expected == float("-inf")).any())

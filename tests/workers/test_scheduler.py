@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.simulation import TREE, Simulation
-from workers.plan import SamplingParams, StepResult, unpack_i32
-from workers.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
+from workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
+from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
 
 
 def rounds(plan):
@@ -139,7 +139,7 @@ def test_two_equal_prompts_computed_at_once_share_their_pages_afterwards(lookahe
         sim.submit(list(range(16)), max_tokens=20)
     for _ in range(3):
         sim.step()
-    first, second = sim.scheduler.reservation.pages[:2]
+    first, second = sim.scheduler.slot_pages.pages[:2]
     assert first[:num_shared] == second[:num_shared]
     assert not set(first[num_shared:]) & set(second[num_shared:])
     sim.run()
@@ -249,8 +249,8 @@ def test_after_the_gang_died_everything_is_replayed_in_order():
     for _ in range(4):
         sim.step()
     progress = [list(request.output) for request in requests]
-    sim.new_gang(1)
-    assert [sequence.request for sequence in sim.scheduler.roster.waiting.values()] == requests
+    sim.new_worker_group(1)
+    assert [sequence.request for sequence in sim.scheduler.queues.waiting.values()] == requests
     assert sim.scheduler.allocator.num_free == sim.num_pages
     plan = sim.schedule()
     assert (plan.epoch, plan.step) == (1, 0)
@@ -266,7 +266,7 @@ def test_results_of_a_dead_gang_are_dropped():
     sim.schedule()
     sim.executor.submit(sim.backlog.popleft())
     stale = sim.executor.take()
-    sim.new_gang(3)
+    sim.new_worker_group(3)
     sim.schedule()
     assert sim.scheduler.apply(stale) == []
     assert sim.scheduler.stats.num_stale_results == 1 and sim.scheduler.num_in_flight == 1

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.simulation import Simulation
-from workers.request import UnfinishedError
+from workers.scheduling.request import UnfinishedError
 
 
 def test_after_a_flush_nothing_is_found_and_every_page_is_free() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.support.simulation import Simulation, random_prompt
-from workers.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
+from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
 
 POOLS = {1: 110, 4: 30, 16: 12, 64: 5}  # pages: the largest request fits, few of them do at once
 
@@ -16,20 +16,31 @@ POOLS = {1: 110, 4: 30, 16: 12, 64: 5}  # pages: the largest request fits, few o
 def test_every_request_gets_its_script_whatever_happens(seed, page_size, lookahead):
     rng = random.Random(f"{seed}-{page_size}-{lookahead}")
     sim = Simulation(
-        page_size=page_size, num_pages=POOLS[page_size], max_running=rng.choice([1, 3, 8]),
-        max_step_tokens=rng.choice([1, 7, 32, 200]), max_waiting=10, lookahead=lookahead,
-        speculative=rng.random() < 0.8, prefix_cache=rng.random() < 0.8, max_in_flight=rng.choice([1, 2, 2, 3]),
+        page_size=page_size,
+        num_pages=POOLS[page_size],
+        max_running=rng.choice([1, 3, 8]),
+        max_step_tokens=rng.choice([1, 7, 32, 200]),
+        max_waiting=10,
+        lookahead=lookahead,
+        speculative=rng.random() < 0.8,
+        prefix_cache=rng.random() < 0.8,
+        max_in_flight=rng.choice([1, 2, 2, 3]),
     )
     requests: list[Request] = []
     aborted: set[str] = set()
     while len(requests) < 40:
         if rng.random() < 0.3:
             try:
-                requests.append(sim.submit(
-                    random_prompt(rng, 60), max_tokens=rng.randint(1, 45), speculative=rng.random() < 0.7,
-                    stop_token_ids=(3, 500, 501, 502) if rng.random() < 0.5 else (),
-                    logprobs=rng.choice([-1, 0]), repetition_penalty=rng.choice([1.0, 1.2]),
-                ))
+                requests.append(
+                    sim.submit(
+                        random_prompt(rng, 60),
+                        max_tokens=rng.randint(1, 45),
+                        speculative=rng.random() < 0.7,
+                        stop_token_ids=(3, 500, 501, 502) if rng.random() < 0.5 else (),
+                        logprobs=rng.choice([-1, 0]),
+                        repetition_penalty=rng.choice([1.0, 1.2]),
+                    )
+                )
             except (QueueFullError, RequestTooLargeError):
                 continue
         if rng.random() < 0.03 and requests:
@@ -37,9 +48,9 @@ def test_every_request_gets_its_script_whatever_happens(seed, page_size, lookahe
             if sim.scheduler.abort(victim.request_id) is not None:
                 aborted.add(victim.request_id)
                 assert victim.state is RequestState.FINISHED
-            sim.scheduler.roster.check_integrity()
+            sim.scheduler.queues.check_integrity()
         if rng.random() < 0.01:
-            sim.new_gang(sim.scheduler.epoch + 1)
+            sim.new_worker_group(sim.scheduler.epoch + 1)
         sim.step()
     sim.run()
     for request in requests:

@@ -2,8 +2,8 @@
 
 import torch
 
-from workers.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
-from workers.slots import SlotTable
+from workers.runner.slot_table import SlotTable
+from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
 
 CPU = torch.device("cpu")
 

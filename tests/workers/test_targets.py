@@ -13,12 +13,18 @@ from tests.support.embedded import embedded_spec
 from tests.support.prompts import MODELS, held_out_prompts, tokenized
 from tests.support.tiny_models import VOCAB, make_target
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.plan import SamplingParams
-from workers.request import Request, RequestOutput
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request, RequestOutput
 
 GREEDY = SamplingParams(16, 0.0)
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def prompts() -> list[list[int]]:
@@ -34,15 +40,18 @@ def by_transformers(target: Path) -> list[list[int]]:
     for prompt in prompts():
         ids = torch.tensor([prompt])
         out = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        answers.append(out[0, len(prompt):].tolist())
+        answers.append(out[0, len(prompt) :].tolist())
     return answers
 
 
 def by_us(target: Path, tensor_parallel: int = 1) -> list[list[int]]:
     torch.set_num_threads(1)
     worker = WorkerConfig(
-        ModelSource(path=str(target), device="cpu"), CacheConfig(4, num_pages=200), SchedulerConfig(4, 32),
-        tensor_parallel=tensor_parallel, debug=True,
+        ModelSource(path=str(target), device="cpu"),
+        CacheConfig(4, num_pages=200),
+        SchedulerConfig(4, 32),
+        tensor_parallel=tensor_parallel,
+        debug=True,
     )
     with local_engine(EngineSpec(worker)) as engine:
         return [r.output for r in engine.generate(prompts(), GREEDY, 4)]

@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-from workers.forward import ForwardContext
+from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import ColumnLinear, GatedLinear, RowLinear, kv_head_span, rank_span
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
-from workers.model_config import ModelConfig
-from workers.tp import TPGroup
+from workers.models.config import ModelConfig
+from workers.runner.forward_context import ForwardContext
 
 
 class Attention(nn.Module):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.layers.product import Product
-from workers.tp import TPGroup, shard_size
+from workers.distributed.tp_group import TPGroup, shard_size
+from workers.layers.linear_method import Product
 
 
 class ColumnLinear(Product):
@@ -85,8 +85,10 @@ def kv_head_span(num_kv_heads: int, group: TPGroup) -> tuple[int, int]:
     if num_kv_heads >= group.size:
         return rank_span(num_kv_heads, group, "num_key_value_heads")
     if group.size % num_kv_heads:
-        raise ValueError(f"tensor_parallel={group.size}: is no multiple of num_key_value_heads={num_kv_heads}; "
-                         f"try {num_kv_heads} or {2 * num_kv_heads}")
+        raise ValueError(
+            f"tensor_parallel={group.size}: is no multiple of num_key_value_heads={num_kv_heads}; "
+            f"try {num_kv_heads} or {2 * num_kv_heads}"
+        )
     head = group.rank * num_kv_heads // group.size
     return head, head + 1
 

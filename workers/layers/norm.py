@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.linear import check_shape
-from workers.tp import SOLO, TPGroup
 
 
 class RMSNorm(nn.Module):
@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            from workers.kernels.rows import rms_norm
+            from workers.layers.kernels.norm_activation import rms_norm
 
             return rms_norm(x.contiguous(), self.weight, self.eps)
         full = x.float()
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
             return normed, residual
         x = group.all_reduce(x)
         if x.is_cuda:
-            from workers.kernels.rows import add_rms_norm
+            from workers.layers.kernels.norm_activation import add_rms_norm
 
             return add_rms_norm(x, residual, self.weight, self.eps), residual
         residual = residual + x

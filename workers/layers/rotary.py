@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.model_config import RopeConfig
+from workers.models.config import RopeConfig
 
 
 @dataclass(frozen=True)

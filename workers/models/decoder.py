@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.forward import ForwardContext
+from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.linear import kv_head_span
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
-from workers.model_config import ModelConfig
-from workers.tp import TPGroup
+from workers.models.config import ModelConfig
+from workers.runner.forward_context import ForwardContext
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class Decoder(nn.Module):
         added: Tensor | None = None
         for i, layer in enumerate(self.layers):
             norm: RMSNorm = layer.input_layernorm  # type: ignore[assignment]
-            normed, residual = (
-                (norm(residual), residual) if added is None else norm.add(added, residual, self.group)
-            )
+            normed, residual = (norm(residual), residual) if added is None else norm.add(added, residual, self.group)
             if i in self.capture:  # a copy: the stream is changed in place
                 captured[:, self.capture.index(i)] = residual
             if i == len(self.layers) - 1 and context.last is not None:

@@ -1,0 +1,97 @@
+"""Attention in plain PyTorch: the oracle that other backends are tested against, and the backend of CPUs.
+
+A row's result does not depend on which other requests share the pass: padding behind a request's own length is masked
+to minus infinity and contributes exact zeros.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend, Prepared
+from attention.kv_cache.pool import LayerKV
+from attention.metadata import DecodeBatch, PrefillBatch
+
+
+class TorchBackend(AttentionBackend):
+    name = "torch"
+
+    def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
+        return _prepare_decode(batch) if isinstance(batch, DecodeBatch) else _PreparedPrefill(batch)
+
+
+@dataclass(frozen=True)
+class _PreparedDecode(Prepared):
+    """pages: [B, n] int64. hidden: [B, 1, 1, R, n * page_size] bool, True where a row must not look."""
+
+    batch: DecodeBatch
+    pages: Tensor
+    hidden_of: dict[int, Tensor]
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        batch = self.batch
+        page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+        num_pages = -(-batch.max_kv_len // page_size)
+        pages = self.pages[:, :num_pages].flatten()
+        length = num_pages * page_size
+        k = kv.k.index_select(0, pages).view(batch.num_requests, length, num_kv_heads, head_dim)
+        v = kv.v.index_select(0, pages).view(batch.num_requests, length, num_kv_heads, head_dim)
+        group = q.shape[1] // num_kv_heads
+        # [B, kv_heads, group * R, head_dim]: all rows of a request that share a KV head read it once
+        rows = q.view(batch.num_requests, batch.rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+        rows = rows.reshape(batch.num_requests, num_kv_heads, group * batch.rows, head_dim)
+        scores = (rows * scale) @ k.permute(0, 2, 3, 1)
+        scores = scores.view(batch.num_requests, num_kv_heads, group, batch.rows, length)
+        scores = scores.masked_fill(self._hidden(length), float("-inf"))
+        weights = torch.softmax(scores.float(), dim=-1).to(q.dtype)
+        out = weights.view(batch.num_requests, num_kv_heads, group * batch.rows, length) @ v.permute(0, 2, 1, 3)
+        out = out.view(batch.num_requests, num_kv_heads, group, batch.rows, head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(batch.num_rows, q.shape[1], head_dim)
+
+    def _hidden(self, length: int) -> Tensor:
+        if length not in self.hidden_of:
+            self.hidden_of[length] = _hidden_positions(self.batch, length)
+        return self.hidden_of[length]
+
+
+def _prepare_decode(batch: DecodeBatch) -> _PreparedDecode:
+    return _PreparedDecode(batch, batch.page_table.long(), {})
+
+
+def _hidden_positions(batch: DecodeBatch, length: int) -> Tensor:
+    """[B, 1, 1, R, length] bool: True where a row must not look."""
+    column = torch.arange(length, device=batch.mask.device) - batch.prefix_len.long().unsqueeze(1)
+    in_tail = (column >= 0) & (column < batch.suffix_len)
+    bits = (batch.mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
+    seen = (column < 0).unsqueeze(1) | (in_tail.unsqueeze(1) & bits.bool())
+    return ~seen.view(batch.num_requests, 1, 1, batch.rows, length)
+
+
+@dataclass(frozen=True)
+class _PreparedPrefill(Prepared):
+    batch: PrefillBatch
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        out = torch.empty_like(q)
+        for c, start in enumerate(self.batch.starts):
+            first, end = self.batch.qo_indptr[c], self.batch.qo_indptr[c + 1]
+            out[first:end] = _attend_chunk(q[first:end], kv, self.batch.page_table[c], start, scale)
+        return out
+
+
+def _attend_chunk(q: Tensor, kv: LayerKV, pages: Tensor, start: int, scale: float) -> Tensor:
+    """Causal attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1."""
+    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+    length = start + q.shape[0]
+    ids = pages[: -(-length // page_size)].long()
+    k = kv.k.index_select(0, ids).view(-1, num_kv_heads, head_dim)[:length].transpose(0, 1)
+    v = kv.v.index_select(0, ids).view(-1, num_kv_heads, head_dim)[:length].transpose(0, 1)
+    group = q.shape[1] // num_kv_heads
+    rows = q.view(q.shape[0], num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    scores = ((rows * scale) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)
+    position = torch.arange(length, device=q.device)
+    scores = scores.masked_fill(position > position[start:].unsqueeze(1), float("-inf"))
+    weights = torch.softmax(scores.float(), dim=-1).to(q.dtype).view(num_kv_heads, -1, length)
+    out = (weights @ v).view(num_kv_heads, group, q.shape[0], head_dim)
+    return out.permute(2, 0, 1, 3).reshape(q.shape)

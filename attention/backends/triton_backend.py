@@ -1,0 +1,242 @@
+"""Attention by our Triton kernels: every mode, every length read on the device, safe to capture in a CUDA graph.
+
+Captured graphs of a `DecodeBatch` stay valid when lengths, page tables and masks change: only batch size, rows and tail
+are fixed. A shape must run once before it is captured, which compiles its kernels and makes its workspace. One backend
+serves one stream at a time: its workspace is shared by all its layers and passes.
+
+A request is cut into stretches whose number depends on the other lengths in the batch, so the last bits of a row's
+result may too. Equal batches give equal bits. A backend with a `span` is for results that depend on nothing else than
+the row's own path: it cuts all contexts at the multiples of the span, computes all rows in tiles of one shape, and
+prompt chunks by the kernel of rounds, in pieces of few rows. A token's KV then has the same bits whether it was part of
+a prompt, decoded or verified in a tree.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend, Prepared, assert_not_captured
+from attention.kernels.decode import (
+    MAX_SPLITS,
+    DecodePlan,
+    DecodeTiles,
+    DecodeWorkspace,
+    attend_decode,
+    decode_tiles,
+    partial_rows,
+)
+from attention.kernels.pdl import supports_pdl
+from attention.kernels.prefill import PrefillTiles, attend_prefill, list_tiles, prefill_tiles
+from attention.kernels.split_kv import plan_items, plan_spans
+from attention.kv_cache.pool import LayerKV
+from attention.limits import triton_head_dim_refusal
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, to_device
+
+CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
+
+MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
+
+FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
+FIXED_SPAN = 1024  # tokens of an item where contexts are short enough
+MAX_PIECE_ROWS = 32  # of a prompt chunk
+MAX_PIECE_SLOTS = 256  # partial results that the pieces of one launch have room for
+
+
+def fixed_span(max_model_len: int) -> int:
+    """The span for contexts of up to max_model_len tokens, and as many again that rounds in flight may write."""
+    return max(FIXED_SPAN, 1 << (-(-2 * max_model_len // MAX_SPLITS) - 1).bit_length())
+
+
+class TritonBackend(AttentionBackend):
+    """span: None, or a multiple of FIXED_TILES.block_n, of which MAX_SPLITS hold the longest context; see above."""
+
+    name = "triton"
+
+    def __init__(self, span: int | None = None) -> None:
+        assert span is None or span % FIXED_TILES.block_n == 0
+        self.span = span
+        self._workspaces: dict[tuple[torch.device, DecodeTiles, int], DecodeWorkspace] = {}
+        self._outgrown: list[DecodeWorkspace] = []  # captured graphs hold their addresses
+
+    def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
+        if self.span is not None and isinstance(batch, PrefillBatch):
+            return _PreparedPieces(batch, self)
+        return _PreparedDecode(batch, self) if isinstance(batch, DecodeBatch) else _PreparedPrefill(batch)
+
+    def workspace(self, tiles: DecodeTiles, head_dim: int, device: torch.device) -> DecodeWorkspace:
+        """The buffers for programs of this shape. They are never freed: captured graphs hold their addresses."""
+        key = (device, tiles, head_dim)
+        if key not in self._workspaces:
+            assert_not_captured(self.name, device)
+            num_programs = _num_multiprocessors(device) * tiles.programs_per_sm
+            self._workspaces[key] = DecodeWorkspace.create(tiles, head_dim, num_programs, device)
+        return self._workspaces[key]
+
+    def fixed_workspace(self, num_rows: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
+        """Room for num_rows rows of partial results: slots x columns x rows of one. Graphs are captured from the
+        largest batch down, so that there is seldom more than one, of 4 * (head_dim + 1) bytes a row: for 32 requests of
+        up to 8,192 tokens, 4 rows each and 8 KV heads with 4 query heads of 128 values, 21 MB."""
+        key = (device, FIXED_TILES, head_dim)
+        held = self._workspaces.get(key)
+        if held is None or held.lse.shape[0] < num_rows:
+            assert_not_captured(self.name, device)
+            if held is not None:
+                self._outgrown.append(held)
+            self._workspaces[key] = DecodeWorkspace.merged_apart(num_rows, head_dim, device)
+        return self._workspaces[key]
+
+
+@dataclass(frozen=True)
+class _PreparedDecode(Prepared):
+    """plans: by (q_heads, kv_heads, head_dim, itemsize), made at a pass's first layer; there is one."""
+
+    batch: DecodeBatch
+    backend: TritonBackend
+    plans: dict[tuple[int, int, int, int], DecodePlan] = field(default_factory=dict)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        plan = self._plan(q.shape[1], kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
+        return attend_decode(q, kv, self.batch, plan, scale)
+
+    def _plan(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodePlan:
+        key = (num_heads, num_kv_heads, head_dim, itemsize)
+        if key not in self.plans:
+            _check_head_dim(head_dim)
+            if self.backend.span is not None:
+                self.plans[key] = plan_fixed(self.batch, num_heads, num_kv_heads, head_dim, self.backend)
+            else:
+                self.plans[key] = self._plan_for_the_device(num_heads, num_kv_heads, head_dim, itemsize)
+        return self.plans[key]
+
+    def _plan_for_the_device(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodePlan:
+        device = self.batch.prefix_len.device
+        density = self.batch.num_requests * num_kv_heads / _num_multiprocessors(device)
+        tiles = decode_tiles(self.batch.rows * (num_heads // num_kv_heads), head_dim, itemsize, density)
+        return plan_decode(self.batch, num_heads, num_kv_heads, tiles, self.backend.workspace(tiles, head_dim, device))
+
+
+def plan_decode(
+    batch: DecodeBatch, num_heads: int, num_kv_heads: int, tiles: DecodeTiles, workspace: DecodeWorkspace
+) -> DecodePlan:
+    """Cuts the batch's contexts and chooses who merges. Launches one small kernel."""
+    device = batch.prefix_len.device
+    columns = num_kv_heads * -(-batch.rows * (num_heads // num_kv_heads) // tiles.block_m)
+    budget = split_budget(batch.num_requests, _num_multiprocessors(device) * tiles.programs_per_sm // columns)
+    items = plan_items(batch.prefix_len, batch.suffix_len, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
+    each = min(MAX_SPLITS, budget // batch.num_requests)
+    at_once = min(MERGED_AT_ONCE, 1 << max(1, (each - 1).bit_length()))
+    return DecodePlan(tiles, items, workspace, apart=each > 1, splits=at_once, pdl=supports_pdl(device))
+
+
+def plan_fixed(
+    batch: DecodeBatch, num_heads: int, num_kv_heads: int, head_dim: int, backend: TritonBackend
+) -> DecodePlan:
+    """The plan of a backend with a span: nothing in it that changes a row's result depends on the batch. Launches one
+    small kernel."""
+    device, span = batch.prefix_len.device, backend.span
+    assert span is not None and batch.max_kv_len <= span * MAX_SPLITS
+    items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len)
+    packed_rows = batch.rows * (num_heads // num_kv_heads)
+    columns = num_kv_heads * -(-packed_rows // FIXED_TILES.block_m)
+    num_rows = items.items.shape[0] * columns * partial_rows(FIXED_TILES, packed_rows)
+    workspace = backend.fixed_workspace(num_rows, head_dim, device)
+    return DecodePlan(FIXED_TILES, items, workspace, True, MERGED_AT_ONCE, pdl=supports_pdl(device), fixed=True)
+
+
+def split_budget(num_requests: int, items: int) -> int:
+    """How many items beyond one per request a batch may be cut into, of the `items` that fill the device.
+
+    Where each request can have several, a multiple of the requests: equal lengths are then cut into equal numbers that
+    fill the device at most once. Else what is there, for batches of unequal lengths.
+    """
+    return items // num_requests * num_requests or items
+
+
+def _check_head_dim(head_dim: int) -> None:
+    reason = triton_head_dim_refusal(head_dim)
+    if reason is not None:
+        raise ValueError(f"attention backend 'triton': {reason}; choose another backend")
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return CPU_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class _PreparedPrefill(Prepared):
+    """plans: by (group, head_dim, itemsize), made at a pass's first layer; there is one."""
+
+    batch: PrefillBatch
+    plans: dict[tuple[int, int, int], tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        tiles, tile_list = self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
+        return attend_prefill(q, kv, self.batch.page_table, tile_list, tiles, scale)
+
+    def _plan(self, group: int, head_dim: int, itemsize: int) -> tuple[PrefillTiles, Tensor]:
+        key = (group, head_dim, itemsize)
+        if key not in self.plans:
+            _check_head_dim(head_dim)
+            tiles, device = prefill_tiles(group, head_dim, itemsize), self.batch.page_table.device
+            host = torch.tensor(list_tiles(self.batch, tiles.block_m // group), dtype=torch.int32)
+            self.plans[key] = (tiles, to_device(host, device))
+        return self.plans[key]
+
+
+@dataclass(frozen=True)
+class _PreparedPieces(Prepared):
+    """Prompt chunks as tail batches. plans: by the number of query heads for a KV head, made at a pass's first layer;
+    there is one. Each has batches, and the rows of q that they take."""
+
+    batch: PrefillBatch
+    backend: TritonBackend
+    plans: dict[int, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        group = q.shape[1] // kv.k.shape[2]
+        if group not in self.plans:
+            rows = max(1, min(MAX_PIECE_ROWS, FIXED_TILES.block_m // group))
+            self.plans[group] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for suffix_len, places in self.plans[group]:
+            out[places] = suffix_len.forward(q[places], kv, scale)
+        return out
+
+    def _prepare(self, size: int, largest: int) -> list[tuple[_PreparedDecode, Tensor]]:
+        """The pieces of `size` rows, as many at once as there is room for."""
+        assert self.backend.span is not None
+        pieces = [piece for piece in list_pieces(self.batch, largest) if piece[3] == size]
+        longest = max((start + size for _, _, start, _ in pieces), default=1)
+        at_once = max(1, MAX_PIECE_SLOTS // -(-longest // self.backend.span))
+        device, prepared = self.batch.page_table.device, []
+        for first in range(0, len(pieces), at_once):
+            columns = torch.tensor(pieces[first : first + at_once], dtype=torch.int64).unbind(1)
+            chunk, row, start, _ = (to_device(column.contiguous(), device) for column in columns)
+            suffix_len = DecodeBatch(
+                Mode.DRAFT_EXTEND,
+                size,
+                size,
+                start.int(),
+                causal_mask(len(start), size, device),
+                self.batch.page_table[chunk],
+                longest,
+            )
+            places = (row.unsqueeze(1) + torch.arange(size, device=device)).flatten()
+            prepared.append((_PreparedDecode(suffix_len, self.backend), places))
+        return prepared
+
+
+def list_pieces(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
+    """The chunks' rows in pieces of `rows`, as (chunk, first row, its position, rows). The last piece of a chunk may
+    have some of the one before again; chunks of fewer rows come one by one."""
+    pieces = []
+    for chunk, start in enumerate(batch.starts):
+        first, end = batch.qo_indptr[chunk], batch.qo_indptr[chunk + 1]
+        size = rows if end - first >= rows else 1
+        for row in range(first, end, size):
+            row = min(row, end - size)
+            pieces.append((chunk, row, start + row - first, size))
+    return pieces

@@ -1,0 +1,147 @@
+"""Attention by FlashInfer's TensorRT-LLM decode kernels (`trtllm_batch_decode_with_kv_cache`, checked with 0.6.17):
+XQA on compute capability 9.x and 12.x, with tree masks; trtllm-gen on 10.x, causal. Every length is read on the device,
+so a captured graph stays valid when lengths, page tables and masks change.
+
+The contract, in every mode, eager or captured: lengths are totals, the rows of this pass included; every request has
+the same number of rows; a length is never below that number, which padding rows keep because their prefix is 0 and
+their page table the dummy page's. XQA works on as many splits as the page table is wide, so one width per graph.
+
+XQA is compiled for each number of rows, so a shape must run once before it is captured.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend, Prepared, assert_not_captured
+from attention.kv_cache.pool import LayerKV
+from attention.limits import TRTLLM_GEN_MAJOR
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+
+WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
+COUNTER_BYTES = 1 << 20  # trtllm-gen: four for each request and query head
+WORD_BITS = 16
+ROW_ALIGNMENT = 2  # words: rows of a mask begin at multiples of 32 bits
+
+Attend = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the backend holds on one device. attend: FlashInfer's function. kernel: the one it is asked for. workspace,
+    counters: uint8, zero before the first launch; every launch leaves its semaphores at zero again."""
+
+    attend: Attend
+    kernel: str
+    workspace: Tensor
+    counters: Tensor
+
+
+class TrtllmBackend(AttentionBackend):
+    name = "trtllm"
+
+    def __init__(self) -> None:
+        self._devices: dict[torch.device, Device] = {}
+        self._masks: dict[tuple[torch.device, Mode, int, int], Tensor] = {}
+
+    def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
+        assert isinstance(batch, DecodeBatch), "refused at the start: no prompt chunks"
+        device = self._device(batch.prefix_len.device)
+        return _Prepared(device, batch, batch.prefix_len + batch.suffix_len, self._mask(batch, device.kernel))
+
+    def _mask(self, batch: DecodeBatch, kernel: str) -> Tensor | None:
+        """The mask words of `batch`, in a buffer of its shape that lives on; None where rows see all before them."""
+        if batch.rows == 1:
+            return None  # sees its whole tail in every mode: a round's single row has no siblings
+        if batch.mode is Mode.DRAFT_DECODE or batch.suffix_len != batch.rows:
+            raise ValueError(
+                f"attention backend 'trtllm': {batch.mode.value} with {batch.rows} rows that see "
+                f"{batch.suffix_len} columns; its masks are as wide as the rows of a pass"
+            )
+        if kernel == "trtllm-gen":
+            return None  # causal; a tree is refused at the start
+        if batch.mode is Mode.DRAFT_EXTEND:
+            return self._causal_words(batch)
+        if batch.mask_words is not None:
+            return batch.mask_words
+        buffer = self._words(Mode.VERIFY, batch.num_requests, batch.rows, batch.mask.device)
+        buffer.copy_(mask_words(batch.mask))
+        return buffer
+
+    def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
+        """As large as what is read: four bytes a row up to 32 rows. Never freed: captured graphs hold its address."""
+        if rows == 1 or self._device(device).kernel == "trtllm-gen":
+            return None  # reads no masks
+        return self._words(Mode.VERIFY, num_requests, rows, device)
+
+    def _causal_words(self, batch: DecodeBatch) -> Tensor:
+        """The mask of an accepted path: the same in every pass, so it is written once."""
+        device = batch.prefix_len.device
+        if (device, Mode.DRAFT_EXTEND, batch.num_requests, batch.rows) not in self._masks:
+            buffer = self._words(Mode.DRAFT_EXTEND, batch.num_requests, batch.rows, device)
+            buffer.copy_(mask_words(causal_mask(batch.num_requests, batch.rows, device)))
+        return self._words(Mode.DRAFT_EXTEND, batch.num_requests, batch.rows, device)
+
+    def _words(self, mode: Mode, num_requests: int, rows: int, device: torch.device) -> Tensor:
+        key = (device, mode, num_requests, rows)
+        if key not in self._masks:
+            assert_not_captured(self.name, device)
+            self._masks[key] = torch.empty((num_requests, rows, words_of(rows)), dtype=torch.uint16, device=device)
+        return self._masks[key]
+
+    def _device(self, device: torch.device) -> Device:
+        if device not in self._devices:
+            assert_not_captured(self.name, device)
+            from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+            major = torch.cuda.get_device_capability(device)[0]
+            kernel = "trtllm-gen" if major == TRTLLM_GEN_MAJOR else "xqa"
+            workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            counters = torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=device)
+            self._devices[device] = Device(trtllm_batch_decode_with_kv_cache, kernel, workspace, counters)
+        return self._devices[device]
+
+
+@dataclass(frozen=True)
+class _Prepared(Prepared):
+    """lengths: [B] int32, with this pass's rows. mask: [B, R, words] uint16 or None."""
+
+    device: Device
+    batch: DecodeBatch
+    lengths: Tensor
+    mask: Tensor | None
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        batch, device = self.batch, self.device
+        page_size = kv.k.shape[1]
+        only = {"multi_ctas_kv_counter_buffer": device.counters} if device.kernel == "trtllm-gen" else {}
+        return device.attend(
+            query=q.contiguous(),  # the kernels know no stride between rows; a model's q is a part of a wider product
+            kv_cache=(kv.k, kv.v),
+            workspace_buffer=device.workspace,
+            block_tables=batch.page_table,
+            seq_lens=self.lengths,
+            max_seq_len=batch.page_table.shape[1] * page_size,
+            bmm1_scale=scale,
+            bmm2_scale=1.0,
+            kv_layout="NHD",
+            enable_pdl=None,  # as the library finds the device can
+            backend=device.kernel,
+            q_len_per_req=batch.rows,
+            mask=self.mask,
+            **only,
+        ).view(q.shape)
+
+
+def words_of(rows: int) -> int:
+    """16-bit words of a row of a mask over `rows` columns."""
+    return -(-rows // (WORD_BITS * ROW_ALIGNMENT)) * ROW_ALIGNMENT
+
+
+def mask_words(mask: Tensor) -> Tensor:
+    """[B, R, words] uint16 view of mask [B, R] int64: the low words of each row, lowest column first (little-endian
+    memory, as on every machine with such a GPU)."""
+    rows = mask.shape[1]
+    return mask.contiguous().view(torch.uint16).view(mask.shape[0], rows, 4)[..., : words_of(rows)]

@@ -1,0 +1,162 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Partial results of attention become one, each weighted by two to its log-sum: by a kernel of its own, or by the
+programs of `attention.kernels.decode` that finish last."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_rows(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    requests_ptr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row and query head from its partial results, SPLITS of them at a time. BLOCK_M: rows that each has."""
+    packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
+    if PDL:
+        # What comes next is a product, which reads only weights before it waits.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if count > 1:
+        d = tl.arange(0, D)
+        stride = COLUMNS * BLOCK_M
+        base = (first * COLUMNS + packed // BLOCK_M * KV_HEADS + head) * BLOCK_M + packed % BLOCK_M
+        every = tl.arange(0, MAX_SPLITS)
+        lses = tl.load(lse_ptr + base + every * stride, mask=every < count, other=float("-inf"), cache_modifier=".cg")
+        top = tl.max(lses, 0)
+        origin = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(lses - origin), 0)
+        acc = tl.zeros([D], tl.float32)
+        for start in range(0, count, SPLITS):
+            i = start + tl.arange(0, SPLITS)
+            slot = base + i * stride
+            lse = tl.load(lse_ptr + slot, mask=i < count, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                part_ptr + slot.to(tl.int64)[:, None] * D + d[None, :],
+                mask=(i < count)[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += tl.sum(part * tl.exp2(lse - origin)[:, None], 0)
+        out = ((request * ROWS + packed // GROUP) * KV_HEADS + head) * GROUP + packed % GROUP
+        acc = acc / tl.where(total == 0.0, 1.0, total)
+        tl.store(out_ptr + out * D + d, acc.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _merge(
+    part_ptr,
+    lse_ptr,
+    first,
+    step,
+    count,
+    target,
+    m,
+    live,
+    in_place,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    SLICE: tl.constexpr,
+    FAN: tl.constexpr,
+):
+    """Stores the weighted mean of `count` <= FAN partial results, `step` slots apart, at rows target [BLOCK_M] of D
+    values, by slices of D that keep registers few. Returns its log-sum [BLOCK_M]. in_place: target is one of the slots.
+    """
+    stride = step * COLUMNS * BLOCK_M
+    base = (first * COLUMNS + tl.program_id(0)) * BLOCK_M
+    # L1 is not coherent: what other programs wrote is read from L2.
+    i = tl.arange(0, FAN)
+    there = (i < count)[:, None] & live[None, :]
+    lses = tl.load(
+        lse_ptr + base + i[:, None] * stride + m[None, :], mask=there, other=float("-inf"), cache_modifier=".cg"
+    )
+    top = tl.max(lses, 0)
+    origin = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lses - origin[None, :]), 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    for low in range(0, D, SLICE):
+        d = low + tl.arange(0, SLICE)
+        acc = tl.zeros([BLOCK_M, SLICE], tl.float32)
+        for j in tl.static_range(FAN):
+            row = base + j * stride + m
+            used = live & (j < count)
+            lse = tl.load(lse_ptr + row, mask=used, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                part_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
+                mask=used[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += part * (tl.exp2(lse - origin) / total)[:, None]
+        if in_place:
+            tl.debug_barrier()
+        tl.store(target[:, None] + d[None, :], acc.to(target.dtype.element_ty), mask=live[:, None])
+    return origin + tl.log2(total)
+
+
+@triton.jit
+def merge_by_the_last(
+    part_ptr,
+    lse_ptr,
+    ticket_ptr,
+    out,
+    slot,
+    first,
+    count,
+    m,
+    live,
+    num_tickets,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    SLICE: tl.constexpr,
+    FAN: tl.constexpr,
+):
+    """After this program's partial result is stored: merges if it finds the others of its FAN, or of all, stored."""
+    # The barrier puts every thread's stores before the one thread's release.
+    tl.debug_barrier()
+    leader = first + (slot - first) // FAN * FAN
+    members = tl.minimum(FAN, first + count - leader)
+    ticket = ticket_ptr + leader * COLUMNS + tl.program_id(0)
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == members - 1:
+        tl.store(ticket, 0)
+        if count <= FAN:
+            _merge(part_ptr, lse_ptr, leader, 1, members, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
+        else:
+            partial = (leader * COLUMNS + tl.program_id(0)) * BLOCK_M + m
+            lse = _merge(
+                part_ptr,
+                lse_ptr,
+                leader,
+                1,
+                members,
+                part_ptr + partial.to(tl.int64) * D,
+                m,
+                live,
+                True,
+                COLUMNS,
+                BLOCK_M,
+                D,
+                SLICE,
+                FAN,
+            )
+            tl.store(lse_ptr + partial, lse, mask=live)
+            tl.debug_barrier()
+            ticket = ticket_ptr + num_tickets + first * COLUMNS + tl.program_id(0)
+            groups = tl.cdiv(count, FAN)
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == groups - 1:
+                tl.store(ticket, 0)
+                _merge(part_ptr, lse_ptr, first, FAN, groups, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)

@@ -1,0 +1,231 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Causal attention of ragged prompt chunks over their paged KV (see `PrefillBatch`).
+
+A program takes a tile of neighbouring rows with all query heads of one KV head. Tiles are listed on the host, where the
+chunks' lengths are known, the longest context first: the last programs to run are then short ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
+from attention.kv_cache.pool import LayerKV
+from attention.metadata import PrefillBatch
+
+# Columns of a tile: its chunk, its first row, one past the chunk's last row, the position of its first row.
+TILE_FIELDS = tl.constexpr(4)
+
+
+@triton.jit
+def _attend_span(
+    low,
+    high,
+    q,
+    k_ptr,
+    v_ptr,
+    table,
+    position,
+    last,
+    head,
+    scale_log2,
+    top,
+    total,
+    acc,
+    n,
+    d,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """KV positions low .. high - 1 for rows at `position` [M]; without MASKED every row sees all of them."""
+    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    for start in range(low, high, BLOCK_N):
+        column = start + n
+        token = page.to(tl.int64) * PAGE + column % PAGE
+        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+        if MASKED:
+            scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
+        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attend_prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    tiles_ptr,
+    scale_log2,
+    q_row_stride,
+    q_head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    head = tl.program_id(0)
+    tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
+    chunk, first, end, start = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    row, query_head = first + m // GROUP, head * GROUP + m % GROUP
+    live = (m < ROWS * GROUP) & (row < end)
+    position = start + m // GROUP
+    last = start + tl.minimum(ROWS, end - first) - 1
+    q = tl.load(
+        q_ptr + row.to(tl.int64)[:, None] * q_row_stride + query_head[:, None] * q_head_stride + d[None, :],
+        mask=live[:, None],
+        other=0.0,
+    ).to(k_ptr.dtype.element_ty)
+    if UPCAST:
+        q = q.to(tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    table = table_ptr + chunk * table_stride
+    common = (start + 1) // BLOCK_N * BLOCK_N
+    top, total, acc = _attend_span(
+        0,
+        common,
+        q,
+        k_ptr,
+        v_ptr,
+        table,
+        position,
+        last,
+        head,
+        scale_log2,
+        top,
+        total,
+        acc,
+        n,
+        d,
+        KV_HEADS,
+        D,
+        PAGE,
+        BLOCK_N,
+        False,
+        UPCAST,
+    )
+    top, total, acc = _attend_span(
+        common,
+        last + 1,
+        q,
+        k_ptr,
+        v_ptr,
+        table,
+        position,
+        last,
+        head,
+        scale_log2,
+        top,
+        total,
+        acc,
+        n,
+        d,
+        KV_HEADS,
+        D,
+        PAGE,
+        BLOCK_N,
+        True,
+        UPCAST,
+    )
+    out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
+    tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """block_m: rows x group in a program. block_n: KV positions in a tile. warps, stages: Triton's."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def prefill_tiles(group: int, head_dim: int, itemsize: int) -> PrefillTiles:
+    """The table; measured on an H200, see tests/bench/RESULTS.md."""
+    if INTERPRETED:
+        return PrefillTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
+    if itemsize == 4:
+        return PrefillTiles(max(32, triton.next_power_of_2(group)), 16, 8, 2)
+    return PrefillTiles(max(128, triton.next_power_of_2(group)), 32, 8, 3)
+
+
+def list_tiles(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
+    """The tiles of `rows` neighbouring rows, as TILE_FIELDS tells, the longest context first."""
+    tiles = [
+        (chunk, first, batch.qo_indptr[chunk + 1], start + first - batch.qo_indptr[chunk])
+        for chunk, start in enumerate(batch.starts)
+        for first in range(batch.qo_indptr[chunk], batch.qo_indptr[chunk + 1], rows)
+    ]
+    return sorted(tiles, key=lambda tile: -tile[3])
+
+
+def attend_prefill(
+    q: Tensor, kv: LayerKV, page_table: Tensor, tile_list: Tensor, tiles: PrefillTiles, scale: float
+) -> Tensor:
+    """[rows, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides.
+
+    page_table: [C, max_pages] int32. tile_list: [num_tiles, TILE_FIELDS] int32 on the device, of `list_tiles` with
+    block_m // group rows each. scale: positive.
+    """
+    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
+    assert page_table.stride(1) == 1 and tile_list.is_contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _attend_prefill[(num_kv_heads, tile_list.shape[0])](
+        q,
+        kv.k,
+        kv.v,
+        out,
+        page_table,
+        tile_list,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        GROUP=q.shape[1] // num_kv_heads,
+        KV_HEADS=num_kv_heads,
+        D=head_dim,
+        PAGE=page_size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        UPCAST=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
+
+
+def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+    """The same, chunk by chunk in float64."""
+    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+    group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for c, start in enumerate(batch.starts):
+        rows = slice(batch.qo_indptr[c], batch.qo_indptr[c + 1])
+        length = start + rows.stop - rows.start
+        pages = batch.page_table[c, : -(-length // page_size)].long()
+        keys, values = (
+            x[pages].double().view(-1, num_kv_heads, head_dim)[:length].repeat_interleave(group, 1)
+            for x in (kv.k, kv.v)
+        )
+        hidden = torch.ones(rows.stop - rows.start, length, dtype=torch.bool, device=q.device).triu(start + 1)
+        scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * scale
+        out[rows] = torch.einsum("hrn,nhd->rhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+    return out

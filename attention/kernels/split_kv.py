@@ -1,0 +1,143 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Cuts the contexts of a batch into items of similar length, on the device, for a grid that is fixed at capture.
+
+An item is a stretch of one request's KV that one program per KV head reads. The grid has `num_requests + budget` items;
+those not needed are marked idle. A pass plans once and all its layers use the plan.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Columns of an item: the request or IDLE; the first and one past the last KV position; the slot for its partial result
+# (of those of all requests that are cut); the slot of the request's first item; the request's number of items.
+ITEM_FIELDS = tl.constexpr(8)  # six, so that an item does not cross a 32-byte sector
+IDLE = tl.constexpr(-1)
+CHUNK = tl.constexpr(16)
+
+
+@triton.jit(do_not_specialize=["tail", "num_requests", "budget", "min_span", "num_items"])
+def _plan_items(
+    prefix_ptr,
+    items_ptr,
+    requests_ptr,
+    suffix_len,
+    num_requests,
+    budget,
+    min_span,
+    num_items,
+    TILE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    ITEMS: tl.constexpr,
+):
+    request = tl.arange(0, REQUESTS)
+    present = request < num_requests
+    length = tl.where(present, tl.load(prefix_ptr + request, mask=present, other=0) + suffix_len, 0)
+    # With spans of total / budget, rounding up adds less than one item per request: at most budget + num_requests.
+    span = tl.maximum(tl.cdiv(tl.sum(length, 0), budget), min_span)
+    count = tl.minimum(tl.cdiv(length, span), MAX_SPLITS)
+    even = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
+    count = tl.cdiv(length, tl.maximum(even, 1))
+    start = tl.cumsum(count, 0) - count
+    partial = tl.where(count > 1, count, 0)
+    first = tl.cumsum(partial, 0) - partial
+    for chunk in range(0, tl.max(count, 0), CHUNK):
+        i = chunk + tl.arange(0, CHUNK)[None, :]
+        item = items_ptr + (start[:, None] + i) * ITEM_FIELDS
+        used = i < count[:, None]
+        low = i * even[:, None]
+        tl.store(item, request[:, None] + i * 0, mask=used)
+        tl.store(item + 1, low, mask=used)
+        tl.store(item + 2, tl.minimum(low + even[:, None], length[:, None]), mask=used)
+        tl.store(item + 3, first[:, None] + i, mask=used)
+        tl.store(item + 4, first[:, None] + i * 0, mask=used)
+        tl.store(item + 5, count[:, None] + i * 0, mask=used)
+    tl.store(requests_ptr + 2 * request, first, mask=present)
+    tl.store(requests_ptr + 2 * request + 1, count, mask=present)
+    rest = tl.arange(0, ITEMS)
+    idle = (rest >= tl.sum(count, 0)) & (rest < num_items)
+    tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
+
+
+@triton.jit(do_not_specialize=["tail", "span", "each"])
+def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EACH: tl.constexpr):
+    request, i = tl.program_id(0), tl.arange(0, EACH)
+    length = tl.load(prefix_ptr + request) + suffix_len
+    count = tl.minimum(tl.cdiv(length, span), each)
+    first = request * each
+    item = items_ptr + (first + i) * ITEM_FIELDS
+    there = i < each
+    tl.store(item, tl.where(i < count, request, IDLE), mask=there)
+    tl.store(item + 1, i * span, mask=there)
+    tl.store(item + 2, tl.minimum(i * span + span, length), mask=there)
+    tl.store(item + 3, first + i, mask=there)
+    tl.store(item + 4, first + i * 0, mask=there)
+    tl.store(item + 5, count + i * 0, mask=there)
+    tl.store(requests_ptr + 2 * request, first)
+    tl.store(requests_ptr + 2 * request + 1, count)
+
+
+@dataclass(frozen=True)
+class Items:
+    """items: [any, ITEM_FIELDS] int32. requests: [num_requests, 2] int32, the slot of each request's first item and its
+    number of items."""
+
+    items: Tensor
+    requests: Tensor
+
+
+def plan_items(prefix_len: Tensor, suffix_len: int, budget: int, min_span: int, tile: int, max_splits: int) -> Items:
+    """The items of requests of prefix_len [B] int32 plus `tail` positions each.
+
+    No request is cut into more than max_splits items nor, but for the last, into items shorter than about min_span;
+    boundaries are multiples of `tile`. At most 2 * budget slots are used. budget = 0 cuts nothing.
+    """
+    num_requests = prefix_len.shape[0]
+    num_items = num_requests + budget
+    items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
+    requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
+    _plan_items[(1,)](
+        prefix_len,
+        items,
+        requests,
+        suffix_len,
+        num_requests,
+        max(budget, 1),
+        min_span if budget else 1 << 30,
+        num_items,
+        TILE=tile,
+        MAX_SPLITS=max_splits,
+        REQUESTS=triton.next_power_of_2(num_requests),
+        ITEMS=triton.next_power_of_2(num_items),
+        num_warps=4,
+    )
+    return Items(items, requests)
+
+
+def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int) -> Items:
+    """The items of requests of prefix_len [B] int32 plus `tail` positions each, at most max_kv_len: each request is cut
+    at the multiples of `span`, whatever the others are. A request has ceil(max_kv_len / span) slots."""
+    num_requests, each = prefix_len.shape[0], triton.cdiv(max_kv_len, span)
+    items = torch.empty((num_requests * each, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
+    requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
+    _plan_spans[(num_requests,)](
+        prefix_len, items, requests, suffix_len, span, each, EACH=triton.next_power_of_2(each), num_warps=1
+    )
+    return Items(items, requests)
+
+
+def reference(lengths: list[int], budget: int, min_span: int, tile: int, max_splits: int) -> list[list[int]]:
+    """The same items as rows of six fields, without the idle ones."""
+    span = max(triton.cdiv(sum(lengths), max(budget, 1)), min_span if budget else 1 << 30)
+    items, slot = [], 0
+    for request, length in enumerate(lengths):
+        count = min(triton.cdiv(length, span), max_splits)
+        even = triton.cdiv(triton.cdiv(length, count), tile) * tile
+        bounds = [(low, min(low + even, length)) for low in range(0, length, even)]
+        items += [[request, low, high, slot + i, slot, len(bounds)] for i, (low, high) in enumerate(bounds)]
+        slot += len(bounds) if len(bounds) > 1 else 0
+    return items

@@ -1,0 +1,109 @@
+"""The scheduler's loop with a thread around it: what the Ray actor `EagleCoordinator` wraps. Knows no Ray.
+
+Tests and benchmarks drive it directly. The work is in `cluster.coordinator.loop`.
+"""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from cluster.coordinator.loop import CoordinatorHealth, CoordinatorLoop, CoordinatorSettings
+from cluster.transport.messages import EngineStats, FlushOutcome
+from workers.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CALL_TIMEOUT_S = 10.0  # a turn takes milliseconds
+
+
+class Coordinator:
+    """All methods may be called from any thread but the loop's own; callbacks come in that one and must return at once.
+
+    on_worker_group_lost(reason): a rank died, failed or hangs; the worker group is detached already, and whoever
+    started it shall kill it and attach another. on_death(reason): the loop itself raised; nothing works any more.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        settings: CoordinatorSettings,
+        on_worker_group_lost: Callable[[str], None] = lambda reason: None,
+        on_death: Callable[[str], None] = lambda reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._loop = CoordinatorLoop(scheduler, settings, on_worker_group_lost, clock)
+        self._on_death = on_death
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+
+    @property
+    def endpoint(self) -> str:
+        """The inbox, for `cluster.transport.channel.connect_engine`."""
+        return self._loop.inbox.endpoint
+
+    def start(self) -> None:
+        """Run the loop. Requests are queued from now on and run once a worker group is attached."""
+        self._thread.start()
+
+    def attach(self, endpoints: Sequence[str], epoch: int) -> None:
+        """Use a new worker group, whose ranks listen on `endpoints` (`RankChannel.endpoint`, by rank).
+
+        Raises ValueError for an endpoint that cannot be connected to."""
+        self._call(lambda: self._loop.attach(endpoints, epoch))
+
+    def detach(self, reason: str) -> None:
+        """The worker group is lost or about to be killed; what ran on it is resumed or ended, as the settings say."""
+        self._call(lambda: self._loop.let_go(reason))
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuse new requests and wait until all others have ended; False if that took longer than `timeout_s`."""
+        idle = threading.Event()
+        self._call(lambda: self._loop.start_draining(idle.set))
+        return idle.wait(timeout_s)
+
+    def fail_all(self, reason: str) -> None:
+        """End every request with an error."""
+        self._call(lambda: self._loop.fail_all(reason))
+
+    def stop(self, reason: str = "the engine was stopped") -> None:
+        """End the loop: ranks are told to stop, unfinished requests get an error. Nothing if it has ended already."""
+        if self._thread.is_alive():
+            self._call(lambda: self._loop.end(reason))
+            self._thread.join(_CALL_TIMEOUT_S)
+
+    def stats(self) -> EngineStats:
+        """State and counters; of a loop that has ended, the last ones."""
+        return self._call(self._loop.stats) if self._thread.is_alive() else self._loop.stats()
+
+    def flush_cache(self) -> FlushOutcome:
+        """Empty the prefix cache, if no request is unfinished."""
+        return self._call(self._loop.flush_cache)
+
+    def health(self) -> CoordinatorHealth:
+        """Stamps; answers even if the loop hangs."""
+        return self._loop.health()
+
+    def _call(self, work: Callable[[], T]) -> T:
+        """Run `work` in the loop's thread and wait for it."""
+        if not self._thread.is_alive():
+            raise RuntimeError(f"the coordinator's loop does not run (status: {self._loop.status})")
+        return self._loop.reactor.call(work).result(_CALL_TIMEOUT_S)
+
+    def _run(self) -> None:
+        loop = self._loop
+        try:
+            while not loop.is_stopping:
+                loop.turn()
+        except Exception as error:
+            logger.critical("the coordinator's loop ended", exc_info=True)
+            reason = f"the coordinator failed: {type(error).__name__}: {error}"
+            loop.die(reason)
+            self._on_death(f"{reason}\n{traceback.format_exc()}")
+            loop.end(reason)
+        finally:
+            loop.reactor.run_calls()
+            loop.reactor.close()

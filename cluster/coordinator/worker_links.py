@@ -1,0 +1,100 @@
+"""The coordinator's view of its ranks: plans out, results in, and the stamps that show a hang or a death."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from cluster.transport.channel import Context, Heartbeat, RankFailure, RankLink, Stop, encode
+from cluster.transport.reactor import Reactor
+from cluster.transport.sockets import Transport
+from workers.scheduling.plan import StepPlan, StepResult
+
+
+class WorkerLinks:
+    """One epoch of ranks, attached. on_result is called with rank 0's results, on_lost at most once, with the reason,
+    when a rank dies, fails or stops reading; both in the reactor's thread. After that the owner calls `close`."""
+
+    def __init__(
+        self,
+        context: Context,
+        transport: Transport,
+        reactor: Reactor,
+        endpoints: Sequence[str],
+        epoch: int,
+        clock: Callable[[], float],
+        on_result: Callable[[StepResult], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.epoch = epoch
+        self._reactor = reactor
+        self._clock = clock
+        self._on_result = on_result
+        self._on_lost = on_lost
+        self._is_lost = False
+        self._unanswered: deque[tuple[int, float]] = deque()
+        self._links: list[RankLink] = []
+        self.last_heartbeat_s = [clock()] * len(endpoints)
+        try:
+            for rank, endpoint in enumerate(endpoints):
+                link = RankLink(context, transport, endpoint, rank)
+                self._links.append(link)
+                reactor.watch(link.socket, lambda link=link: self._receive(link))  # type: ignore[misc]
+                reactor.watch(link.monitor.socket, lambda link=link: self._check(link))  # type: ignore[misc]
+        except ValueError:
+            self.close()
+            raise
+
+    def send(self, plan: StepPlan) -> None:
+        """One plan to all ranks."""
+        raw = encode(plan)
+        self._unanswered.append((plan.step, self._clock()))
+        for link in self._links:
+            if not link.send(raw):
+                self._lose(f"rank {link.rank} does not read its plans")
+                return
+
+    def oldest_plan(self, now: float) -> tuple[int, float] | None:
+        """Step and age in seconds of the oldest plan without a result. Safe to call from any thread."""
+        try:
+            step, sent_s = self._unanswered[0]
+        except IndexError:
+            return None
+        return step, now - sent_s
+
+    def stop(self) -> None:
+        """Ask every rank to end its loop."""
+        for link in self._links:
+            link.send(encode(Stop()))
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close all links; the ranks notice and end."""
+        self._is_lost = True
+        for link in self._links:
+            for socket in (link.socket, link.monitor.socket):
+                self._reactor.forget(socket)
+            link.close(linger_ms)
+        self._links = []
+
+    def _receive(self, link: RankLink) -> None:
+        while not self._is_lost and (message := link.receive()) is not None:
+            self.last_heartbeat_s[link.rank] = self._clock()
+            if isinstance(message, StepResult):
+                if message.epoch == self.epoch:
+                    self._unanswered.popleft()
+                self._on_result(message)
+                return  # the next plan leaves before another result is looked at
+            elif isinstance(message, RankFailure):
+                self._lose(f"rank {link.rank} failed: {message.message}")
+            else:
+                assert isinstance(message, Heartbeat), f"rank {link.rank} sent a {type(message).__name__}"
+
+    def _check(self, link: RankLink) -> None:
+        reason = link.monitor.check()
+        if reason is not None:
+            while not self._is_lost and link.has_news():
+                self._receive(link)  # its last words
+            self._lose(f"rank {link.rank} is gone: {reason}")
+
+    def _lose(self, reason: str) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._on_lost(reason)

@@ -1,0 +1,127 @@
+"""One answer: the engine's token deltas, cut at stop strings and turned into text. Pure; no HTTP, no clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.http.detokenizer import Detokenizer
+from cluster.http.stop_strings import StopMatcher
+from cluster.transport.messages import SpeculationStats, TokenDelta
+from workers.scheduling.plan import TokenLogprobs
+
+
+class EngineFailedError(Exception):
+    """The engine ended the answer before its time; the message is for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a delta adds to an answer. offsets: where each token's text begins in the answer's text. finish: "stop" or
+    "length" with the last piece; stop_reason: the stop string or the stop token's id, None for end of sequence."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    offsets: tuple[int, ...] = ()
+    finish: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Answer:
+    """State of one choice while it is generated.
+
+    include_stop: show the stop string, or the stop token's text, too. min_tokens: stop strings are looked for in what
+    comes after that many tokens. eos_token_ids: reported as plain end of sequence.
+
+    num_tokens counts every token up to and including the one that ended the answer, as vLLM counts usage. The text of
+    a stop token is not shown. Nothing after the end leaks: the tokens of an accepted run behind a stop string are
+    dropped from text, tokens, logprobs and counts. cached_tokens and speculation are the last that a delta told, the
+    round that brought a stop string included; None: not told yet, or no draft.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._eos_token_ids = eos_token_ids
+        self._decoded_len = 0
+        self.num_tokens = 0
+        self.finish: str | None = None
+        self.stop_reason: str | int | None = None
+        self.cached_tokens: int | None = None
+        self.speculation: SpeculationStats | None = None
+
+    def push(self, delta: TokenDelta) -> Piece:
+        """The next piece. Raises EngineFailedError if the delta says so."""
+        assert self.finish is None, "a delta after the last one"
+        if delta.finish not in (None, "stop", "length"):
+            raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}")
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+            self.speculation = delta.speculation
+        shown: list[str] = []
+        offsets: list[int] = []
+        last = len(delta.tokens) - 1
+        hides_last = delta.finish == "stop" and not self._include_stop
+        for i, token in enumerate(delta.tokens):
+            self.num_tokens += 1
+            offsets.append(self._decoded_len)
+            text = "" if hides_last and i == last else self._detokenizer.step(token)
+            if self._show(text, shown):
+                return self._piece(delta, i + 1, shown, offsets)
+        if delta.finish is not None:
+            self._finish(delta, shown)
+        return self._piece(delta, len(delta.tokens), shown, offsets)
+
+    def _show(self, text: str, shown: list[str]) -> bool:
+        """Add to `shown` what of `text` may be seen now; True if a stop string ended the answer."""
+        self._decoded_len += len(text)
+        if self.num_tokens <= self._min_tokens:
+            shown.append(text)
+            return False
+        result = self._matcher.push(text)
+        if isinstance(result, str):
+            shown.append(result)
+            return False
+        shown.append(result.shown + result.stop if self._include_stop else result.shown)
+        self.finish = "stop"
+        self.stop_reason = result.stop
+        return True
+
+    def _finish(self, delta: TokenDelta, shown: list[str]) -> None:
+        """The engine's last delta. A stop string completed by the text that was still held back goes first."""
+        if not self._show(self._detokenizer.flush(), shown):
+            shown.append(self._matcher.flush())
+            self.finish = delta.finish
+            if delta.finish == "stop" and delta.tokens and delta.tokens[-1] not in self._eos_token_ids:
+                self.stop_reason = delta.tokens[-1]
+
+    def _piece(self, delta: TokenDelta, num_tokens: int, shown: list[str], offsets: list[int]) -> Piece:
+        """num_tokens: those of the delta that belong to the answer."""
+        return Piece(
+            text="".join(shown),
+            tokens=delta.tokens[:num_tokens],
+            logprobs=(delta.logprobs or ())[:num_tokens],
+            offsets=tuple(offsets),
+            finish=self.finish,
+            stop_reason=self.stop_reason,
+        )
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of an answer as one."""
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        tokens=tuple(token for piece in pieces for token in piece.tokens),
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        offsets=tuple(offset for piece in pieces for offset in piece.offsets),
+        finish=pieces[-1].finish,
+        stop_reason=pieces[-1].stop_reason,
+    )

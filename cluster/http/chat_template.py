@@ -1,0 +1,92 @@
+"""A model's chat template, rendered as transformers renders it, without importing transformers (and with it torch).
+
+Held equal to `PreTrainedTokenizerBase.apply_chat_template` by tests/cluster/test_tokenizer.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class ChatTemplateError(ValueError):
+    """The template refused the messages, or failed on them; the message is fit for the client."""
+
+
+class ChatTemplate:
+    """source: Jinja text. special_tokens: names and texts that the template may use ("bos_token" -> "<s>")."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(
+                f"chat template: {error.message} (line {error.lineno}); correct chat_template.jinja or "
+                "tokenizer_config.json"
+            ) from None
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. A "developer" message becomes "system" where the template has no such role.
+
+        Raises ChatTemplateError.
+        """
+        turns = [dict(message) for message in messages]
+        if not self._knows_developer:
+            for turn in turns:
+                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+        values = {**self._special_tokens, **(variables or {})}
+        values |= {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(values)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from None
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+            # A template is code: fed with roles or fields it does not expect, it fails in Python's ways.
+            raise ChatTemplateError(
+                f"the model's chat template cannot render these messages ({type(error).__name__})"
+            ) from None
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's text for training; when serving, its body is simply rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter, escapes no HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

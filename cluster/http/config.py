@@ -1,0 +1,79 @@
+"""What one HTTP ingress is told. Written in the `ingress` section of the configuration, read by `cluster.http.app`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EdgeConfig:
+    """served_model_name: the name clients ask for; "" takes the name of the model's folder. max_model_len: prompt and
+    answer tokens together; 0 takes the engine's.
+
+    Load. max_concurrent_requests: generations (choices) in flight in one ingress; more are refused with 429.
+    retry_after_s: what a 429 or 503 advises if the engine does not. request_timeout_s: a generation that takes longer
+    is aborted: 504 with `x-should-retry: false` (OpenAI's client would repeat a 408 or a bare 504 twice, and so triple
+    the work), or an error event in a stream; None: no limit.
+
+    Bounds of one request. max_body_bytes: 413 above. max_n: choices per prompt. max_choices: prompts x n.
+    max_stop_strings: entries of `stop`, each at most max_stop_length characters.
+
+    api_keys: if any, every route but /health wants `Authorization: Bearer <key>`. default_*: sampling parameters of a
+    request that does not set them.
+    """
+
+    served_model_name: str = ""
+    max_model_len: int = 0
+    max_concurrent_requests: int = 512
+    retry_after_s: float = 1.0
+    request_timeout_s: float | None = None
+    max_body_bytes: int = 8 * 2**20
+    max_n: int = 16
+    max_choices: int = 128
+    max_stop_strings: int = 16
+    max_stop_length: int = 1024
+    api_keys: tuple[str, ...] = ()
+    default_temperature: float = 1.0
+    default_top_p: float = 1.0
+    default_top_k: int = 0
+    default_min_p: float = 0.0
+    default_repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least_one = (
+            "max_concurrent_requests",
+            "max_body_bytes",
+            "max_n",
+            "max_choices",
+            "max_stop_strings",
+            "max_stop_length",
+        )
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.max_model_len < 0:
+            raise ValueError(f"max_model_len={self.max_model_len}: must be at least 1, or 0 for the engine's")
+        if self.max_choices > self.max_concurrent_requests:
+            raise ValueError(
+                f"max_choices={self.max_choices}: must not exceed max_concurrent_requests="
+                f"{self.max_concurrent_requests}, or such a request is refused for ever"
+            )
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise ValueError(f"request_timeout_s={self.request_timeout_s}: must be above 0, or null for no limit")
+        if self.retry_after_s <= 0:
+            raise ValueError(f"retry_after_s={self.retry_after_s}: must be above 0")
+        for key in self.api_keys:
+            if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+                raise ValueError("api_keys: each key must have at least 8 printable ASCII characters and no space")
+        self._check_sampling()
+
+    def _check_sampling(self) -> None:
+        ranges = {
+            "default_temperature": (0.0, 2.0),
+            "default_top_p": (0.0, 1.0),
+            "default_min_p": (0.0, 1.0),
+            "default_repetition_penalty": (0.01, 100.0),
+        }
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)}: must be between {low:g} and {high:g}")
+        if self.default_top_k < 0:
+            raise ValueError(f"default_top_k={self.default_top_k}: must be at least 0 (0: off)")

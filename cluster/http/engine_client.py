@@ -1,0 +1,43 @@
+"""What the HTTP edge needs from an engine: tokens for a prompt, and statistics.
+
+The edge (`cluster.http.app`) is written against this protocol and nothing else; the deployment implements it over Serve
+and ZeroMQ, the tests by a script.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
+from workers.scheduling.plan import SamplingParams
+
+
+class EngineRefused(Exception):
+    """The engine did not take the request; `refusal` says why and when to come again."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(f"{refusal.kind}: {refusal.message}")
+        self.refusal = refusal
+
+
+class EngineClient(Protocol):
+    """The way from an ingress to all engine replicas."""
+
+    def generate(
+        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The request's tokens as they are made, an async generator. running_stats: with statistics in every delta, not
+        only in the last.
+
+        Raises `EngineRefused` before the first delta if no engine takes it. The last delta has `finish` set; an engine
+        that fails after that point says so with finish="error", not with an exception. Closing the generator
+        (`aclose`, or cancelling the task that waits for it) before the last delta aborts the request on the engine.
+        """
+        ...
+
+    async def stats(self) -> list[EngineStats]:
+        """One entry per engine replica that is known, whatever its state; raises nothing while engines are down."""
+        ...
+
+    async def flush_cache(self) -> list[FlushOutcome]:
+        """Empty every engine's prefix cache; one entry per engine replica that is known."""
+        ...

@@ -1,0 +1,139 @@
+"""Every error a client of the HTTP edge can see, in OpenAI's form: {"error": {message, type, param, code}}.
+
+Raised as `ApiError` anywhere below a route and answered by `cluster.http.app`.
+"""
+
+import math
+
+import msgspec
+from starlette.responses import Response
+
+from cluster.transport.messages import Refusal
+
+JSON_HEADERS = {"content-type": "application/json"}
+
+
+class ApiError(Exception):
+    """An answer other than success. headers: sent with it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON document; also the payload of an error event inside a stream."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, {**JSON_HEADERS, **self.headers})
+
+
+def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
+    """400: the client must change `param`."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, reason: str) -> ApiError:
+    """400: a parameter that is known but cannot be honoured, and why."""
+    return ApiError(400, f"{param} is not supported: {reason}", param=param, code="unsupported_parameter")
+
+
+def too_long(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    message = f"The model {_quoted(name)} does not exist here; this server serves '{served}'"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than {limit} bytes", code="request_too_large")
+
+
+def unauthorized() -> ApiError:
+    return ApiError(
+        401,
+        "Incorrect or missing API key; send it as 'Authorization: Bearer <key>'",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def overloaded(message: str, retry_after_s: float) -> ApiError:
+    return ApiError(
+        429, message, kind="rate_limit_error", code="server_overloaded", headers=_retry_after(retry_after_s)
+    )
+
+
+def unavailable(message: str, retry_after_s: float) -> ApiError:
+    return ApiError(
+        503, message, kind="service_unavailable_error", code="service_unavailable", headers=_retry_after(retry_after_s)
+    )
+
+
+def unfinished(message: str, retry_after_s: float) -> ApiError:
+    """409: what was asked for needs an idle engine."""
+    return ApiError(
+        409, message, kind="conflict_error", code="requests_unfinished", headers=_retry_after(retry_after_s)
+    )
+
+
+def timed_out(limit_s: float) -> ApiError:
+    """504 that tells OpenAI's client not to repeat the work."""
+    return ApiError(
+        504,
+        f"The request took longer than this server's limit of {limit_s:g} s",
+        kind="timeout_error",
+        code="request_timeout",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def engine_failed(request_id: str) -> ApiError:
+    """500: the reason is in the log under the request's id."""
+    return ApiError(
+        500,
+        f"The engine failed while it worked on this request (request id {request_id})",
+        kind="server_error",
+        code="engine_error",
+    )
+
+
+def internal(request_id: str) -> ApiError:
+    return ApiError(500, f"Internal server error (request id {request_id})", kind="server_error", code="internal_error")
+
+
+def refused(refusal: Refusal) -> ApiError:
+    """What the engine said at its door."""
+    match refusal.kind:
+        case "too_large":
+            return too_long(refusal.message, "prompt")
+        case "queue_full":
+            return overloaded(refusal.message, refusal.retry_after_s)
+        case _:
+            return unavailable(refusal.message, refusal.retry_after_s)
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    """Whole seconds, as HTTP wants them, and milliseconds, which OpenAI's client prefers."""
+    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
+
+
+def _quoted(name: str) -> str:
+    return f"'{name[:100]}'" + (" (shortened)" if len(name) > 100 else "")

@@ -1,0 +1,73 @@
+"""Around every request: its id, the API key, and a last net for exceptions. Plain ASGI, so that streams pass through
+untouched."""
+
+import hmac
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.http.errors import ApiError, internal, invalid, unauthorized
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+OPEN_ROUTES = frozenset({"/health"})  # probes carry no keys
+
+
+class EdgeMiddleware:
+    """Gives each request an id (the client's X-Request-Id or a new one; `scope["state"]["request_id"]`, which a route
+    may replace), wants an API key where there are keys, and answers unexpected exceptions with 500. echo_request_id:
+    send the id back, unless the server around the application does."""
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], echo_request_id: bool) -> None:
+        self._app = app
+        self._echo_request_id = echo_request_id
+        self._api_keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        state = scope.setdefault("state", {})
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._echo_request_id:
+                    headers = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
+                    message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            state["request_id"] = uuid.uuid4().hex
+            self._open(scope)
+            await self._app(scope, receive, send_with_id)
+        except ApiError as error:
+            await error.response()(scope, receive, send_with_id)
+        except ClientDisconnect:
+            logger.info("request %s: the client left before its request was read", state["request_id"])
+        except Exception:
+            logger.exception("request %s: unexpected", state["request_id"])
+            if started:
+                raise  # nothing can be said any more; the server breaks the connection
+            await internal(state["request_id"]).response()(scope, receive, send_with_id)
+
+    def _open(self, scope: Scope) -> None:
+        """Take the client's id and check its key. Raises ApiError."""
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id")
+        if given is not None:
+            if REQUEST_ID.fullmatch(given) is None:
+                raise invalid("X-Request-Id", "X-Request-Id must be 1 to 128 printable ASCII characters without spaces")
+            scope["state"]["request_id"] = given
+        if self._api_keys and scope["path"] not in OPEN_ROUTES:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            # Compared with every key, so that the time tells nothing.
+            matches = [hmac.compare_digest(key.strip().encode(), own) for own in self._api_keys]
+            if scheme.lower() != "bearer" or not any(matches):
+                raise unauthorized()

@@ -1,0 +1,132 @@
+"""Prompts of every form a client may send, as token ids. Raises ApiError for what cannot be one."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.http.chat_template import ChatTemplateError
+from cluster.http.errors import invalid, unsupported
+from cluster.http.schema import Message
+from cluster.http.tokenizer import ChatTokenizer
+
+MAX_PARTS = 4096
+MAX_TEMPLATE_VARIABLES = 32
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+async def chat_prompt(
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None,
+) -> list[int]:
+    """Messages through the model's template. variables: `chat_template_kwargs`, further names the template may use."""
+    turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    _check_variables(variables or {})
+    try:
+        text = tokenizer.render(turns, add_generation_prompt, variables)
+    except ChatTemplateError as error:
+        raise invalid("messages", str(error), "chat_template_error") from None
+    return await tokenizer.encode(text, add_special_tokens=False)
+
+
+def listed_prompts(prompt: Any, max_prompts: int, tokenizer: ChatTokenizer) -> list[str | list[int]]:
+    """The `prompt` of a completion request, a string, strings, token ids or lists of token ids, as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt is None:
+        raise invalid("prompt", "Missing required parameter: prompt", "missing_required_parameter")
+    if not isinstance(prompt, list):
+        raise invalid(
+            "prompt", "prompt must be a string, a list of strings, a list of token ids or a list of such lists"
+        )
+    if not prompt:
+        raise invalid("prompt", "prompt must not be empty")
+    if type(prompt[0]) is int:
+        return [check_token_ids("prompt", prompt, tokenizer)]
+    if len(prompt) > max_prompts:
+        raise invalid("prompt", f"{len(prompt)} prompts are more than {max_prompts}; send several requests")
+    listed: list[str | list[int]] = []
+    kind = type(prompt[0])
+    for i, entry in enumerate(prompt):
+        if kind not in (str, list) or type(entry) is not kind:
+            raise invalid(f"prompt[{i}]", f"prompt[{i}] must be a string or a list of token ids, the same for all")
+        listed.append(entry if isinstance(entry, str) else check_token_ids(f"prompt[{i}]", entry, tokenizer))
+    return listed
+
+
+def check_token_ids(param: str, ids: Any, tokenizer: ChatTokenizer) -> list[int]:
+    """`ids`, if it is a list of tokens of the vocabulary."""
+    if not isinstance(ids, list):
+        raise invalid(param, f"{param} must be a list of token ids")
+    last = tokenizer.vocab_size - 1
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= last:
+        return list(ids)  # several times faster than the search for the culprit, for prompts of 100 000 tokens
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token <= last:
+            raise invalid(f"{param}[{i}]", f"{param}[{i}] must be a token id from 0 to {last}")
+    return list(ids)
+
+
+def _turn(message: Message, where: str) -> dict[str, Any]:
+    """One message as templates expect it: plain text content, tool arguments as objects, no empty fields."""
+    if message.role != "assistant":
+        for name in ("tool_calls", "reasoning_content", "refusal"):
+            if getattr(message, name):
+                raise invalid(f"{where}.{name}", f"{where}.{name} belongs to the assistant's messages only")
+    if message.content is None and not message.tool_calls:
+        raise invalid(f"{where}.content", f"{where}.content must be a string or a list of text parts")
+    turn: dict[str, Any] = {"role": message.role, "content": _content(message.content, f"{where}.content")}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            turn[name] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    return turn
+
+
+def _content(content: Any, where: str) -> str:
+    """Text parts are joined by line ends, as vLLM joins them."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise invalid(where, f"{where} must be a string or a list of text parts")
+    if len(content) > MAX_PARTS:
+        raise invalid(where, f"{where} has {len(content)} parts; at most {MAX_PARTS} are allowed")
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise invalid(f"{where}[{i}]", f'{where}[{i}] must be an object like {{"type": "text", "text": "..."}}')
+        if part["type"] != "text":
+            raise unsupported(f"{where}[{i}].type", "only text parts are; the model reads nothing else")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise invalid(f"{where}[{i}]", f"{where}[{i}] must have type and text, a string, and nothing else")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call from an earlier answer; its arguments travel as a JSON text, and templates expect the object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"{where}.function", f"{where}.function must be an object with a name")
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise invalid(f"{where}.function.arguments", f"{where}.function.arguments must be JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    if len(variables) > MAX_TEMPLATE_VARIABLES:
+        raise invalid("chat_template_kwargs", f"chat_template_kwargs may have at most {MAX_TEMPLATE_VARIABLES} entries")
+    for name, value in variables.items():
+        where = f"chat_template_kwargs.{name[:64]}"
+        if name in RESERVED_VARIABLES or name.endswith("_token"):
+            raise invalid(where, f"{where} is set by the server")
+        if not isinstance(value, str | int | float | bool | None):
+            raise invalid(where, f"{where} must be a string, a number, a boolean or null")

@@ -1,0 +1,238 @@
+"""From a checked body to what the engine is asked: prompts as tokens and one `SamplingParams` per choice.
+
+What depends on the model (length, vocabulary) or on several parameters together is checked here.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cluster.http.config import EdgeConfig
+from cluster.http.errors import invalid, model_not_found, too_long, unsupported
+from cluster.http.prompts import chat_prompt, check_token_ids, listed_prompts
+from cluster.http.schema import ChatBody, TextBody
+from cluster.http.tokenizer import ChatTokenizer
+from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
+
+DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
+MIN_TEMPERATURE = 1e-5  # below, the choice is greedy anyway and dividing logits overflows
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One generation. prompt: index into EdgeRequest.prompts."""
+
+    prompt: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class EdgeRequest:
+    """A request ready to run. choices: prompt by prompt, n of each. echo: texts in front of the answers, one per
+    prompt, or none. eos_token_ids: the model's own among the stop tokens. logprobs: as in SamplingParams. The rest
+    says how the answer is shown."""
+
+    chat: bool
+    prompts: list[list[int]]
+    choices: list[Choice]
+    echo: list[str]
+    eos_token_ids: frozenset[int]
+    logprobs: int
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+async def chat_request(body: ChatBody, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
+    """Raises ApiError."""
+    check_model(body.model, config)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+    _num_choices(body.n, 1, config)
+    prompt = await chat_prompt(
+        body.messages, tokenizer, body.add_generation_prompt is not False, body.chat_template_kwargs
+    )
+    logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    return _request(body, [prompt], [], logprobs, body.max_completion_tokens or body.max_tokens, config, tokenizer)
+
+
+async def text_request(body: TextBody, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
+    """Raises ApiError."""
+    check_model(body.model, config)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", "it must equal n; ask for n choices and rank them by logprobs")
+    if body.echo and body.logprobs is not None:
+        raise unsupported("echo", "with logprobs it needs log-probabilities of the prompt, which are not computed")
+    given = listed_prompts(body.prompt, config.max_choices, tokenizer)
+    _num_choices(body.n, len(given), config)
+    prompts = [
+        await tokenizer.encode(prompt, body.add_special_tokens is not False) if isinstance(prompt, str) else prompt
+        for prompt in given
+    ]
+    echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in given] if body.echo else []
+    logprobs = -1 if body.logprobs is None else body.logprobs
+    return _request(body, prompts, echo, logprobs, body.max_tokens, config, tokenizer)
+
+
+def check_model(name: str | None, config: EdgeConfig) -> None:
+    if name is not None and name != config.served_model_name:
+        raise model_not_found(name, config.served_model_name)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """64 bits for choice `index`. The first takes the seed itself, so that asking for more choices does not change
+    it."""
+    seed &= 2**64 - 1
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _request(
+    body: ChatBody | TextBody,
+    prompts: list[list[int]],
+    echo: list[str],
+    logprobs: int,
+    max_tokens: int | None,
+    config: EdgeConfig,
+    tokenizer: ChatTokenizer,
+) -> EdgeRequest:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is only allowed with stream: true")
+    chat = isinstance(body, ChatBody)
+    n = _num_choices(body.n, len(prompts), config)
+    eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
+    sampling = _sampling(body, logprobs, eos, config, tokenizer)
+    random_seed = secrets.randbits(64)
+    choices = []
+    for p, prompt in enumerate(prompts):
+        budget = _budget(len(prompt), max_tokens, chat, config)
+        if sampling.min_tokens > budget:
+            raise invalid("min_tokens", f"min_tokens={sampling.min_tokens} is more than the {budget} tokens allowed")
+        for i in range(n):
+            # A given seed means the same for each prompt of a batch as for that prompt alone.
+            seed = choice_seed(random_seed, p * n + i) if body.seed is None else choice_seed(body.seed, i)
+            choices.append(Choice(p, msgspec.structs.replace(sampling, max_tokens=budget, seed=seed)))
+    options = body.stream_options
+    return EdgeRequest(
+        chat=chat,
+        prompts=prompts,
+        choices=choices,
+        echo=echo,
+        eos_token_ids=eos,
+        logprobs=logprobs,
+        stops=_stops(body.stop, config),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        return_token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+    )
+
+
+def _sampling(
+    body: ChatBody | TextBody, logprobs: int, eos: frozenset[int], config: EdgeConfig, tokenizer: ChatTokenizer
+) -> SamplingParams:
+    """What all choices have in common; max_tokens and seed are still to be set."""
+    temperature = _given(body.temperature, config.default_temperature)
+    top_p = _given(body.top_p, config.default_top_p)
+    top_k = max(0, int(_given(body.top_k, config.default_top_k)))
+    stop_tokens = eos.union(check_token_ids("stop_token_ids", body.stop_token_ids or [], tokenizer))
+    if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
+        raise invalid(
+            "stop_token_ids",
+            f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, the model's own {len(eos)} "
+            "included; send fewer, or use stop strings",
+        )
+    return SamplingParams(
+        max_tokens=0,
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        # top_p=0 is permitted by OpenAI and keeps the most likely token, which is what top_k=1 says.
+        top_k=top_k if top_p > 0.0 else 1,
+        top_p=top_p if top_p > 0.0 else 1.0,
+        min_p=_given(body.min_p, config.default_min_p),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, config.default_repetition_penalty),
+        logit_bias=_logit_bias(body.logit_bias or {}, tokenizer),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=tuple(sorted(stop_tokens)),
+        logprobs=logprobs,
+        speculative=body.speculative is not False,
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _num_choices(n: int | None, num_prompts: int, config: EdgeConfig) -> int:
+    n = 1 if n is None else n
+    if not 1 <= n <= config.max_n:
+        raise invalid("n", f"n must be from 1 to {config.max_n}")
+    if n * num_prompts > config.max_choices:
+        raise invalid(
+            "n", f"{num_prompts} prompts with n={n} are more than {config.max_choices} choices; send several requests"
+        )
+    return n
+
+
+def _budget(prompt_len: int, max_tokens: int | None, chat: bool, config: EdgeConfig) -> int:
+    """How many tokens an answer to this prompt may have."""
+    param = "messages" if chat else "prompt"
+    if prompt_len == 0:
+        raise invalid(param, f"{param} must contain at least one token")
+    left = config.max_model_len - prompt_len
+    if left < 1:
+        raise too_long(
+            f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer "
+            f"together, but the prompt alone has {prompt_len}; shorten it",
+            param,
+        )
+    if max_tokens is None:
+        return left if chat else min(DEFAULT_TEXT_TOKENS, left)
+    if max_tokens > left:
+        raise too_long(
+            f"This model's maximum context length is {config.max_model_len} tokens, but the request wants "
+            f"{prompt_len + max_tokens}: {prompt_len} in the prompt and {max_tokens} in the answer; shorten "
+            "the prompt or lower max_tokens",
+            param,
+        )
+    return max_tokens
+
+
+def _stops(stop: Any, config: EdgeConfig) -> tuple[str, ...]:
+    entries: Sequence[Any] = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(entries, list):
+        raise invalid("stop", "stop must be a string or a list of strings")
+    if len(entries) > config.max_stop_strings:
+        raise invalid("stop", f"stop may have at most {config.max_stop_strings} entries")
+    for entry in entries:
+        if not isinstance(entry, str) or not 1 <= len(entry) <= config.max_stop_length:
+            raise invalid("stop", f"each stop must be a string of 1 to {config.max_stop_length} characters")
+    return tuple(entries)
+
+
+def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, float]:
+    biases = {}
+    for key, bias in given.items():
+        # str.isdigit alone would let other scripts' digits through.
+        token = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
+        if not 0 <= token < tokenizer.vocab_size:
+            raise invalid(
+                "logit_bias", f"logit_bias: {key[:20]!r} must be a token id from 0 to {tokenizer.vocab_size - 1}"
+            )
+        biases[token] = float(bias)
+    return biases

@@ -1,0 +1,192 @@
+"""Carries out one generation request: drives its choices on the engine, sends the reply, stops when the client leaves.
+
+The reply's status is decided by the first delta: until then an error has its own status, afterwards a stream ends with
+an error event. A stream is never cut without a word.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.http.admission import Admission
+from cluster.http.answer import Answer, EngineFailedError, Piece, joined
+from cluster.http.config import EdgeConfig
+from cluster.http.engine_client import EngineClient, EngineRefused
+from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
+from cluster.http.request import EdgeRequest
+from cluster.http.response import DONE, Replies, event
+from cluster.http.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect events
+]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What all requests of one ingress share."""
+
+    config: EdgeConfig
+    tokenizer: ChatTokenizer
+    engine: EngineClient
+    admission: Admission
+
+
+class GenerationResponse(Response):
+    """The reply to `request`. reply_id: unique, names the generations on the engine too. request_id: the client's name
+    for the request, for logs and error messages."""
+
+    def __init__(self, edge: Edge, request: EdgeRequest, reply_id: str, request_id: str) -> None:
+        self.background = None
+        self._edge = edge
+        self._request = request
+        self._reply_id = reply_id
+        self._request_id = request_id
+        self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
+        self._replies = Replies(
+            request, self._answers, reply_id, int(time.time()), edge.config.served_model_name, edge.tokenizer
+        )
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._reply(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left_early = not work.done()
+            await _cancel((work, gone))
+        if left_early:
+            logger.info("request %s: the client left", self._request_id)
+        else:
+            work.result()
+
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._edge.admission.enter(len(self._request.choices)):
+                await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
+        except ApiError as error:
+            if self._started:
+                await send(_body(event(error.body()), more=False))
+            else:
+                await error.response()(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        """Events as they come. Raises ApiError."""
+        replies = self._replies
+        lock = asyncio.Lock()  # several choices send; the head goes first
+        opened: set[int] = set()
+
+        async def emit(index: int, piece: Piece) -> None:
+            events = replies.piece_event(index, piece)
+            if index not in opened:
+                opened.add(index)
+                events = replies.first_event(index) + events
+            if piece.finish is not None:
+                events += replies.finish_event(index)
+            async with lock:
+                if not self._started:
+                    await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+                    self._started = True
+                if events:
+                    await send(_body(events, more=True))
+
+        await self._generate(emit)
+        end = replies.usage_event() + DONE if self._request.include_usage else DONE
+        await send(_body(end, more=False))
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One document. Raises ApiError."""
+        pieces: list[list[Piece]] = [[] for _ in self._answers]
+
+        async def keep(index: int, piece: Piece) -> None:
+            pieces[index].append(piece)
+
+        await self._generate(keep)
+        document = self._replies.document([joined(parts) for parts in pieces])
+        await Response(document, 200, JSON_HEADERS)(scope, receive, send)
+
+    async def _generate(self, emit: Callable[[int, Piece], Awaitable[None]]) -> None:
+        """Run all choices to their ends; every failure becomes an ApiError, after all of them are aborted."""
+        limit_s = self._edge.config.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                await _all([self._run_choice(i, emit) for i in range(len(self._answers))])
+        except EngineRefused as refusal:
+            raise refused(refusal.refusal) from None
+        except EngineFailedError as failure:
+            logger.error("request %s: the engine failed: %s", self._request_id, failure)
+            raise engine_failed(self._request_id) from None
+        except Exception:
+            if deadline.expired():
+                assert limit_s is not None
+                raise timed_out(limit_s) from None
+            logger.exception("request %s: unexpected", self._request_id)
+            raise internal(self._request_id) from None
+
+    async def _run_choice(self, index: int, emit: Callable[[int, Piece], Awaitable[None]]) -> None:
+        """One choice to its end. A stop string ends it before the engine does: leaving the block aborts it there."""
+        choice = self._request.choices[index]
+        answer = self._answers[index]
+        prompt = self._request.prompts[choice.prompt]
+        # Where a stop string may end the answer, the last delta read may be any.
+        running_stats = bool(self._request.stops)
+        deltas = self._edge.engine.generate(prompt, choice.sampling, f"{self._reply_id}-{index}", running_stats)
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                piece = answer.push(delta)
+                if piece.finish is not None:
+                    break
+                await emit(index, piece)
+            else:
+                raise EngineFailedError("the engine's stream ended without a last delta")
+        await emit(index, piece)
+
+
+def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answer:
+    choice = request.choices[index]
+    before: Sequence[int] = () if request.chat else request.prompts[choice.prompt]
+    return Answer(
+        tokenizer.detokenizer(request.skip_special_tokens, before),
+        request.stops,
+        request.include_stop,
+        choice.sampling.min_tokens,
+        request.eos_token_ids,
+    )
+
+
+def _body(content: bytes, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": content, "more_body": more}
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _all(choices: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all; if one fails, cancel the others, wait until they have ended, and raise its exception."""
+    if len(choices) == 1:
+        return await choices[0]
+    tasks = [asyncio.ensure_future(choice) for choice in choices]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence["asyncio.Future[None]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,71 @@
+"""The engine replica's end towards its coordinator: requests out, how they ended back. Runs in one asyncio loop."""
+
+import asyncio
+import logging
+
+import zmq.asyncio
+
+from cluster.transport.channel import BadMessageError, Refused, connect_engine, decode, encode
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal
+from cluster.transport.sockets import Transport
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLostError(RuntimeError):
+    """The coordinator is gone, and with it the request; it may be resumed on another engine."""
+
+
+class CoordinatorLink:
+    """inbox: the coordinator's endpoint."""
+
+    def __init__(self, context: zmq.asyncio.Context, transport: Transport, inbox: str) -> None:
+        self._socket = connect_engine(context, transport, inbox)  # type: ignore[arg-type]
+        self._calls: dict[str, asyncio.Future[GenerateSummary | Refusal]] = {}
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def run(self, request: GenerateRequest) -> GenerateSummary | Refusal:
+        """Hand a request over and wait for its end; if that is cancelled, the request is aborted.
+
+        Raises EngineLostError."""
+        call: asyncio.Future[GenerateSummary | Refusal] = asyncio.get_running_loop().create_future()
+        if request.request_id in self._calls:
+            return Refusal(kind="too_large", message=f"request id {request.request_id} is in use")
+        self._calls[request.request_id] = call
+        try:
+            await self._send(encode(request))
+            return await call
+        except asyncio.CancelledError:
+            await self._send(encode(Abort(request.request_id)))
+            raise
+        finally:
+            del self._calls[request.request_id]
+
+    def fail(self, reason: str) -> None:
+        """End all calls, and this link."""
+        self._reading.cancel()
+        self._socket.close(0)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineLostError(reason))
+
+    async def _send(self, raw: bytes) -> None:
+        await self._socket.send(raw)  # type: ignore[misc]
+
+    async def _read(self) -> None:
+        while True:
+            raw: bytes = await self._socket.recv()  # type: ignore[misc]
+            try:
+                message = decode(raw)
+            except BadMessageError:
+                logger.exception("the coordinator sent something unreadable")
+                continue
+            if isinstance(message, Refused):
+                self._end(message.request_id, message.refusal)
+            elif isinstance(message, GenerateSummary):
+                self._end(message.request_id, message)
+
+    def _end(self, request_id: str, answer: GenerateSummary | Refusal) -> None:
+        call = self._calls.get(request_id)
+        if call is not None and not call.done():  # it may have been cancelled meanwhile
+            call.set_result(answer)

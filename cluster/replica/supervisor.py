@@ -1,0 +1,215 @@
+"""Keeps one engine alive: a coordinator, its link and a worker group of workers, restarted when any of them fails.
+
+Driven by the `Engine` deployment; needs Ray and a placement group, not Serve.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import ray
+import zmq.asyncio
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.plan_report import rank_lines
+from cluster.replica.actors import NAMESPACE, EagleCoordinator
+from cluster.replica.coordinator_link import CoordinatorLink
+from cluster.replica.placement import ENGINE_CPUS
+from cluster.replica.worker_group import Report, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
+
+T = TypeVar("T")
+
+WATCH_PERIOD_S = 2.0
+LOOP_LIMIT_S = 30.0  # a coordinator's loop comes round every half second
+BACKOFF_LIMIT_S = 30.0
+CALL_TIMEOUT_S = 10.0  # for an actor call that should take milliseconds
+
+
+class GaveUpError(RuntimeError):
+    """The workers could not be restarted; the engine's process should end."""
+
+
+class CoordinatorLostError(RuntimeError):
+    """The coordinator died or does not answer: all of the engine's requests are lost with it."""
+
+
+class Supervisor:
+    """link: the way to the coordinator; None while there is none. down_since: monotonic seconds, None while serving."""
+
+    def __init__(self, plan: WorkerGroupPlan, engine_id: str, name_prefix: str, report: Report) -> None:
+        self.link: CoordinatorLink | None = None
+        self.down_since: float | None = None
+        self._plan = plan
+        self._engine_id = engine_id
+        self._name_prefix = name_prefix
+        self._report = report
+        self._context = zmq.asyncio.Context()
+        self._epoch = 0
+        self._num_coordinators = 0
+        self._coordinator: Any = None
+        self._coordinator_death: asyncio.Future[str] | None = None
+        self._worker_group: WorkerGroup | None = None
+        self._up = asyncio.Event()
+
+    async def start(self) -> None:
+        """The first start: no second attempt, because its failure is mostly a matter of configuration."""
+        try:
+            await self._bring_up()
+        except BaseException:
+            self.stop()
+            raise
+
+    async def next_link(self) -> CoordinatorLink | None:
+        """The link once the engine serves again; None if that takes longer than a start may."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._up.wait(), self._plan.config.engine.start_timeout_s)
+        return self.link
+
+    async def supervise(self) -> None:
+        """Never returns: waits for a failure, clears it up, starts again. Raises GaveUpError."""
+        while True:
+            try:
+                reason, lost_coordinator = await self._worker_group_failure(), False
+            except CoordinatorLostError as error:
+                reason, lost_coordinator = str(error), True
+            self.down_since = time.monotonic()
+            self._report(f"engine {self._engine_id}, epoch {self._epoch}: {reason}; restarting")
+            await self._clear(reason, lost_coordinator)
+            await self._restart()
+            self._report(f"engine {self._engine_id}: serving again after {time.monotonic() - self.down_since:.1f} s")
+            self.down_since = None
+
+    def stop(self) -> None:
+        """Kill everything."""
+        self._up.clear()
+        if self._worker_group is not None:
+            self._worker_group.kill(hung=False)
+            self._worker_group = None
+        self._drop_coordinator("the engine was stopped")
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._plan.folder, ignore_errors=True)
+
+    async def _restart(self) -> None:
+        config = self._plan.config.engine
+        backoff_s = config.restart_backoff_s
+        for attempt in range(1, config.max_restarts + 1):
+            try:
+                await self._bring_up()
+                return
+            except (WorkerGroupError, CoordinatorLostError) as error:
+                self._report(f"engine {self._engine_id}: attempt {attempt} of {config.max_restarts} failed: {error}")
+                if isinstance(error, CoordinatorLostError):
+                    self._drop_coordinator(str(error))
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, BACKOFF_LIMIT_S)
+        self.stop()
+        raise GaveUpError(f"engine {self._engine_id}: gave up after {config.max_restarts} failed starts")
+
+    async def _bring_up(self) -> None:
+        if self._coordinator is None:
+            self._start_coordinator()
+        self._epoch += 1
+        worker_group = WorkerGroup(self._plan, f"{self._engine_id}.{self._num_coordinators}", self._epoch, self._report)
+        await worker_group.start()
+        try:
+            if self.link is None:
+                inbox = await self._ask("open", worker_group.layout, limit_s=60.0)
+                link = CoordinatorLink(self._context, self._plan.transport, inbox)
+            else:
+                link = self.link
+            await self._ask("attach", worker_group.endpoints, worker_group.epoch, limit_s=CALL_TIMEOUT_S)
+        except BaseException:
+            worker_group.kill()
+            raise
+        self._worker_group, self.link = worker_group, link
+        if self._epoch == 1:
+            for line in rank_lines(self._plan.config, worker_group.places, worker_group.layout):
+                self._report(line)
+        self._up.set()
+
+    def _start_coordinator(self) -> None:
+        self._num_coordinators += 1
+        name = f"{self._engine_id}.{self._num_coordinators}"
+        placed = PlacementGroupSchedulingStrategy(self._plan.group, placement_group_bundle_index=0)
+        self._coordinator = (
+            ray.remote(EagleCoordinator)
+            .options(
+                name=self._name_prefix + name,
+                namespace=NAMESPACE,
+                num_cpus=ENGINE_CPUS,
+                max_restarts=0,
+                max_concurrency=100,  # calls that wait for a failure, beside those of every ingress's statistics
+                scheduling_strategy=placed,
+            )
+            .remote(self._plan.config, name, self._plan.transport)
+        )
+        self._coordinator_death = asyncio.ensure_future(_await(self._coordinator.death.remote()))
+
+    async def _clear(self, reason: str, lost_coordinator: bool) -> None:
+        """Bring everything that is left to a known state: no worker group, and a coordinator that knows it or none."""
+        self._up.clear()
+        assert self._worker_group is not None
+        self._worker_group.kill()
+        self._worker_group = None
+        if not lost_coordinator:
+            try:
+                await self._ask("detach", reason, limit_s=CALL_TIMEOUT_S)
+                return
+            except CoordinatorLostError as error:
+                reason = str(error)
+        self._drop_coordinator(reason)
+
+    def _drop_coordinator(self, reason: str) -> None:
+        if self.link is not None:
+            self.link.fail(reason)
+            self.link = None
+        if self._coordinator is not None:
+            ray.kill(self._coordinator, no_restart=True)
+            self._coordinator = None
+        if self._coordinator_death is not None:
+            self._coordinator_death.cancel()
+            self._coordinator_death = None
+
+    async def _worker_group_failure(self) -> str:
+        """Waits until a rank is lost or hangs; returns why. Raises CoordinatorLostError.
+
+        A death shows three times: its actor call ends, its socket closes, and the coordinator says so; whichever comes
+        first counts. Only the coordinator sees a hang."""
+        assert self._worker_group is not None and self._coordinator_death is not None
+        ended = asyncio.ensure_future(self._worker_group.failure())
+        told = asyncio.ensure_future(_await(self._coordinator.worker_group_lost.remote()))
+        try:
+            while True:
+                watched = (ended, told, self._coordinator_death)
+                await asyncio.wait(watched, timeout=WATCH_PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
+                if self._coordinator_death.done():
+                    raise CoordinatorLostError(_outcome(self._coordinator_death))
+                if told.done() or ended.done():
+                    return _outcome(told if told.done() else ended)
+                age_s = await self._ask("loop_age_s", limit_s=CALL_TIMEOUT_S)
+                if age_s > LOOP_LIMIT_S:
+                    raise CoordinatorLostError(f"the coordinator's loop hangs for {age_s:.0f} s")
+        finally:
+            ended.cancel()
+            told.cancel()
+
+    async def _ask(self, method: str, *arguments: object, limit_s: float) -> Any:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await getattr(self._coordinator, method).remote(*arguments)
+        except TimeoutError:
+            raise CoordinatorLostError(f"the coordinator did not answer `{method}` in {limit_s:g} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise CoordinatorLostError(f"the coordinator died: {first_line(error)}") from None
+
+
+async def _await(ref: Awaitable[T]) -> T:
+    return await ref
+
+
+def _outcome(failure: "asyncio.Future[str]") -> str:
+    error = failure.exception()
+    return failure.result() if error is None else first_line(error)

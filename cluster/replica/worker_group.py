@@ -1,0 +1,174 @@
+"""One epoch of an engine's workers: started together, watched together, killed together.
+
+Used by `cluster.replica.engine`. A worker group is never repaired: when one rank dies the others wait in a collective
+for minutes, so all are killed and a new worker group with a new rendezvous takes their place.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.assembly import Layout
+from cluster.config import AerieConfig
+from cluster.replica.actors import LOOPBACK, RankPlace, Worker, phase_line
+from cluster.replica.placement import WORKER_CPUS, order_ranks
+from cluster.transport.keys import application_keys
+from cluster.transport.sockets import Transport
+
+Report = Callable[[str], None]
+T = TypeVar("T")
+
+
+class WorkerGroupError(RuntimeError):
+    """A worker group could not be started, or lost a rank; the message names the first cause."""
+
+
+@dataclass(frozen=True)
+class WorkerGroupPlan:
+    """What every worker group of an engine has in common.
+
+    factory: what a rank is made of. transport: of the engine's own process and its coordinator's. folder: of this node,
+    for the sockets of ranks beside the coordinator. application: whose keys ranks on other nodes use.
+    """
+
+    config: AerieConfig
+    factory: str
+    group: PlacementGroup
+    transport: Transport
+    folder: str
+    application: str
+
+
+class WorkerGroup:
+    """`start` brings it to the point where `endpoints` can be attached; `failure` returns when a rank is lost."""
+
+    def __init__(self, plan: WorkerGroupPlan, name: str, epoch: int, report: Report) -> None:
+        self.epoch = epoch
+        self.layout: Layout
+        self.places: list[RankPlace] = []
+        self.endpoints: list[str] = []
+        self._name = name
+        self._done = "nothing"
+        self._plan = plan
+        self._report = report
+        self._workers: list[Any] = []
+        self._runs: list[asyncio.Future[str]] = []
+
+    async def start(self) -> None:
+        """Place, load and warm up all ranks. Raises WorkerGroupError after killing what was started."""
+        try:
+            async with asyncio.timeout(self._plan.config.engine.start_timeout_s):
+                await self._start()
+        except TimeoutError:
+            self.kill()
+            limit = self._plan.config.engine.start_timeout_s
+            raise WorkerGroupError(
+                f"not ready after engine.start_timeout_s={limit:g} (last done: {self._done})"
+            ) from None
+        except BaseException:
+            self.kill(hung=False)
+            raise
+
+    async def failure(self) -> str:
+        """Waits until a rank ends, for whatever reason; returns that reason."""
+        done, _ = await asyncio.wait(self._runs, return_when=asyncio.FIRST_COMPLETED)
+        rank = next(r for r, run in enumerate(self._runs) if run in done)
+        error = self._runs[rank].exception()
+        return f"rank {rank}: {first_line(error) if error is not None else self._runs[rank].result()}"
+
+    def kill(self, hung: bool = True) -> None:
+        """End every rank at once; nothing is left to say goodbye to. hung: some may not listen any more."""
+        for worker in self._workers:
+            ray.kill(worker, no_restart=True)
+        own_node = ray.get_runtime_context().get_node_id()
+        for place in self.places:
+            if hung and place.node_id == own_node:
+                # ray.kill asks the process itself; one that is stopped, or stuck in a driver, does not answer.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(place.pid, signal.SIGKILL)
+        self._workers = []
+        for run in self._runs:
+            run.add_done_callback(_retrieve)
+
+    async def _start(self) -> None:
+        await self._phase("placed, imported", self._place)
+        self.layout = await self._workers[0].layout.remote()
+        alone = all(place.node_id == self.places[0].node_id for place in self.places)
+        addresses = [LOOPBACK if alone else place.address for place in self.places]
+        rendezvous = await self._workers[0].rendezvous.remote(addresses[0])
+        await self._phase("built", lambda: self._all("build", [(rendezvous, address) for address in addresses]))
+        here = alone and self.places[0].node_id == ray.get_runtime_context().get_node_id()
+        self.endpoints = await self._all(
+            "listen", [(self._transport(place, here), self._name, self.epoch) for place in self.places]
+        )
+        self._runs = [asyncio.ensure_future(_await(worker.run.remote())) for worker in self._workers]
+
+    def _transport(self, place: RankPlace, here: bool) -> Transport:
+        if here:
+            return Transport(folder=self._plan.folder)
+        return Transport(node_ip=place.address, keys=application_keys(self._plan.application))
+
+    async def _place(self) -> None:
+        group = self._plan.group
+        nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        order = order_ranks(nodes, first=nodes[0])
+        make = ray.remote(Worker)
+        config = self._plan.config
+        self._workers = [
+            make.options(
+                num_cpus=WORKER_CPUS,
+                num_gpus=1 if config.model.device == "cuda" else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            ).remote(config, rank, self._plan.factory)
+            for rank, bundle in enumerate(order)
+        ]
+        self.places = await self._all("place")
+
+    async def _phase(self, name: str, work: Callable[[], Awaitable[Any]]) -> None:
+        started = time.monotonic()
+        await work()
+        self._done = name
+        self._report(phase_line(name, time.monotonic() - started))
+
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call `method` on every rank at once; the first failure in time is the one that is raised, because the
+        others' are mostly its echo."""
+        given = arguments if arguments is not None else [()] * len(self._workers)
+        calls = [
+            asyncio.ensure_future(_await(getattr(worker, method).remote(*args)))
+            for worker, args in zip(self._workers, given, strict=True)
+        ]
+        done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        for call in pending:
+            call.add_done_callback(_retrieve)
+        for rank, call in enumerate(calls):
+            if call in done and call.exception() is not None:
+                raise WorkerGroupError(f"rank {rank}, {method}: {first_line(call.exception())}") from call.exception()
+        return [call.result() for call in calls]
+
+
+async def _await(ref: Awaitable[T]) -> T:
+    return await ref
+
+
+def _retrieve(call: "asyncio.Future[Any]") -> None:
+    """Mark a call's exception as seen: it belongs to a worker group that is already dead."""
+    with contextlib.suppress(asyncio.CancelledError):
+        call.exception()
+
+
+def first_line(error: BaseException | None) -> str:
+    """Type and first line of an error that came from an actor."""
+    cause = getattr(error, "cause", None) or error  # RayTaskError carries the worker's own exception
+    text = str(cause).strip()
+    return f"{type(cause).__name__}: {text.splitlines()[0] if text else ''}"

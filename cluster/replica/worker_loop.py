@@ -1,0 +1,78 @@
+"""A rank's loop: plans in, results and heartbeats out. Called by the worker actor and by tests, without Ray."""
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Literal
+
+from cluster.transport.channel import Heartbeat, RankChannel, Stop
+from workers.runner.executor import StepExecutor
+
+HEARTBEAT_S = 0.5
+_MAX_PENDING = 2  # `StepExecutor`'s contract: launched, result not taken
+_DEVICE_POLL_S = 50e-6  # between looks at a step that a GPU works on; 1-2 % of a 5 ms step
+
+
+def run_worker_loop(
+    executor: StepExecutor, channel: RankChannel, clock: Callable[[], float] = time.monotonic
+) -> Literal["stopped", "coordinator lost"]:
+    """Executes plans in order until told to stop or until the coordinator's connection closes; says which.
+
+    Rank 0 sends results, all send heartbeats. What the executor raises is sent up with its traceback and raised here.
+    """
+    loop = _Loop(executor, channel, clock)
+    try:
+        while True:
+            ended = loop.turn()
+            if ended is not None:
+                return ended
+    except Exception:
+        channel.fail(traceback.format_exc())
+        raise
+
+
+def _end(channel: RankChannel) -> Literal["stopped", "coordinator lost"]:
+    """Why the connection closed: a coordinator that stops says so before."""
+    while (message := channel.receive()) is not None:
+        if isinstance(message, Stop):
+            return "stopped"
+    return "coordinator lost"
+
+
+class _Loop:
+    def __init__(self, executor: StepExecutor, channel: RankChannel, clock: Callable[[], float]) -> None:
+        self._executor = executor
+        self._channel = channel
+        self._clock = clock
+        self._num_steps = 0
+        self._heartbeat_due_s = clock()
+
+    def turn(self) -> Literal["stopped", "coordinator lost"] | None:
+        """Wait for a plan if none is pending, launch what can be launched, take what is done."""
+        executor, channel = self._executor, self._channel
+        now = self._clock()
+        if now >= self._heartbeat_due_s:
+            if channel.lost() is not None:
+                return _end(channel)
+            channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps))
+            self._heartbeat_due_s = now + HEARTBEAT_S
+        if executor.num_pending == 0:
+            news = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
+            if news and channel.lost() is not None:
+                return _end(channel)
+        launched = False
+        if executor.num_pending < _MAX_PENDING:
+            message = channel.receive()
+            if isinstance(message, Stop):
+                return "stopped"
+            if message is not None:
+                executor.submit(message)
+                launched = True
+        if executor.num_pending > 0 and executor.ready():
+            result = executor.take()
+            self._num_steps += 1
+            if channel.rank == 0 and not channel.send(result):
+                return _end(channel)
+        elif not launched and executor.num_pending > 0:
+            time.sleep(_DEVICE_POLL_S)  # a plan that comes meanwhile waits no longer than this
+        return None

@@ -1,0 +1,281 @@
+"""What travels between engine replica, coordinator, ranks and ingresses, and the links it travels on.
+
+One byte says what a message is, msgpack follows: typed, no pickle. Every link is used by one thread. The coordinator's
+ends never block: a peer that does not read is bounded by its link's high-water mark and then treated as gone.
+"""
+
+import contextlib
+
+import msgspec
+import zmq
+
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
+from cluster.transport.sockets import PeerMonitor, Transport, open_socket
+from workers.scheduling.plan import StepPlan, StepResult
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+# Collectives keep the ranks within two plans of each other; this leaves room for a rank that only starves for CPU
+# (seen with 64, where scripted ranks share two cores with other jobs). A hang is found by its stamps, not by this.
+_RANK_HIGH_WATER = 1024
+_INBOX_HIGH_WATER = 10_000
+_INGRESS_HIGH_WATER = 1000  # token messages, seconds of them: an ingress further behind is taken for gone
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
+    """A rank is alive: its loop runs. num_steps: steps it has finished."""
+
+    rank: int
+    epoch: int
+    num_steps: int
+
+
+class RankFailure(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's executor raised; its loop has ended. message: the traceback."""
+
+    rank: int
+    epoch: int
+    message: str
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True):
+    """The rank shall end its loop."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator did not take a request."""
+
+    request_id: str
+    refusal: Refusal
+
+
+Message = StepPlan | StepResult | Heartbeat | RankFailure | Stop | GenerateRequest | Abort | GenerateSummary | Refused
+_KINDS: dict[type, bytes] = {
+    StepPlan: b"P",
+    StepResult: b"R",
+    Heartbeat: b"H",
+    RankFailure: b"F",
+    Stop: b"S",
+    GenerateRequest: b"G",
+    Abort: b"A",
+    GenerateSummary: b"D",
+    Refused: b"N",
+}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
+    kind[0]: msgspec.msgpack.Decoder(message) for message, kind in _KINDS.items()
+}
+_TOKENS = msgspec.msgpack.Decoder(TokenBatch)
+
+
+class BadMessageError(ValueError):
+    """Bytes that are not one of our messages."""
+
+
+def encode(message: Message) -> bytes:
+    """One byte that says which, and msgpack."""
+    return _KINDS[type(message)] + _ENCODER.encode(message)
+
+
+def decode(raw: bytes) -> Message:
+    """What `encode` was given; raises BadMessageError."""
+    decoder = _DECODERS.get(raw[0]) if raw else None
+    if decoder is None:
+        raise BadMessageError(f"message begins with {raw[:1]!r}, known are {sorted(_KINDS.values())}")
+    try:
+        return decoder.decode(memoryview(raw)[1:])
+    except msgspec.MsgspecError as error:
+        raise BadMessageError(f"message {raw[:1]!r}: {error}") from error
+
+
+def decode_tokens(raw: bytes) -> TokenBatch:
+    """What an ingress receives on the socket of `bind_ingress`."""
+    return _TOKENS.decode(raw)
+
+
+def bind_ingress(context: Context, transport: Transport, name: str) -> tuple["zmq.Socket[bytes]", str]:
+    """The PULL socket on which an ingress reads token batches, and the endpoint for `GenerateRequest.reply_to`.
+
+    With a `zmq.asyncio.Context` the socket is an asynchronous one."""
+    socket = open_socket(context, zmq.PULL, _INGRESS_HIGH_WATER)
+    try:
+        return socket, transport.bind(socket, name)
+    except ValueError:
+        socket.close()
+        raise
+
+
+def connect_engine(context: Context, transport: Transport, inbox: str) -> "zmq.Socket[bytes]":
+    """The DEALER socket of an engine replica to its coordinator's inbox: send `encode`d GenerateRequest and Abort,
+    receive GenerateSummary and Refused for `decode`. With a `zmq.asyncio.Context` an asynchronous one."""
+    socket = open_socket(context, zmq.DEALER, _INBOX_HIGH_WATER)
+    try:
+        transport.connect(socket, inbox)
+    except ValueError:
+        socket.close()
+        raise
+    return socket
+
+
+class Inbox:
+    """The coordinator's end towards engine replicas."""
+
+    def __init__(self, context: Context, transport: Transport, name: str) -> None:
+        self.socket = open_socket(context, zmq.ROUTER, _INBOX_HIGH_WATER)
+        try:
+            self.endpoint = transport.bind(self.socket, name)
+        except ValueError:
+            self.socket.close()
+            raise
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """The next sender and its message, or None."""
+        try:
+            sender, raw = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return sender, raw
+
+    def send(self, receiver: bytes, message: GenerateSummary | Refused) -> None:
+        """Goes nowhere if the receiver has left."""
+        self.socket.send_multipart((receiver, encode(message)), zmq.NOBLOCK)
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.socket.close(linger_ms)
+
+
+def _connected(
+    context: Context, transport: Transport, kind: int, high_water: int, endpoint: str
+) -> tuple["zmq.Socket[bytes]", PeerMonitor]:
+    """A socket towards `endpoint`, watched; raises ValueError, leaving nothing open, if there can be none."""
+    socket = open_socket(context, kind, high_water)
+    monitor = PeerMonitor(socket)
+    try:
+        transport.connect(socket, endpoint)
+    except ValueError:
+        monitor.close()
+        socket.close(0)
+        raise
+    return socket, monitor
+
+
+def _sent(socket: "zmq.Socket[bytes]", raw: bytes) -> bool:
+    """Send without waiting; False if the peer is a high-water mark behind."""
+    try:
+        socket.send(raw, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
+class RankLink:
+    """The coordinator's end towards one rank of one worker group."""
+
+    def __init__(self, context: Context, transport: Transport, endpoint: str, rank: int) -> None:
+        self.rank = rank
+        self.socket, self.monitor = _connected(context, transport, zmq.DEALER, _RANK_HIGH_WATER, endpoint)
+
+    def send(self, raw: bytes) -> bool:
+        """False if the rank has not read what was sent before, which a living one does."""
+        return _sent(self.socket, raw)
+
+    def has_news(self) -> bool:
+        """Whether `receive` would return a message."""
+        return bool(self.socket.poll(0))
+
+    def receive(self) -> Message | None:
+        """The rank's next message, or None."""
+        try:
+            return decode(self.socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.monitor.close()
+        self.socket.close(linger_ms)
+
+
+class RankChannel:
+    """A rank's end: bound before its worker group is attached, then driven by `cluster.replica.worker_loop`.
+
+    Plans of another epoch are dropped; a plan out of order is an error, because a step would be missing on this rank
+    alone and the next collective would hang."""
+
+    def __init__(self, context: Context, transport: Transport, rank: int, epoch: int, name: str) -> None:
+        self.rank = rank
+        self.epoch = epoch
+        self._socket = open_socket(context, zmq.DEALER, _RANK_HIGH_WATER)
+        self._monitor = PeerMonitor(self._socket)
+        self._next_step = 0
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor.socket, zmq.POLLIN)
+        try:
+            self.endpoint = transport.bind(self._socket, name)
+        except ValueError:
+            self.close()
+            raise
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Until there is a message or news of the connection, at most `timeout_ms`; whether there is such news."""
+        return any(socket is self._monitor.socket for socket, _ in self._poller.poll(timeout_ms))
+
+    def receive(self) -> StepPlan | Stop | None:
+        """The next plan or stop, or None; never waits."""
+        while True:
+            try:
+                message = decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            if isinstance(message, Stop):
+                return message
+            if not isinstance(message, StepPlan):
+                raise BadMessageError(f"rank {self.rank} got a {type(message).__name__}")
+            if message.epoch != self.epoch:
+                continue
+            if message.step != self._next_step:
+                raise BadMessageError(f"rank {self.rank} got step {message.step}, expected {self._next_step}")
+            self._next_step += 1
+            return message
+
+    def lost(self) -> str | None:
+        """Why the coordinator is lost, or None."""
+        return self._monitor.check()
+
+    def send(self, message: StepResult | Heartbeat) -> bool:
+        """Never waits. False if nobody is there to read it: the coordinator has not connected yet, or is gone."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def fail(self, message: str) -> None:
+        """Tell the coordinator why this rank ends; it is given a second to take it when the channel closes."""
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encode(RankFailure(self.rank, self.epoch, message)), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._monitor.close()
+        self._socket.close()
+
+
+class IngressLink:
+    """The coordinator's end towards one ingress. sequence: of the next batch; deltas: what it will hold."""
+
+    def __init__(self, context: Context, transport: Transport, endpoint: str, sequence: int) -> None:
+        self.endpoint = endpoint
+        self.sequence = sequence
+        self.deltas: list[TokenDelta] = []
+        self.socket, self.monitor = _connected(context, transport, zmq.PUSH, _INGRESS_HIGH_WATER, endpoint)
+
+    def send(self, batch: TokenBatch) -> bool:
+        """False if the ingress is `_INGRESS_HIGH_WATER` messages behind."""
+        sent = _sent(self.socket, _ENCODER.encode(batch))
+        self.sequence += sent
+        return sent
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.monitor.close()
+        self.socket.close(linger_ms)

@@ -1,0 +1,33 @@
+"""Which ZeroMQ transport a process uses, and the application's keys, handed out through Ray."""
+
+import tempfile
+
+import msgspec
+import ray
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+from cluster.transport.sockets import CurveKeys, Transport, new_keys
+
+_KV_NAMESPACE = b"aerie"
+
+
+def make_transport(one_node: bool, application: str) -> Transport:
+    """For sockets of this process: ipc files in a private folder if everything runs on one node, else tcp with keys.
+
+    The caller removes the folder."""
+    if one_node:
+        return Transport(folder=tempfile.mkdtemp(prefix="aerie-"))
+    return Transport(node_ip=ray.util.get_node_ip_address(), keys=application_keys(application))
+
+
+def application_keys(application: str) -> CurveKeys:
+    """The one key pair of an application: whoever asks first makes it. It stays when replicas come and go, and it is
+    as secret as the cluster's key-value store, which Ray's token authentication guards."""
+    key = f"curve:{application}".encode()
+    stored: bytes | None = _internal_kv_get(key, namespace=_KV_NAMESPACE)
+    if stored is None:
+        # Kept only if nobody was faster; what is read back is what everybody reads.
+        _internal_kv_put(key, msgspec.msgpack.encode(new_keys()), overwrite=False, namespace=_KV_NAMESPACE)
+        stored = _internal_kv_get(key, namespace=_KV_NAMESPACE)
+        assert stored is not None
+    return msgspec.msgpack.decode(stored, type=CurveKeys)

@@ -1,0 +1,155 @@
+"""ZeroMQ sockets as this engine uses them: where they bind, how they are secured, how a peer's death is noticed.
+
+Used by `cluster.transport.channel`. ipc on one node, tcp with CURVE between nodes; keys and addresses are values handed
+in.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+MAX_IPC_PATH = 107  # sun_path of sockaddr_un on Linux, without its closing zero byte
+TCP_HEARTBEAT_MS = 1000
+TCP_HEARTBEAT_TIMEOUT_MS = 5000  # a cut cable shows after this; a dead process closes its socket and shows in ms
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """One key pair (Z85) for everything that belongs to an application, handed out through Ray and never published.
+
+    A server accepts whoever knows its public key, so this one is as secret as the other; who does not know it can
+    neither connect nor read (CurveZMQ, rfc.zeromq.org/spec/26).
+    """
+
+    public: bytes
+    secret: bytes
+
+
+def new_keys() -> CurveKeys:
+    """A fresh key pair."""
+    return CurveKeys(*zmq.curve_keypair())
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Where this process's sockets bind: ipc files in `folder` if one is given, else tcp on `node_ip` with `keys`.
+
+    keys are also needed to connect to another's tcp endpoint.
+    """
+
+    folder: str = ""
+    node_ip: str = ""
+    keys: CurveKeys | None = None
+
+    def bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
+        """Binds; returns the endpoint that others connect to. `name` must be unique in the folder.
+
+        Raises ValueError if it cannot be; the caller closes the socket."""
+        try:
+            return self._bind(socket, name)
+        except (ValueError, zmq.ZMQError) as error:
+            raise ValueError(f"cannot bind {name}: {error}") from error
+
+    def connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """Connects to what another's `bind` returned.
+
+        Raises ValueError for an endpoint of another form; the caller closes the socket."""
+        try:
+            self._connect(socket, endpoint)
+        except (ValueError, zmq.ZMQError) as error:
+            raise ValueError(f"endpoint={endpoint!r}: {error}") from error
+
+    def _bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
+        if self.folder:
+            path = str(Path(self.folder) / name)
+            if len(path.encode()) > MAX_IPC_PATH:
+                raise ValueError(
+                    f"{path} has {len(path.encode())} bytes, a Unix socket's path has {MAX_IPC_PATH} at most; "
+                    "choose a shorter folder"
+                )
+            socket.bind(f"ipc://{path}")
+            return f"ipc://{path}"
+        if not self.node_ip:
+            raise ValueError("Transport has neither folder nor node_ip; give one of them")
+        keys = self._keys()
+        socket.curve_server = True
+        socket.curve_secretkey = keys.secret
+        _watch_tcp(socket)
+        socket.bind(f"tcp://{self.node_ip}:*")
+        endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+        return endpoint.decode().rstrip("\0")
+
+    def _connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        if endpoint.startswith("tcp://"):
+            keys = self._keys()
+            socket.curve_serverkey = keys.public
+            socket.curve_publickey = keys.public
+            socket.curve_secretkey = keys.secret
+            _watch_tcp(socket)
+        elif not endpoint.startswith("ipc://"):
+            raise ValueError("must begin with ipc:// or tcp://")
+        socket.connect(endpoint)
+
+    def _keys(self) -> CurveKeys:
+        if self.keys is None:
+            raise ValueError("tcp is never left open; give Transport.keys")
+        return self.keys
+
+
+def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, high_water: int) -> "zmq.Socket[bytes]":
+    """A socket that queues `high_water` messages per peer and direction and forgets them when it is closed."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, high_water)
+    socket.setsockopt(zmq.RCVHWM, high_water)
+    return socket
+
+
+class PeerMonitor:
+    """Notices the end of a socket's one peer. `socket` is readable when there is news.
+
+    zmq reconnects by itself; for us a peer that was lost once is lost: its successor has another endpoint.
+    """
+
+    _FAILURES = {
+        zmq.Event.DISCONNECTED: "its connection closed",
+        zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed",
+        zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: other keys or no CURVE",
+        zmq.Event.HANDSHAKE_FAILED_AUTH: "the handshake failed: refused",
+    }
+
+    def __init__(self, watched: "zmq.Socket[bytes]") -> None:
+        self._watched = watched
+        events = int(zmq.Event.HANDSHAKE_SUCCEEDED)
+        for event in self._FAILURES:
+            events |= int(event)
+        self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(events)
+        self.was_connected = False
+        self.failure: str | None = None
+
+    def check(self) -> str | None:
+        """Reads the news; why the peer is lost, or None."""
+        while self.failure is None:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            event = zmq.Event(parse_monitor_message(frames)["event"])
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.was_connected = True
+            else:
+                self.failure = self._FAILURES.get(event)
+        return self.failure
+
+    def close(self) -> None:
+        """Stops watching; before the watched socket is closed."""
+        self._watched.disable_monitor()
+        self.socket.close(0)  # disable_monitor forgets it without closing, and an open one holds up the context's end
+
+
+def _watch_tcp(socket: "zmq.Socket[bytes]") -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, TCP_HEARTBEAT_TIMEOUT_MS)

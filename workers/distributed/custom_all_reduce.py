@@ -1,0 +1,256 @@
+"""All-reduces without NCCL between the GPUs of one node: each rank maps every other's memory and reads or writes it.
+
+`workers.distributed.tp_group.join_tp_group` connects the ranks once, before any graph is captured; `TPGroup` then asks
+here first. What runs depends on shape, type and number of ranks alone, so every rank chooses the same, and it runs
+alike in a captured graph and outside: all state is on the device. Over PyTorch's symmetric memory, without NVLink
+multicast.
+"""
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class Method(Enum):
+    """PUSH: `workers.distributed.kernels.one_shot_all_reduce`, which sums in float32 in rank order. TWO_SHOT: each rank
+    sums its share of the numbers and hands it to the others (symm_mem.two_shot_all_reduce). Both give the same bits on
+    every rank."""
+
+    PUSH = "push"
+    TWO_SHOT = "two-shot"
+    NCCL = "nccl"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest message in bytes that each method is used for; beyond `two_shot`, NCCL."""
+
+    push: int
+    two_shot: int
+
+
+# By number of ranks, measured on H200s (NVLink 4, no multicast, torch 2.11, NCCL 2.28.9, in a CUDA graph, bfloat16,
+# rows of 8192, with the residual add and RMSNorm that follow) by `python -m tests.bench.all_reduce`. us for NCCL /
+# two-shot / push, 2 ranks: 16 KB 8.1 / 8.4 / 5.0, 256 KB 10.0 / 9.2 / 5.7, 1 MB 15.5 / 11.9 / 10.2, 1.8 MB 28.3 / 14.7
+# / 14.6, 16 MB 91.3 / 74.1 / -. 4 ranks: 16 KB 12.3 / 8.5 / 6.9, 128 KB 13.0 / 10.7 / 7.8, 256 KB 13.1 / 10.8 / 10.0,
+# 512 KB 16.2 / 11.4 / 14.7, 16 MB 114 / 106 / -. Other numbers of ranks use NCCL.
+LIMITS = {2: Limits(push=1 << 20, two_shot=16 << 20), 4: Limits(push=256 << 10, two_shot=16 << 20)}
+
+MAX_ROWS = 112  # of PUSH, a program each: the smallest H100 has 114 multiprocessors, and all programs must fit at once
+_MAX_WORDS = 16384  # 64-bit words that one program of PUSH holds in registers: 32 in each of 512 threads
+_OPERATORS = ("two_shot_all_reduce_", "two_shot_all_reduce_out")
+
+
+def choose(limits: Limits, ranks: int, rows: int, width: int, dtype: torch.dtype) -> Method:
+    """How [rows, width] of dtype is summed."""
+    num_bytes = rows * width * dtype.itemsize
+    if num_bytes <= limits.push and _can_push(ranks, rows, width, dtype):
+        return Method.PUSH
+    # the operators move 16 bytes at a time and know these types
+    if 0 < num_bytes <= limits.two_shot and num_bytes % 16 == 0 and dtype in (torch.bfloat16, torch.float32):
+        return Method.TWO_SHOT
+    return Method.NCCL
+
+
+def _can_push(ranks: int, rows: int, width: int, dtype: torch.dtype) -> bool:
+    if dtype not in (torch.bfloat16, torch.float16) or width % 2 or ranks & (ranks - 1):
+        return False
+    words = 1 << (width // 2 - 1).bit_length()
+    return 0 < rows <= MAX_ROWS and ranks * words <= _MAX_WORDS
+
+
+class CustomAllReduce:
+    """Memory of this rank that all ranks can reach, and the collectives over it.
+
+    Invariant: all ranks make the same calls in the same order, each rank on one stream. regions: of every rank, as this
+    device sees them, [bytes] uint8, `region_bytes` long and zero from `limits.two_shot` on; this rank's own is the
+    tensor that symmetric memory gave. group_name: of the process group that they were exchanged over.
+    """
+
+    def __init__(self, rank: int, limits: Limits, regions: Sequence[Tensor], group_name: str) -> None:
+        self.limits = limits
+        self._rank = rank
+        self._size = len(regions)
+        self._regions = tuple(regions)  # the mapping of another rank's memory ends with its tensor
+        region = regions[rank]
+        self._staging = region[: limits.two_shot]
+        self._words = region[limits.two_shot :].view(torch.int64)
+        addresses = [other.data_ptr() + limits.two_shot for other in regions]
+        self._inboxes = torch.tensor(addresses, dtype=torch.int64).to(region.device)
+        self._epochs = torch.zeros(MAX_ROWS, dtype=torch.int32, device=region.device)
+        self._inbox: Tensor | None = None  # its shape follows from the first width that is summed
+        self._group_name = group_name
+
+    def method(self, rows: int, width: int, dtype: torch.dtype) -> Method:
+        """How [rows, width] of dtype is summed. An inbox serves one width, the first: the words' numbers rely on it."""
+        method = choose(self.limits, self._size, rows, width, dtype)
+        if method is Method.PUSH and self._inbox is not None and self._inbox.shape[-1] != width // 2:
+            return choose(Limits(0, self.limits.two_shot), self._size, rows, width, dtype)
+        return method
+
+    def product_buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        """[rows, width] where a product that will be summed may be written, so that it need not be copied there; None
+        where that brings nothing. Its content lasts until the next call."""
+        if self.method(rows, width, dtype) is not Method.TWO_SHOT:
+            return None
+        return self._staged(rows, width, dtype)
+
+    def all_reduce(self, x: Tensor) -> bool:
+        """Replace x [rows, width], contiguous, by its sum over the ranks; False, and nothing done, where NCCL should.
+        Waits on the stream until every rank has called."""
+        if x.dim() != 2 or not x.is_contiguous():
+            return False
+        method = self.method(x.shape[0], x.shape[1], x.dtype)
+        if method is Method.PUSH:
+            self._push(x, x, None)
+        elif method is Method.TWO_SHOT:
+            self._two_shot(x)
+        return method is not Method.NCCL
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """residual += the sum of x over the ranks, in place, and its RMSNorm [rows, width], in one launch; None, and
+        nothing done, where one launch cannot. All contiguous and of one dtype."""
+        if self.method(x.shape[0], x.shape[1], x.dtype) is not Method.PUSH:
+            return None
+        out = torch.empty_like(x)
+        self._push(x, out, (residual, weight, eps))
+        return out
+
+    def _push(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> None:
+        from workers.distributed.kernels.one_shot_all_reduce import one_shot_all_reduce
+
+        if self._inbox is None:
+            pairs = x.shape[1] // 2
+            capacity = min(self.limits.push // (4 * pairs), len(self._epochs))
+            self._inbox = self._words[: 2 * capacity * self._size * pairs].view(2, capacity, self._size, pairs)
+            self._epochs = self._epochs[:capacity]
+        one_shot_all_reduce(x, self._inbox, self._inboxes, self._epochs, self._rank, out, norm)
+
+    def _two_shot(self, x: Tensor) -> None:
+        """Both operators end with a barrier: after it nobody touches this rank's staging memory."""
+        if x.data_ptr() == self._staging.data_ptr():
+            torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", self._group_name)
+            return
+        staged = self._staged(x.shape[0], x.shape[1], x.dtype)
+        staged.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_out(staged, "sum", self._group_name, x)
+
+    def _staged(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self._staging[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
+
+
+def region_bytes(limits: Limits, ranks: int) -> int:
+    """Of a rank's shared memory: staging for two_shot, then two halves of words from each rank, 8 bytes per 4."""
+    return limits.two_shot + 2 * ranks * 2 * limits.push
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. host: differs between machines, and between containers that do not share /tmp's sockets or
+    names. torch_problem: what its torch or Triton lacks, or nothing."""
+
+    host: str
+    gpu: str
+    num_processors: int
+    torch_problem: str
+
+
+def why_not(places: Sequence[Place], limits: dict[int, Limits]) -> str:
+    """Why these ranks, in rank order, cannot use each other's memory; "" if they may try."""
+    if len(places) not in limits:
+        return f"no measurements for {len(places)} ranks, only for {sorted(limits)}"
+    problems = [f"rank {rank}: {place.torch_problem}" for rank, place in enumerate(places) if place.torch_problem]
+    if problems:
+        return "; ".join(problems)
+    if len({place.host for place in places}) > 1:
+        return f"the ranks are on several hosts: {[place.host for place in places]}"
+    if len({place.gpu for place in places}) < len(places):
+        return f"ranks share a GPU: {[place.gpu for place in places]}"
+    fewest = min(place.num_processors for place in places)
+    if fewest < MAX_ROWS:
+        return f"a GPU has {fewest} multiprocessors, at least {MAX_ROWS} are needed"
+    return ""
+
+
+def connect(
+    group: dist.ProcessGroup, rank: int, size: int, device: torch.device, limits: dict[int, Limits] = LIMITS
+) -> CustomAllReduce | None:
+    """This rank's peer memory, or None on all ranks, with the reason logged once, where NCCL must do. Collective over
+    `group`, whose backend is NCCL and whose ranks all use `device`s of their own."""
+    places: list[Place] = _gather(_place(device), group, size)
+    reason = why_not(places, limits)
+    regions: list[Tensor] = []
+    # Each step may fail on one rank alone, so none holds a collective and all ranks hear of its end before the next.
+    for step in (_map_regions, _sign_region, _check_regions):
+        failure = ""
+        if not reason:
+            try:
+                step(regions, region_bytes(limits[size], size), group, rank, size, device)
+            except RuntimeError as error:  # torch's for: no peer access, handles not shared, refused by the driver
+                failure = f"rank {rank}: {str(error).splitlines()[0]}"
+            reason = "; ".join(filter(None, _gather(failure, group, size)))
+    if not reason:
+        return CustomAllReduce(rank, limits[size], regions, group.group_name)
+    if rank == 0:
+        logger.warning("all-reduces of tensor parallelism go through NCCL, not through peer memory: %s", reason)
+    return None
+
+
+def _map_regions(
+    regions: list[Tensor], num_bytes: int, group: dist.ProcessGroup, rank: int, size: int, device: torch.device
+) -> None:
+    """Fill `regions`. The ranks exchange handles through the group's store, whose timeout ends a wait in vain."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(own, group)
+    regions += [own if peer == rank else handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(size)]
+
+
+def _sign_region(
+    regions: list[Tensor], num_bytes: int, group: dist.ProcessGroup, rank: int, size: int, device: torch.device
+) -> None:
+    regions[rank].zero_()
+    regions[rank][:8].fill_(rank + 1)
+    torch.cuda.synchronize(device)
+
+
+def _check_regions(
+    regions: list[Tensor], num_bytes: int, group: dist.ProcessGroup, rank: int, size: int, device: torch.device
+) -> None:
+    seen = [int(region[:8].sum()) // 8 for region in regions]
+    if seen != list(range(1, size + 1)):
+        raise RuntimeError(f"peer memory reads {seen} where the ranks wrote 1 to {size}")
+
+
+def _place(device: torch.device) -> Place:
+    properties = torch.cuda.get_device_properties(device)
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}"
+    return Place(host, str(properties.uuid), properties.multi_processor_count, _torch_problem())
+
+
+def _torch_problem() -> str:
+    try:
+        import torch.distributed._symmetric_memory
+        import triton  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    missing = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
+    return f"torch {torch.__version__} lacks symm_mem operators {missing}" if missing else ""
+
+
+def _gather(mine: Any, group: dist.ProcessGroup, size: int) -> list[Any]:
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone

@@ -1,0 +1,170 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""One launch for an all-reduce of a few rows, with the residual add and RMSNorm that follow it. One program per row.
+
+Every rank writes its row into an inbox on each rank, and sums what lands in its own. A word that is written carries two
+half-precision numbers and, in its upper half, the number of the call: the reader waits for the words themselves, so
+there are neither flags nor fences nor barriers, one way over NVLink is all that is waited for, and twice the bytes
+travel (the idea of NCCL's LL protocol: 8-byte writes arrive whole).
+
+Why nothing is read too early or overwritten too soon, given that all calls are on one stream and in the same order on
+every rank, and that an inbox is used with one width only:
+- A program counts its own calls, alike on every rank, from 1. Call e uses half e % 2 of the inbox, so a word there is
+  from call e - 2, or zero as before the first call, until the peer's word of call e replaces it.
+- A rank writes words of call e after its own call e - 1 ended, which had seen every peer's words of call e - 1, which
+  each peer wrote after its call e - 2 had ended. So nobody still reads the half that is written.
+- A program writes before it waits, and all programs of a launch fit on the GPU together (the caller sees to it), so
+  none waits for one that cannot start. Launched early, it waits for the end of the kernel in front before it writes;
+  so does every kernel of ours that is launched early, hence all in front have ended.
+A rank that never comes leaves the others spinning, as with NCCL; whoever watches the worker group ends them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.pdl import pdl_wait, supports_pdl
+from workers.layers.kernels.norm_activation import add_rms_norm_reference
+
+
+@triton.jit(do_not_specialize=["rank"])  # one kernel on all ranks: the same operations in the same order
+def _one_shot_all_reduce(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    inbox_ptr,
+    inboxes_ptr,
+    epochs_ptr,
+    row_stride,
+    capacity,
+    rank,
+    scale_eps,
+    WORLD: tl.constexpr,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < row_stride
+    if NORM:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0)
+    address = tl.load(inboxes_ptr + (rank + 1) % WORLD)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    epoch = tl.load(epochs_ptr + row) + 1
+    x = tl.load(x_ptr + row * row_stride + column, mask=inside, other=0)
+    stamp = epoch.to(tl.int64) << 32
+    words = stamp | (x.to(tl.int64) & 0xFFFFFFFF)
+    first = ((epoch & 1) * capacity + row) * WORLD * row_stride
+    for step in tl.static_range(1, WORLD + 1):  # each rank starts with its neighbour, and ends with itself
+        inbox = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+        address = tl.load(inboxes_ptr + (rank + step + 1) % WORLD)
+        tl.store(inbox + first + rank * row_stride + column, words, mask=inside)
+    if NORM:
+        residual = tl.load(residual_ptr + row * row_stride + column, mask=inside, other=0)
+
+    source = tl.arange(0, WORLD)[:, None]
+    arrived_ptr = inbox_ptr + first + source * row_stride + column[None, :]
+    awaited = inside[None, :] & (source < WORLD)
+    arrived = tl.load(arrived_ptr, mask=awaited, other=stamp, volatile=True)
+    while tl.min(tl.min(((arrived >> 32).to(tl.int32) == epoch).to(tl.int32), 1), 0) == 0:
+        arrived = tl.load(arrived_ptr, mask=awaited, other=stamp, volatile=True)
+    tl.debug_barrier()  # every thread has read the count
+    tl.store(epochs_ptr + row, epoch)
+
+    arrived = arrived.to(tl.int32)
+    even = tl.sum(_low(arrived, HALF), 0).to(HALF)  # in rank order, the same on every rank
+    odd = tl.sum(_high(arrived, HALF), 0).to(HALF)
+    if NORM:
+        # rounded where separate kernels would round, so that both make the same residual stream
+        even = (even.to(tl.float32) + _low(residual, HALF)).to(HALF)
+        odd = (odd.to(tl.float32) + _high(residual, HALF)).to(HALF)
+        tl.store(residual_ptr + row * row_stride + column, _pack(even, odd), mask=inside)
+        squares = even.to(tl.float32) * even.to(tl.float32) + odd.to(tl.float32) * odd.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(squares, 0) / (2 * row_stride) + scale_eps)
+        even = (even.to(tl.float32) * factor).to(HALF).to(tl.float32) * _low(weight, HALF)
+        odd = (odd.to(tl.float32) * factor).to(HALF).to(tl.float32) * _high(weight, HALF)
+    tl.store(out_ptr + row * row_stride + column, _pack(even.to(HALF), odd.to(HALF)), mask=inside)
+
+
+@triton.jit
+def _low(pair, HALF: tl.constexpr):
+    """The first of the two numbers in a 32-bit word, as float32."""
+    return pair.to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _high(pair, HALF: tl.constexpr):
+    return (pair >> 16).to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _pack(even, odd):
+    low = even.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (odd.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+def one_shot_all_reduce(
+    x: Tensor,
+    inbox: Tensor,
+    inboxes: Tensor,
+    epochs: Tensor,
+    rank: int,
+    out: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+) -> None:
+    """Write the sum of x over the ranks to `out`; with norm = (residual, weight, eps), residual += that sum in place,
+    and its RMSNorm to `out`. The same bits on every rank.
+
+    x, out, residual: [rows, width], bfloat16 or float16, contiguous; out may be x. weight: [width] of that dtype.
+    inbox: [2, capacity, ranks, width / 2] int64, zero before the first call, this rank's; inboxes: [ranks] int64, the
+    addresses of all ranks' inboxes as this device sees them. epochs: [capacity] int32, zero before the first call,
+    changed in place. capacity: at most the GPU's multiprocessors, each of which holds one program. Blocks the stream
+    until every rank has made the same call. Reference: `one_shot_all_reduce_reference`.
+    """
+    rows, width = x.shape
+    world, pairs, capacity = inboxes.shape[0], width // 2, inbox.shape[1]
+    assert x.dtype in (torch.bfloat16, torch.float16) and width % 2 == 0 and world & (world - 1) == 0
+    assert 0 < rows <= capacity
+    assert inbox.shape == (2, capacity, world, pairs) and inbox.is_contiguous() and epochs.shape == (capacity,)
+    assert x.is_contiguous() and out.is_contiguous() and out.shape == x.shape and out.dtype == x.dtype
+    residual, weight, eps = norm if norm is not None else (x, x, 0.0)
+    assert residual.is_contiguous() and residual.shape == x.shape and residual.dtype == weight.dtype == x.dtype
+    block = triton.next_power_of_2(pairs)
+    as_pairs = [t.view(torch.int32) for t in (x, residual, weight, out)]
+    _one_shot_all_reduce[(rows,)](
+        *as_pairs,
+        inbox,
+        inboxes,
+        epochs,
+        pairs,
+        capacity,
+        rank,
+        eps,
+        WORLD=world,
+        NORM=norm is not None,
+        HALF=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16,
+        BLOCK=block,
+        num_warps=num_warps(world, block),
+        **pdl_wait(supports_pdl(x.device)),
+    )
+
+
+def num_warps(world: int, block: int) -> int:
+    """Warps of a program that holds `block` words from each of `world` ranks."""
+    return max(1, min(16, world * block // 256))
+
+
+def one_shot_all_reduce_reference(parts: Sequence[Tensor], norm: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
+    """What `one_shot_all_reduce` writes to `out`, from every rank's x; changes the residual in place too."""
+    total = torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
+    if norm is None:
+        return total
+    residual, weight, eps = norm
+    return add_rms_norm_reference(total, residual, weight, eps)

@@ -1,0 +1,88 @@
+"""The ranks that share a model. Passed to whoever communicates, never global; a group of one does nothing."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.distributed.custom_all_reduce import CustomAllReduce, connect
+
+
+@dataclass(frozen=True)
+class TPGroup:
+    """rank of size ranks; process_group is None exactly if size is 1. peers: the faster way for small sums, if any."""
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup | None = None
+    peers: CustomAllReduce | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of x over the ranks, in place; the same bits on every rank."""
+        if self.process_group is not None and (self.peers is None or not self.peers.all_reduce(x)):
+            dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """residual += sum of x over the ranks, in place, and its RMSNorm [rows, size], in one launch; None, and nothing
+        done, where that is not to be had. x, residual: [rows, size], contiguous."""
+        return None if self.peers is None else self.peers.add_norm(x, residual, weight, eps)
+
+    def product_buffer(self, rows: int, size: int, dtype: torch.dtype) -> Tensor | None:
+        """[rows, size] to write a product to that is given to `all_reduce` next, which then copies less; None where any
+        memory will do. Whatever is read from it must be read before the next product is written."""
+        return None if self.peers is None else self.peers.product_buffer(rows, size, dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: x of every rank, in rank order."""
+        if self.process_group is None:
+            return x.unsqueeze(0)
+        out = torch.empty((self.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+        _all_gather_single(out, x.contiguous(), group=self.process_group)
+        return out.view(self.size, *x.shape)
+
+    def all_gather_last(self, x: Tensor) -> Tensor:
+        """[..., size * n] from x [..., n]: the ranks' shards of the last dimension side by side."""
+        if self.process_group is None:
+            return x
+        return self.all_gather(x).movedim(0, -2).flatten(-2)
+
+
+# torch 2.13 deprecates the old name with a warning per call; torch 2.11 has no other.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+SOLO = TPGroup(rank=0, size=1)
+
+
+def join_tp_group(rank: int, size: int, address: str, device: torch.device, custom_all_reduce: bool = True) -> TPGroup:
+    """Join `size` ranks that meet at `address` ("tcp://host:port", on rank 0's node): gloo on CPUs, NCCL on GPUs, with
+    peer memory for small sums where the GPUs can reach each other, if `custom_all_reduce`.
+
+    Raises torch.distributed's error if the others do not come within 60 s.
+    """
+    if size == 1:
+        return SOLO
+    from datetime import timedelta
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=address,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+        device_id=device if backend == "nccl" else None,
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    peers = connect(world, rank, size, device) if backend == "nccl" and custom_all_reduce else None
+    return TPGroup(rank, size, world, peers)
+
+
+def shard_size(total: int, size: int, what: str) -> int:
+    """total / size; raises ValueError naming `what` if it does not divide."""
+    if total % size:
+        divisors = [n for n in range(1, total + 1) if total % n == 0 and n <= 64]
+        raise ValueError(f"tensor_parallel={size}: does not divide {what}={total}; try one of {divisors}")
+    return total // size

@@ -1,0 +1,148 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Fused row-wise kernels: residual add with RMSNorm, and SwiGLU's product. One program per row.
+
+At the few rows of a round these cost their launch, 1-2 us in a graph, where the torch operations they replace cost
+six and two of those. On Hopper they are launched before the kernel in front of them ends (programmatic dependent
+launch) and wait for it inside.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.pdl import pdl_wait, supports_pdl
+
+
+@triton.jit
+def normed(x, weight, size, eps, DTYPE: tl.constexpr):
+    """x / rms(x) * weight of a row x, `size` float32 numbers and zeros; rounded to DTYPE before the weight."""
+    scaled = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    return scaled.to(DTYPE).to(tl.float32) * weight.to(tl.float32)
+
+
+@triton.jit
+def _add_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        # rounded as the torch reference rounds it, so that both see the same residual stream
+        x = (x + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * size + column, x, mask=inside)
+        x = x.to(tl.float32)
+    out = normed(x, weight, size, eps, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, out, mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row * size + column, activated * up, mask=inside)
+
+
+def num_warps(block: int) -> int:
+    """Of a program that holds a row of `block` numbers."""
+    return max(1, min(16, block // 256))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[rows, size] x / rms(x) * weight in x's dtype; x contiguous, at most 65,536 wide.
+
+    Reference: `rms_norm_reference`.
+    """
+    assert x.is_contiguous() and weight.is_contiguous() and x.shape[-1] == weight.shape[0]
+    size, out = x.shape[-1], torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    rows = x.numel() // size
+    _add_norm[(rows,)](
+        x,
+        x,
+        weight,
+        out,
+        size,
+        eps,
+        HAS_RESIDUAL=False,
+        BLOCK=block,
+        num_warps=num_warps(block),
+        **pdl_wait(supports_pdl(x.device)),
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x in place, then its RMSNorm [rows, size]; both contiguous and of one dtype.
+
+    Reference: `add_rms_norm_reference`.
+    """
+    assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape and x.dtype == residual.dtype
+    size, out = x.shape[-1], torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    rows = x.numel() // size
+    _add_norm[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        size,
+        eps,
+        HAS_RESIDUAL=True,
+        BLOCK=block,
+        num_warps=num_warps(block),
+        **pdl_wait(supports_pdl(x.device)),
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, [rows, size], of gate and up side by side [rows, 2 * size], contiguous.
+
+    Reference: `silu_mul_reference`.
+    """
+    assert gate_up.is_contiguous() and gate_up.dim() == 2
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _silu_mul[(rows, triton.cdiv(size, block))](
+        gate_up, out, size, BLOCK=block, num_warps=4, **pdl_wait(supports_pdl(out.device))
+    )
+    return out
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    full = x.float()
+    return (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual += x
+    return rms_norm_reference(residual, weight, eps)
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

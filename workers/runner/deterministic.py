@@ -1,0 +1,62 @@
+"""`deterministic: true`: what it promises, and which configurations cannot keep it. Asked by `speculative.build`.
+
+On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: products and attention of
+the target compute a row by the same operations in the same order whatever else is in the batch, whether the row is part
+of a prompt, of a plain round or of a tree, and however prompts are cut
+(`workers.layers.kernels.skinny_gemm.fixed_rows`, `attention.backends.triton_backend.fixed_span`); norms, rotation,
+gates and the choice of tokens are row-wise in any case. So an answer, greedy or sampled with a seed, is the same with
+speculation and without, alone and beside others, with a prefix from the cache and after a preemption, on GPUs of one
+kind with the same software. The draft is computed as usual: it changes what is accepted, not what is answered.
+
+It costs speed, most for prompts: their products read the weights once for every 64 rows. On a CPU the option changes
+nothing and promises nothing.
+"""
+
+import torch
+
+from workers.config import WorkerConfig
+from workers.models.config import ModelConfig
+
+MAX_RANKS = 2  # a + b = b + a; of more, libraries choose the order of a sum by its size
+PRODUCT_INPUTS = 128  # see `workers.layers.kernels.skinny_gemm.skinny_gemm_tiles`
+
+
+def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this engine computes deterministically: it was asked to, and runs on a GPU. dtype: of the weights.
+
+    Raises ValueError with the remedy where it cannot."""
+    if not worker.deterministic or device.type != "cuda":
+        return False
+    reason = refusal(worker, target, dtype)
+    if reason is not None:
+        raise ValueError(f"deterministic=true: cannot be kept with {reason}; or set deterministic: false")
+    return True
+
+
+def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Why a GPU's answers would depend on more than their requests, None if they do not."""
+    for field, name in (("prefill", worker.attention.prefill), ("decode", worker.attention.decode)):
+        if name not in ("auto", "triton"):
+            return (
+                f"attention.{field}={name}: only triton computes a row the same way in every batch; set "
+                f"attention.{field}: triton"
+            )
+    if dtype.itemsize != 2:
+        return f"dtype={str(dtype).removeprefix('torch.')}: the products need a 16-bit type; set dtype: bfloat16"
+    if worker.tensor_parallel > MAX_RANKS:
+        return (
+            f"tensor_parallel={worker.tensor_parallel}: sums over more than {MAX_RANKS} ranks are ordered by their "
+            f"size; set tensor_parallel: {MAX_RANKS}"
+        )
+    inputs = {
+        "hidden_size": target.hidden_size,
+        "num_attention_heads * head_dim": target.num_heads * target.head_dim // worker.tensor_parallel,
+        "intermediate_size": target.intermediate_size // worker.tensor_parallel,
+    }
+    for name, size in inputs.items():
+        if size % PRODUCT_INPUTS:
+            return (
+                f"{name} of {size} on each rank: the products need a multiple of {PRODUCT_INPUTS}; set another "
+                "tensor_parallel or serve another model"
+            )
+    return None

@@ -1,0 +1,122 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What a round changes in a slot, in one launch instead of about thirty. Called by `workers.runner.slot_table` on GPUs,
+and by the kernel that accepts drafts (`speculative.kernels.accept_commit`).
+
+Reference: `workers.runner.slot_table.SlotTable.commit`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def settle(
+    slot,
+    length,
+    count,
+    first_stop,
+    last,
+    seq_len_ptr,
+    bonus_ptr,
+    bonus_stride,
+    max_len_ptr,
+    max_len_stride,
+    finished_ptr,
+    finished_stride,
+    STOP: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """Commit `count` tokens up to the first stop token (its index, beyond count if there is none), of which `last` is
+    the last. Returns how many were committed and why the request finished, if it did."""
+    max_len = tl.load(max_len_ptr + slot * max_len_stride)
+    was_finished = tl.load(finished_ptr + slot * finished_stride).to(tl.int1)
+    stopped = first_stop < count
+    count = tl.where(stopped, first_stop + 1, count)
+    count = tl.where(was_finished, 0, count)
+    finish = tl.where(stopped, STOP, tl.where(length + count + 1 >= max_len, LENGTH, 0))
+    finish = tl.where(was_finished, 0, finish)
+    # Padding rows share a slot that is finished for ever: all of them store what is there already.
+    tl.store(seq_len_ptr + slot, (length + count).to(tl.int32))
+    tl.store(bonus_ptr + slot * bonus_stride, last, mask=was_finished == 0)
+    tl.store(finished_ptr + slot * finished_stride, (was_finished | (finish > 0)).to(tl.int8))
+    return count, finish
+
+
+@triton.jit
+def _commit_one(
+    slot_ptr,
+    token_ptr,
+    seq_len_ptr,
+    bonus_ptr,
+    bonus_stride,
+    max_len_ptr,
+    max_len_stride,
+    finished_ptr,
+    finished_stride,
+    stop_ptr,
+    count_ptr,
+    finish_ptr,
+    STOPS: tl.constexpr,
+    STOP: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    b = tl.program_id(0)
+    slot, token = tl.load(slot_ptr + b), tl.load(token_ptr + b)
+    length = tl.load(seq_len_ptr + slot).to(tl.int64)
+    left = tl.load(max_len_ptr + slot * max_len_stride) - length - 1
+    stops = tl.load(stop_ptr + slot * STOPS + tl.arange(0, STOPS))
+    first_stop = tl.where(tl.max((stops == token).to(tl.int32), 0) > 0, 0, 1).to(tl.int64)
+    count, finish = settle(
+        slot,
+        length,
+        tl.minimum(left, 1),
+        first_stop,
+        token,
+        seq_len_ptr,
+        bonus_ptr,
+        bonus_stride,
+        max_len_ptr,
+        max_len_stride,
+        finished_ptr,
+        finished_stride,
+        STOP,
+        LENGTH,
+    )
+    tl.store(count_ptr + b, count)
+    tl.store(finish_ptr + b, finish)
+
+
+def commit_one(
+    slots: Tensor, tokens: Tensor, seq_len: Tensor, bonus: Tensor, max_len: Tensor, finished: Tensor, stop_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Commit one token of tokens [B, 1] int64 to each of slots [B] int64; counts and reasons to finish, [B] int64.
+
+    The other tensors are the table's, changed in place: seq_len [S] int32, bonus, max_len [S] int64, finished [S] bool,
+    stop_ids [S, n] int64.
+    """
+    from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
+
+    assert tokens.is_contiguous() and tokens.numel() == slots.shape[0] and stop_ids.is_contiguous()
+    counts, finish = torch.empty((2, slots.shape[0]), dtype=torch.int64, device=slots.device).unbind(0)
+    flags = finished.view(torch.int8)
+    _commit_one[(slots.shape[0],)](
+        slots,
+        tokens,
+        seq_len,
+        bonus,
+        bonus.stride(0),
+        max_len,
+        max_len.stride(0),
+        flags,
+        flags.stride(0),
+        stop_ids,
+        counts,
+        finish,
+        STOPS=stop_ids.shape[1],
+        STOP=FINISH_STOP,
+        LENGTH=FINISH_LENGTH,
+        num_warps=1,
+    )
+    return counts, finish

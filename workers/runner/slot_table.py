@@ -1,0 +1,189 @@
+"""The state of running requests on the device, one row per slot, and how a step changes it.
+
+The last row is the padding slot: finished for ever, its page table all zero (the dummy page). Nothing here reads the
+device from the host, except that per-slot facts the host already knows (from `SlotInit`) are kept in `facts`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.metadata import to_device
+from workers.scheduling.plan import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    SlotInit,
+    StepPlan,
+    unpack_i32,
+)
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    """What the host knows of the request in a slot: which parts of sampling it needs."""
+
+    sampling: SamplingParams
+
+    @property
+    def is_random(self) -> bool:
+        return self.sampling.temperature > 0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are out of question for its draw."""
+        s = self.sampling
+        return self.is_random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether its logits are changed before sampling: penalties, bias, or stop tokens not yet allowed."""
+        s = self.sampling
+        return s.needs_token_counts or bool(s.logit_bias) or s.min_tokens > 0
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a commit emitted: tokens [B, M] int64 of which counts [B] int64 are valid, finish [B] int64 (FINISH_*)."""
+
+    tokens: Tensor
+    counts: Tensor
+    finish: Tensor
+
+
+class SlotTable:
+    """All tensors have num_slots + 1 rows; see the constructor for each one's meaning."""
+
+    def __init__(self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device) -> None:
+        rows = num_slots + 1
+        self.padding_slot = num_slots
+        self.vocab_size = vocab_size
+        self.device = device
+
+        def filled(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.full((rows, *shape), value, dtype=dtype, device=device)
+
+        self.page_table = filled(0, torch.int32, max_pages)
+        self.seq_len = filled(0, torch.int32)  # committed KV tokens, without the bonus
+        # A new request's values are written as one row of each of these; the fields are their columns.
+        self._ints = filled(0, torch.int64, 5)
+        self.bonus, self.max_len, self.min_len, self.seed, self.top_k = self._ints.unbind(1)
+        self._floats = filled(0, torch.float32, 6)
+        self.temperature, self.top_p, self.min_p = self._floats[:, :3].unbind(1)
+        self.penalties = self._floats[:, 3:]  # presence, frequency, repetition - 1
+        self._flags = filled(False, torch.bool, 3)
+        self.finished, self.speculative, self.shapes_logits = self._flags.unbind(1)
+        self.finished[:] = True
+        self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
+        # [rows, vocab], made when the first request needs them
+        self.output_counts: Tensor | None = None
+        self.in_prompt: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.facts: dict[int, SlotFacts] = {}
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Take over a plan's new requests and page-table changes."""
+        # A new owner's table starts empty: what it does not reserve is the dummy page, never another's page.
+        for init in plan.inits:
+            self._init_slot(init)
+        if plan.page_updates:
+            updates = to_device(torch.tensor(unpack_i32(plan.page_updates).reshape(-1, 3)), self.device)
+            self.page_table[updates[:, 0].long(), updates[:, 1].long()] = updates[:, 2]
+
+    def _init_slot(self, init: SlotInit) -> None:
+        slot, sampling = init.slot, init.sampling
+        self.facts[slot] = facts = SlotFacts(sampling)
+        stops = sampling.stop_token_ids
+        assert len(stops) <= MAX_STOP_TOKEN_IDS, "the edge bounds stop_token_ids"
+        min_len = init.prompt_len + sampling.min_tokens
+        ints = [0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k]
+        floats = [
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.repetition_penalty - 1.0,
+        ]
+        self.page_table[slot] = 0
+        self.seq_len[slot] = init.num_cached
+        self._ints[slot] = to_device(torch.tensor(ints), self.device)
+        self._floats[slot] = to_device(torch.tensor(floats), self.device)
+        flags = torch.tensor([False, sampling.speculative, facts.shapes_logits])
+        self._flags[slot] = to_device(flags, self.device)
+        padded = torch.tensor([*stops, *[NO_TOKEN] * (MAX_STOP_TOKEN_IDS - len(stops))])
+        self.stop_ids[slot] = to_device(padded, self.device)
+        if facts.shapes_logits:
+            self._init_shaping(init)
+
+    def _init_shaping(self, init: SlotInit) -> None:
+        """Counts, prompt marks and biases of a request that changes its logits."""
+        if self.output_counts is None or self.in_prompt is None or self.bias is None:
+            shape = (self.finished.shape[0], self.vocab_size)
+            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        slot, sampling = init.slot, init.sampling
+        output = torch.tensor(unpack_i32(init.output).astype("int64"), device=self.device)
+        prompt = torch.tensor(unpack_i32(init.prompt).astype("int64"), device=self.device)
+        self.output_counts[slot] = torch.bincount(output, minlength=self.vocab_size).int()
+        self.in_prompt[slot] = torch.bincount(prompt, minlength=self.vocab_size) > 0
+        self.bias[slot] = 0.0
+        if sampling.logit_bias:
+            ids = torch.tensor(list(sampling.logit_bias), device=self.device)
+            self.bias[slot, ids] = torch.tensor(list(sampling.logit_bias.values()), device=self.device)
+
+    def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
+        """Append tokens [B, M] int64, of which counts [B] int64 (>= 1) are valid, to slots [B] int64.
+
+        The root's KV and that of all but the last token must be in the pool. Cuts at the first stop token (kept) and
+        at the length limit, marks slots finished, and does nothing to those that already were.
+        """
+        if tokens.is_cuda and tokens.shape[1] == 1:
+            from workers.runner.kernels.commit import commit_one
+
+            counts, finish = commit_one(
+                slots, tokens, self.seq_len, self.bonus, self.max_len, self.finished, self.stop_ids
+            )
+            self.count_output(slots, tokens, counts)
+            return Commit(tokens, counts, finish)
+        length = self.seq_len[slots].long()
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        counts = torch.minimum(counts, self.max_len[slots] - length - 1)
+        is_stop = (tokens.unsqueeze(-1) == self.stop_ids[slots].unsqueeze(1)).any(-1)
+        first_stop = torch.where(is_stop, column, tokens.shape[1]).amin(-1)
+        stopped = first_stop < counts
+        counts = torch.where(stopped, first_stop + 1, counts)
+        was_finished = self.finished[slots]
+        counts = torch.where(was_finished, 0, counts)
+        new_length = length + counts
+        at_limit = new_length + 1 >= self.max_len[slots]
+        finish = torch.where(stopped, FINISH_STOP, torch.where(at_limit, FINISH_LENGTH, 0))
+        finish = torch.where(was_finished, 0, finish)
+        last = tokens.gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
+        self.seq_len[slots] = new_length.int()
+        self.bonus[slots] = torch.where(was_finished, self.bonus[slots], last)
+        self.finished[slots] = was_finished | (finish > 0)
+        self.count_output(slots, tokens, counts)
+        return Commit(tokens, counts, finish)
+
+    def count_output(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Count tokens [B, M], of which counts [B] are valid, as output of slots [B], all int64; nothing before the
+        first request whose penalties look at counts. A round captured before then does not count, which is right as
+        long as none of its requests shapes logits."""
+        if self.output_counts is None:
+            return
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        place = slots.unsqueeze(1) * self.vocab_size + tokens
+        valid = (column < counts.unsqueeze(1)).int()
+        self.output_counts.view(-1).scatter_add_(0, place.flatten(), valid.flatten())
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of `seed` as a signed integer."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

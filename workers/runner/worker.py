@@ -1,0 +1,186 @@
+"""One tensor-parallel rank: turns plans into batches, runs the strategy's step, turns tensors into results.
+
+Used by the cluster's worker loop and by the local engine; knows no transport.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.metadata import PrefillBatch, to_device
+from workers.distributed.tp_group import TPGroup
+from workers.runner.decoding import DecodingStrategy, PromptChunks, StepBatch, StepTensors
+from workers.runner.slot_table import SlotTable
+from workers.sampling.sampler import Logprobs, SamplingNeeds
+from workers.scheduling.plan import StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
+
+
+class RanksDisagreeError(RuntimeError):
+    """Two ranks emitted different tokens in a step: a bug, or broken hardware. Raised in debug mode only."""
+
+
+@dataclass(frozen=True)
+class _Emitted:
+    """A step's outcome on the host, or on its way there: rows [n, M + 3] int64 of tokens, count, finish, accepted.
+    Nothing of it stays on the device, where the next replay of a captured round writes to the same place."""
+
+    rows: Tensor
+    logprobs: Logprobs | None
+    copied: torch.cuda.Event | None
+
+    @staticmethod
+    def of(tensors: StepTensors) -> "_Emitted":
+        """On a GPU the copy is only started: nothing waits for it before the result is read, a step later."""
+        columns = (tensors.counts, tensors.finish, tensors.accepted)
+        rows = torch.cat((tensors.tokens, torch.stack(columns, dim=1)), dim=1)
+        if not rows.is_cuda:
+            return _Emitted(rows, tensors.logprobs, None)
+        logprobs = tensors.logprobs
+        if logprobs is not None:
+            logprobs = Logprobs(*(_start_copy(t) for t in (logprobs.chosen, logprobs.top_ids, logprobs.top)))
+        host = _start_copy(rows)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return _Emitted(host, logprobs, copied)
+
+    def is_here(self) -> bool:
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+def _start_copy(tensor: Tensor) -> Tensor:
+    """A pinned copy on the host, which is there once the stream has come this far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    plan: StepPlan
+    emitted: _Emitted
+    num_logprobs: tuple[int, ...]  # per entry of the result, as its request asked; its slot may have a new owner by now
+    started_s: float
+
+
+class Worker:
+    """Implements `workers.runner.executor.StepExecutor`."""
+
+    def __init__(self, strategy: DecodingStrategy, slots: SlotTable, group: TPGroup, debug: bool) -> None:
+        self._strategy = strategy
+        self._slots = slots
+        self._group = group
+        self._debug = debug
+        self._pending: deque[_Pending] = deque()
+        self._last_slots: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0, dtype=torch.int64, device=slots.device))
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def ready(self) -> bool:
+        return bool(self._pending) and self._pending[0].emitted.is_here()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        assert len(self._pending) < 2, "a third step was submitted before a result was taken"
+        started_s = time.perf_counter()
+        self._slots.apply_plan(plan)
+        batch = self._batch(plan)
+        tensors = self._strategy.step(batch)
+        if self._debug:
+            self._assert_ranks_agree(tensors)
+        num_logprobs = tuple(self._slots.facts[slot].sampling.logprobs for slot in batch.entry_slots)
+        self._pending.append(_Pending(plan, _Emitted.of(tensors), num_logprobs, started_s))
+
+    def take(self) -> StepResult:
+        pending = self._pending.popleft()
+        pending.emitted.wait()
+        rows: list[list[int]] = pending.emitted.rows.tolist()
+        counts = [row[-3] for row in rows]
+        return StepResult(
+            epoch=pending.plan.epoch,
+            step=pending.plan.step,
+            counts=pack_i32(counts),
+            tokens=pack_i32([token for row in rows for token in row[: row[-3]]]),
+            finish=bytes(row[-2] for row in rows),
+            accepted=pack_i32([row[-1] for row in rows]),
+            logprobs=self._logprobs(pending, counts),
+            elapsed_s=time.perf_counter() - pending.started_s,
+        )
+
+    def _batch(self, plan: StepPlan) -> StepBatch:
+        slot_ids = tuple(unpack_i32(plan.slots).tolist())
+        chunks = self._chunks(plan) if plan.chunks else None
+        finals = chunks.final_slot_ids if chunks else ()
+        facts = [self._slots.facts[slot] for slot in slot_ids + finals]
+        slots = self._slots_on_device(slot_ids)
+        speculates = any(f.sampling.speculative for f in facts)
+        return StepBatch(slots, slot_ids, plan.shape, plan.max_kv_len, chunks, SamplingNeeds.of(facts), speculates)
+
+    def _slots_on_device(self, slot_ids: tuple[int, ...]) -> Tensor:
+        """[B] int64. Most steps run the same requests as the one before, and then copy nothing."""
+        if slot_ids != self._last_slots[0]:
+            tensor = to_device(torch.tensor(slot_ids, dtype=torch.int64), self._slots.device)
+            self._last_slots = (slot_ids, tensor)
+        return self._last_slots[1]
+
+    def _chunks(self, plan: StepPlan) -> PromptChunks:
+        device = self._slots.device
+        ids = [unpack_i32(chunk.tokens) for chunk in plan.chunks]
+        indptr = [0]
+        for tokens in ids:
+            indptr.append(indptr[-1] + len(tokens))
+        slots = tuple(chunk.slot for chunk in plan.chunks)
+        finals = tuple(c for c, chunk in enumerate(plan.chunks) if chunk.next_token < 0)
+
+        def as_tensor(values: Sequence[int]) -> Tensor:
+            return to_device(torch.tensor(values, dtype=torch.int64), device)
+
+        starts = tuple(chunk.start for chunk in plan.chunks)
+        return PromptChunks(
+            batch=PrefillBatch(tuple(indptr), starts, self._slots.page_table[as_tensor(slots)]),
+            slots=slots,
+            ids=as_tensor([token for tokens in ids for token in tokens.tolist()]),
+            next_ids=tuple(chunk.next_token for chunk in plan.chunks),
+            finals=finals,
+            final_chunks=as_tensor(finals),
+            final_slots=as_tensor([slots[c] for c in finals]),
+            final_lengths=tuple(starts[c] + len(ids[c]) for c in finals),
+        )
+
+    def _logprobs(self, pending: _Pending, counts: list[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
+        tensors = pending.emitted.logprobs
+        if tensors is None:
+            return {}
+        out = {}
+        for entry, k in enumerate(pending.num_logprobs):
+            if k >= 0:
+                count = counts[entry]
+                top_ids, top = tensors.top_ids[entry, :count, :k], tensors.top[entry, :count, :k]
+                out[entry] = tuple(
+                    TokenLogprobs(chosen, tuple(ids), tuple(values))
+                    for chosen, ids, values in zip(
+                        tensors.chosen[entry, :count].tolist(), top_ids.tolist(), top.tolist(), strict=True
+                    )
+                )
+        return out
+
+    def _assert_ranks_agree(self, tensors: StepTensors) -> None:
+        """Compare what this step emitted with the other ranks; costs a gather and a host read, so debug only."""
+        mine = torch.cat((_mask_invalid(tensors), tensors.counts.unsqueeze(1), tensors.finish.unsqueeze(1)), dim=1)
+        everyone = self._group.all_gather(mine)
+        different = (everyone != everyone[0]).flatten(1).any(1)
+        if bool(different.any()):
+            raise RanksDisagreeError(f"ranks {different.nonzero().flatten().tolist()} emitted other tokens than rank 0")
+
+
+def _mask_invalid(tensors: StepTensors) -> Tensor:
+    column = torch.arange(tensors.tokens.shape[1], device=tensors.tokens.device)
+    return torch.where(column < tensors.counts.unsqueeze(1), tensors.tokens, -1)

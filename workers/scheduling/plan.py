@@ -1,0 +1,133 @@
+"""What travels between the scheduler and the ranks: one `StepPlan` down and one `StepResult` up per step.
+
+msgpack through `msgspec`: array-like structs and int32 arrays as raw little-endian bytes (`pack_i32`), so that a plan
+for 128 running requests is under 1 KB. Plans are executed in the order of `step`; a result answers the plan with its
+number and is read one step late.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+MAX_STOP_TOKEN_IDS = 64  # of one request, the model's end-of-sequence ids included: a row of a device tensor
+
+
+def pack_i32(values: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+    """Little-endian int32 bytes of `values`."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def unpack_i32(raw: bytes) -> npt.NDArray[np.int32]:
+    """[n] int32 view of what `pack_i32` made; read-only."""
+    return np.frombuffer(raw, dtype="<i4")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How one request's tokens are chosen. Defaults: plain sampling from the model's distribution.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 switch those filters off; they apply in that order after
+    temperature, top_p and min_p on the distribution that top_k left, and keep what ties with the last one they keep
+    (`workers.sampling.filters`). seed: 64 bits; the token at a position depends on (seed, position, logits) alone, so
+    it is the same with and without speculation. Penalties follow OpenAI's and (for `repetition_penalty`, over prompt
+    and output) Hugging Face's definitions. logit_bias: token id -> bias. stop_token_ids end the request and include the
+    model's end-of-sequence ids unless the request ignores them; they cannot be chosen before `min_tokens` output
+    tokens. logprobs: -1 none, 0 the chosen token's, k also the k most likely, of the model's distribution before
+    penalties and temperature.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int = -1
+    speculative: bool = True
+
+    @property
+    def needs_token_counts(self) -> bool:
+        """Whether choosing a token needs to know how often each one occurred."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+class SlotInit(msgspec.Struct, frozen=True, array_like=True):
+    """A request enters a slot: sent in the plan that carries its first prompt chunk.
+
+    num_cached: KV tokens that the prefix cache already holds, where the first chunk starts. prompt_len: the request's
+    own prompt (a resumed request's chunks also replay tokens generated before). max_len: the position after its last
+    permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far, filled only if the sampling
+    parameters need counts.
+    """
+
+    slot: int
+    num_cached: int
+    prompt_len: int
+    max_len: int
+    sampling: SamplingParams
+    prompt: bytes = b""
+    output: bytes = b""
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens `start .. start + n - 1` (int32 bytes) of a slot. next_token: the prompt token after them, which
+    the draft needs; -1 if this is the last chunk, and then the step samples the slot's first token."""
+
+    slot: int
+    start: int
+    tokens: bytes
+    next_token: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step on every rank: page-table changes, then slots initialised, then one target pass over rounds and chunks.
+
+    epoch: which worker group of workers; a plan or result of another epoch is dropped. slots: int32, the requests that
+    run a round. shape: index into the engine's round shapes. page_updates: int32 triples (slot, index in its table,
+    page). max_kv_len: no committed length plus tail in this step exceeds it (a host-side bound; no device value is
+    read).
+    """
+
+    epoch: int
+    step: int
+    slots: bytes
+    shape: int
+    max_kv_len: int
+    page_updates: bytes = b""
+    inits: tuple[SlotInit, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (nats) of one emitted token, and the most likely tokens at its position, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step emitted, in the order of `StepPlan.slots`, then of those chunks that were a prompt's last.
+
+    counts: int32 [n], tokens emitted per entry (0 for a slot that had already finished). tokens: int32, ragged by
+    counts. finish: uint8 [n], FINISH_*. accepted: int32 [n], draft tokens accepted before truncation by a stop; -1
+    where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
+    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0.
+    """
+
+    epoch: int
+    step: int
+    counts: bytes
+    tokens: bytes
+    finish: bytes
+    accepted: bytes
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    elapsed_s: float = 0.0

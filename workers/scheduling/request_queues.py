@@ -1,0 +1,143 @@
+"""Who waits, who has a slot, and the moves between the two. Owned by the scheduler, which decides when they happen."""
+
+from collections import OrderedDict
+
+import numpy as np
+
+from workers.scheduling.plan import SlotInit, pack_i32
+from workers.scheduling.request import FinishReason, Request, RequestState
+from workers.scheduling.sequence import PlanBuilder, Sequence
+from workers.scheduling.slot_pages import SlotPages
+from workers.scheduling.stats import SchedulerStats
+
+
+class RequestQueues:
+    """All unfinished requests. waiting, active (those with a slot) and prefilling are keyed by number of arrival and in
+    its order, because requests are admitted first come first served and go back to the head of the queue."""
+
+    def __init__(self, slot_pages: SlotPages, stats: SchedulerStats) -> None:
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.active: dict[int, Sequence] = {}
+        self.prefilling: dict[int, Sequence] = {}
+        self.by_slot: dict[int, Sequence] = {}
+        self._by_id: dict[str, Sequence] = {}
+        self.slot_pages = slot_pages
+        self._stats = stats
+        self._num_submitted = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The unfinished request of this id."""
+        return self._by_id.get(request_id)
+
+    @property
+    def youngest(self) -> Sequence:
+        """The last arrival among those that have a slot."""
+        return next(reversed(self.active.values()))
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that has been checked."""
+        sequence = Sequence(request, self._num_submitted, now)
+        self._num_submitted += 1
+        request.state = RequestState.WAITING
+        self._by_id[request.request_id] = sequence
+        self.waiting[sequence.number] = sequence
+
+    def admit(self, sequence: Sequence, cached_pages: list[int]) -> SlotInit:
+        """Give the head of the queue a slot and the pages that the prefix cache had for it."""
+        request = sequence.request
+        del self.waiting[sequence.number]
+        sequence.slot = self.slot_pages.take_slot(
+            sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, cached_pages
+        )
+        sequence.computed = len(cached_pages) * self.slot_pages.page_size
+        request.state = RequestState.PREFILL
+        self.active[sequence.number] = self.prefilling[sequence.number] = sequence
+        self.by_slot[sequence.slot] = sequence
+        counts = request.sampling.needs_token_counts
+        return SlotInit(
+            slot=sequence.slot,
+            num_cached=sequence.computed,
+            prompt_len=len(request.prompt),
+            max_len=sequence.max_len,
+            sampling=request.sampling,
+            prompt=pack_i32(sequence.prompt) if counts else b"",
+            output=pack_i32(request.output) if counts else b"",
+        )
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """Its last chunk is planned: from the next plan on it runs rounds."""
+        slot = sequence.slot
+        del self.prefilling[sequence.number]
+        sequence.request.state = RequestState.RUNNING
+        self.slot_pages.decoding[slot] = True
+        self.slot_pages.min_pending[slot] += 1
+
+    def preempt_youngest(self, builder: PlanBuilder) -> None:
+        """Take the youngest's slot and pages; it waits at the head of the queue, keeping its output."""
+        assert len(self.active) > 1, "a request that runs alone is short of pages: submit should have refused it"
+        sequence = self.youngest
+        self._leave_slot(sequence, int(self.slot_pages.committed[sequence.slot]))
+        sequence.not_before = builder.step - 1
+        sequence.request.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        self._to_head(sequence)
+        builder.preempted = True
+
+    def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
+        """It has ended, in whatever state. num_kept: KV tokens that the prefix cache may keep; None: all committed."""
+        request = sequence.request
+        if sequence.slot >= 0:
+            committed = int(self.slot_pages.committed[sequence.slot])
+            self._leave_slot(sequence, committed if num_kept is None else num_kept)
+        else:
+            del self.waiting[sequence.number]
+        del self._by_id[request.request_id]
+        sequence.is_finished = True
+        request.state = RequestState.FINISHED
+        request.num_rounds = sum(request.acceptance_histogram)
+        stats, num_output = self._stats, len(request.output)
+        stats.count_finished(reason.value)
+        stats.e2e_s.observe(now - sequence.submitted_s)
+        stats.request_prompt_tokens.observe(len(request.prompt))
+        stats.request_generation_tokens.observe(num_output)
+        num_later = num_output - sequence.first_output
+        if sequence.first_token_s >= 0 and num_later > 0:
+            stats.time_per_output_token_s.observe((now - sequence.first_token_s) / num_later)
+
+    def requeue(self) -> list[Request]:
+        """Everything with a slot goes to the head of the queue, keeping its output; the oldest first in the result."""
+        lost = list(self.active.values())
+        for sequence in reversed(lost):
+            self._to_head(sequence)
+        for sequence in self.waiting.values():
+            sequence.not_before = -1
+            sequence.pages_missing = (-1, 0)
+        self.active.clear()
+        self.prefilling.clear()
+        self.by_slot.clear()
+        self.slot_pages.reset()
+        return [sequence.request for sequence in lost]
+
+    def check_integrity(self) -> None:
+        """Asserts that queue, slots and books agree."""
+        numbers = [*self.active, *self.waiting]
+        assert numbers == sorted(numbers), "someone who waits arrived before someone who runs"
+        assert sorted(s.slot for s in self.active.values()) == np.flatnonzero(self.slot_pages.user >= 0).tolist()
+        assert {s.slot: s for s in self.active.values()} == self.by_slot
+        assert len(self._by_id) == len(numbers)
+        self.slot_pages.check_integrity()
+
+    def _leave_slot(self, sequence: Sequence, num_kept: int) -> None:
+        self.slot_pages.release(sequence.slot, sequence.known_tokens(), num_kept)
+        del self.active[sequence.number], self.by_slot[sequence.slot]
+        self.prefilling.pop(sequence.number, None)
+        sequence.slot = -1
+
+    def _to_head(self, sequence: Sequence) -> None:
+        sequence.slot = -1
+        sequence.request.state = RequestState.WAITING
+        self.waiting[sequence.number] = sequence
+        self.waiting.move_to_end(sequence.number, last=False)

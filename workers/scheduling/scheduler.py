@@ -1,0 +1,291 @@
+"""Decides what each step runs: which requests' rounds, which prompt chunks, on which KV pages.
+
+The coordinator's loop and the local engine call it: `schedule` makes a plan, `apply` takes the plan's result one step
+late. Pure: plain values in and out, the clock handed in; knows no tensor, no model, no transport.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+import numpy as np
+import numpy.typing as npt
+
+from attention.config import CacheConfig
+from attention.kv_cache.page_allocator import PageAllocator
+from attention.kv_cache.prefix_cache import PrefixCache
+from workers.config import PLAIN, RoundShape, SchedulerConfig
+from workers.scheduling.plan import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    StepPlan,
+    StepResult,
+    pack_i32,
+    unpack_i32,
+)
+from workers.scheduling.prefill import PrefillPlanner
+from workers.scheduling.request import (
+    FinishReason,
+    QueueFullError,
+    Request,
+    RequestOutput,
+    RequestTooLargeError,
+    UnfinishedError,
+)
+from workers.scheduling.request_queues import RequestQueues
+from workers.scheduling.sequence import InFlightStep, PlanBuilder, Sequence
+from workers.scheduling.slot_pages import Int64s, SlotPages, Slots
+from workers.scheduling.stats import SchedulerStats
+
+_FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, first come first served, any number of steps in flight.
+
+    Every running request runs a round each step; beside them go up to `max_step_tokens` prompt tokens. Arrival is
+    priority: whatever runs arrived before whatever waits, and when pages run out the youngest goes back to the head of
+    the queue. So the oldest can always take every page, and `submit` has checked that this is enough for it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        num_pages: int,
+        max_model_len: int,
+        clock: Callable[[], float],
+        shapes: Listing[RoundShape] = (PLAIN,),
+        lookahead: int = 0,
+        epoch: int = 0,
+    ) -> None:
+        """num_pages: pages of every rank's pool, page 0 excluded. shapes: plain first, then the speculative one if
+        there is a draft. lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`)."""
+        self._config = config
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._shapes = tuple(shapes)
+        self._prompt_tail = max(shape.tail_tokens for shape in shapes)  # a last chunk also drafts
+        self.allocator = PageAllocator(num_pages)
+        self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead) if cache.prefix_cache else None
+        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.max_running, cache.page_size)
+        self.stats = SchedulerStats(accepted_histogram=[0] * max(shape.max_new_tokens for shape in shapes))
+        self.queues = RequestQueues(self.slot_pages, self.stats)
+        self._prefill = PrefillPlanner(
+            self.queues, self.stats, clock, config.max_step_tokens, self._prompt_tail, shapes[-1].max_new_tokens
+        )
+        self.epoch = epoch
+        self._in_flight: deque[InFlightStep] = deque()
+        self._next_step = 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted per speculative round, 0 without a draft."""
+        return self._shapes[-1].width - 1
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return len(self.queues.active)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.queues.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose result has not been applied."""
+        return len(self._in_flight)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pages that requests hold, 0-1."""
+        return self.allocator.num_held / self.allocator.num_pages
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; one with output already (a resumed stream) goes on behind it.
+
+        Raises QueueFullError, RequestTooLargeError, or ValueError for a request that makes no sense.
+        """
+        if self.num_waiting >= self._config.max_waiting:
+            raise QueueFullError(f"max_waiting={self._config.max_waiting}: {self.num_waiting} wait; retry later")
+        self._check(request)
+        histogram = request.acceptance_histogram
+        histogram += [0] * (self._shapes[-1].max_new_tokens - len(histogram)) if len(self._shapes) > 1 else []
+        self.queues.add(request, self._clock())
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
+        """Ends a request in whatever state; its slot and pages are free at once. None if the id is unknown."""
+        sequence = self.queues.find(request_id)
+        if sequence is None:
+            return None
+        self.queues.finish(sequence, reason, None, self._clock())
+        return sequence.request
+
+    def flush_prefix_cache(self) -> int:
+        """Empties the prefix cache; returns the pages it had. Steps in flight may be left, requests not: they would put
+        back what they computed before.
+
+        Raises UnfinishedError, having changed nothing.
+        """
+        if self.num_running or self.num_waiting:
+            raise UnfinishedError(f"{self.num_running} requests run and {self.num_waiting} wait")
+        return 0 if self.prefix_cache is None else self.prefix_cache.clear()
+
+    def requeue_all(self, epoch: int) -> list[Request]:
+        """The worker group died, and all KV with it: what had a slot goes back to the head of the queue, keeping its
+        output.
+
+        Plans in flight are forgotten; steps count from 0 again, under the new `epoch`; results of other epochs are
+        dropped. Returns the requests that had a slot, oldest first.
+        """
+        self._in_flight.clear()
+        self.epoch = epoch
+        self._next_step = 0
+        return self.queues.requeue()
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to run before another result or request comes."""
+        slot_pages = self.slot_pages
+        builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
+        shape_index, slots, ends = self._reserve_rounds(builder)
+        self._prefill.plan(builder)
+        if builder.preempted and len(slots):  # a chunk of an older request may have taken a younger one's slot
+            alive = slot_pages.decoding[slots]
+            slots, ends = slots[alive], ends[alive]
+        if len(slots) == 0 and not builder.chunks:
+            return None
+        max_new_tokens = self._shapes[shape_index].max_new_tokens
+        by_slot = self.queues.by_slot
+        sequences = [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks
+        self._in_flight.append(InFlightStep(self._next_step, sequences, slots, slot_pages.user[slots], max_new_tokens))
+        slot_pages.plan_round(slots, max_new_tokens)
+        for sequence in builder.last_chunks:
+            self.queues.start_decoding(sequence)
+        plan = StepPlan(
+            epoch=self.epoch,
+            step=self._next_step,
+            slots=pack_i32(slots.astype(np.int32)),
+            shape=shape_index,
+            max_kv_len=max(builder.max_kv_len, int(ends.max()) if len(ends) else 0),
+            page_updates=slot_pages.take_updates(),
+            inits=tuple(builder.inits),
+            chunks=tuple(builder.chunks),
+        )
+        self._next_step += 1
+        return plan
+
+    def apply(self, result: StepResult) -> list[RequestOutput]:
+        """What the oldest plan in flight brought, a request each; drops results of another epoch."""
+        if result.epoch != self.epoch:
+            self.stats.num_stale_results += 1
+            return []
+        in_flight_step = self._in_flight.popleft()
+        assert result.step == in_flight_step.step, f"result of step {result.step}, awaited {in_flight_step.step}"
+        counts = unpack_i32(result.counts)
+        finish = np.frombuffer(result.finish, np.uint8)
+        assert len(counts) == len(finish) == len(in_flight_step.sequences), "a result has other entries than its plan"
+        now = self._clock()
+        committed_before = self._advance(in_flight_step, counts, now)
+        outputs: list[RequestOutput] = []
+        start, num_rounds, logprobs = 0, in_flight_step.num_rounds, result.logprobs
+        tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
+        entries = zip(in_flight_step.sequences, counts.tolist(), finish.tolist(), accepted, strict=True)
+        for index, (sequence, count, finish_code, num_accepted) in enumerate(entries):
+            new = tokens[start : start + count]
+            start += count
+            if count == 0 or sequence.is_finished:
+                continue
+            request = sequence.request
+            request.output += new
+            if num_accepted >= 0:
+                request.acceptance_histogram[num_accepted] += 1
+            reason = None
+            if index >= num_rounds:
+                self._prompt_ended(sequence, now)
+            if finish_code != FINISH_NONE:
+                reason = _FINISH[finish_code]
+                self.queues.finish(sequence, reason, committed_before[index], now)
+            outputs.append(RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason))
+        self._count(result)
+        return outputs
+
+    def _prompt_ended(self, sequence: Sequence, now: float) -> None:
+        """The token after the prompt has come."""
+        if sequence.first_token_s < 0:
+            sequence.first_token_s, sequence.first_output = now, len(sequence.request.output)
+            self.stats.time_to_first_token_s.observe(now - sequence.submitted_s)
+        if sequence.slot >= 0:
+            self.slot_pages.share(sequence.slot, sequence.known_tokens())
+
+    def _advance(self, in_flight_step: InFlightStep, counts: npt.NDArray[np.int32], now: float) -> list[int]:
+        """Brings the books up to a result. Returns the committed length of each entry as it was known before: what the
+        round that ends a request commits is not relied on."""
+        slot_pages, slots, num_rounds = self.slot_pages, in_flight_step.slots, in_flight_step.num_rounds
+        before: list[int] = slot_pages.committed[slots].tolist()
+        emitted = counts
+        live = slot_pages.user[slots] == in_flight_step.users
+        if not live.all():
+            slots, emitted = slots[live], counts[live]
+            num_rounds = int(np.count_nonzero(live[:num_rounds]))
+        if len(slots) == 0:
+            return before
+        assert emitted.min() > 0, "a request that has not ended got no token"
+        rounds, emitted_by_round = slots[:num_rounds], emitted[:num_rounds]
+        assert num_rounds == 0 or emitted_by_round.max() <= in_flight_step.max_new_tokens, (
+            "more tokens than the round has"
+        )
+        slot_pages.num_tokens[slots] += emitted
+        slot_pages.min_pending[slots] -= 1
+        slot_pages.committed[rounds] += emitted_by_round  # a prompt's KV was counted when its chunks were planned
+        slot_pages.max_pending[rounds] -= in_flight_step.max_new_tokens
+        self.stats.inter_token_s.observe_all(now - slot_pages.last_token_s[rounds])
+        slot_pages.last_token_s[slots] = now
+        return before
+
+    def _count(self, result: StepResult) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        stats.generation_tokens += len(result.tokens) // 4
+        stats.step_s.observe(result.elapsed_s)
+        accepted = unpack_i32(result.accepted)
+        for num_accepted, count in enumerate(np.bincount(accepted[accepted >= 0]).tolist()):
+            stats.accepted_histogram[num_accepted] += count
+
+    def _check(self, request: Request) -> None:
+        """Raises if the request makes no sense or can never run."""
+        sampling = request.sampling
+        if request.request_id in self.queues:
+            raise ValueError(f"request_id={request.request_id}: a request of this id runs already; make ids unique")
+        if not request.prompt:
+            raise ValueError("prompt: has no tokens; send at least one")
+        if sampling.max_tokens <= len(request.output):
+            raise ValueError(
+                f"max_tokens={sampling.max_tokens}: must be above the {len(request.output)} output tokens that the "
+                "request brings"
+            )
+        length = len(request.prompt) + sampling.max_tokens
+        if length > self._max_model_len:
+            raise RequestTooLargeError(
+                f"prompt of {len(request.prompt)} tokens and max_tokens={sampling.max_tokens} make {length}, the limit "
+                f"is {self._max_model_len}: shorten the prompt or lower max_tokens"
+            )
+        need = self.slot_pages.pages_for(length - 1 + self._prompt_tail)
+        if need > self.allocator.num_pages:
+            raise RequestTooLargeError(
+                f"prompt of {len(request.prompt)} tokens and max_tokens={sampling.max_tokens} need {need} KV pages, "
+                f"the pool has {self.allocator.num_pages}: shorten the prompt, lower max_tokens or enlarge the KV cache"
+            )
+
+    def _reserve_rounds(self, builder: PlanBuilder) -> tuple[int, Slots, Int64s]:
+        """Pages for a round of everything that decodes, preempting the youngest until they suffice."""
+        slot_pages = self.slot_pages
+        while True:
+            slots = slot_pages.round_slots()
+            shape = 1 if len(self._shapes) > 1 and bool(slot_pages.speculative[slots].any()) else 0
+            ends = slot_pages.round_ends(slots, self._shapes[shape].tail_tokens)
+            if len(slots) == 0 or slot_pages.fit_rounds(slots, ends) == 0:
+                return shape, slots, ends
+            self.queues.preempt_youngest(builder)

@@ -1,0 +1,88 @@
+"""What the scheduler keeps per request and per step in flight."""
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.scheduling.plan import Chunk, SlotInit
+from workers.scheduling.request import Request
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Sequence:
+    """A request and where it stands. number: its arrival, which is its priority. computed: tokens whose chunks are
+    planned. not_before: the last step made while it ran before a preemption; re-admitted once that is applied."""
+
+    __slots__ = (
+        "request",
+        "number",
+        "prompt",
+        "tokens",
+        "slot",
+        "computed",
+        "not_before",
+        "pages_missing",
+        "max_len",
+        "submitted_s",
+        "first_token_s",
+        "first_output",
+        "was_admitted",
+        "is_finished",
+    )
+
+    def __init__(self, request: Request, number: int, now: float) -> None:
+        self.request = request
+        self.number = number
+        self.prompt = np.asarray(request.prompt, np.int32)
+        self.tokens = self.prompt  # prompt and output at its last admission
+        self.slot = -1
+        self.computed = 0
+        self.not_before = -1
+        self.pages_missing = (-1, 0)  # (insertions into the cache, pages it needed) when it last did not fit
+        self.max_len = len(request.prompt) + request.sampling.max_tokens
+        self.submitted_s = now
+        self.first_token_s = -1.0
+        self.first_output = 0  # length of the output when its first token here had come
+        self.was_admitted = False
+        self.is_finished = False
+
+    def known_tokens(self) -> npt.NDArray[np.int32]:
+        """int32 prompt and output."""
+        output = self.request.output
+        return np.concatenate((self.prompt, np.asarray(output, np.int32))) if output else self.prompt
+
+
+class InFlightStep:
+    """What a plan's result will be about: the first `num_rounds` sequences ran a round, the rest their last chunk."""
+
+    __slots__ = ("step", "sequences", "slots", "users", "num_rounds", "max_new_tokens")
+
+    def __init__(
+        self, step: int, sequences: list[Sequence], round_slots: Int64s, round_users: Int64s, max_new_tokens: int
+    ) -> None:
+        self.step = step
+        self.sequences = sequences
+        self.slots = round_slots
+        self.users = round_users
+        self.num_rounds = len(round_slots)
+        self.max_new_tokens = max_new_tokens
+        rest = sequences[len(round_slots) :]
+        if rest:
+            self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
+            self.users = np.concatenate((round_users, np.array([sequence.number for sequence in rest], np.int64)))
+
+
+class PlanBuilder:
+    """Plan number `step`, being made. oldest_in_flight: the first step whose result has not been applied. preempted:
+    whether this plan took somebody's slot; then it admits nobody."""
+
+    __slots__ = ("step", "oldest_in_flight", "inits", "chunks", "last_chunks", "max_kv_len", "preempted")
+
+    def __init__(self, step: int, oldest_in_flight: int) -> None:
+        self.step = step
+        self.oldest_in_flight = oldest_in_flight
+        self.inits: list[SlotInit] = []
+        self.chunks: list[Chunk] = []
+        self.last_chunks: list[Sequence] = []
+        self.max_kv_len = 0
+        self.preempted = False

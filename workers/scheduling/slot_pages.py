@@ -1,0 +1,221 @@
+"""Slots, their page tables, and the pages that the steps in flight may write. The scheduler's books; no policy here.
+
+Lengths on the host are stale: plan n + 1 is made before result n is read. So every slot has its committed length as far
+as the host knows it, and bounds on what its rounds in flight add to that.
+"""
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from attention.kv_cache.page_allocator import PageAllocator
+from attention.kv_cache.prefix_cache import PrefixCache
+from workers.scheduling.plan import pack_i32
+
+Int64s = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int64]
+
+
+def table_width(max_model_len: int, max_tail_tokens: int, page_size: int) -> int:
+    """Pages a page-table row needs for a request of `max_model_len` tokens under the widest round's tail."""
+    return -(-(max_model_len - 1 + max_tail_tokens) // page_size)
+
+
+class SlotPages:
+    """Arrays indexed by slot, and one page list per slot.
+
+    committed: KV tokens known on the host, the newest token excluded. num_tokens: prompt and output tokens known.
+    max_len: prompt_len + max_tokens. max_pending: most tokens that the rounds in flight can still commit. min_pending:
+    fewest tokens that the entries in flight will emit (one each, unless the request ends before). num_pages: length of
+    the page list. decoding: runs rounds. speculative: wants drafts. user: number of the request that has the slot; a
+    result for another user of the slot is late.
+
+    Invariant that makes every early release safe: plans are executed in order on every rank, and a page is handed out
+    only in plans made after its release. So whatever steps in flight still write to it, they write before its new
+    owner does. Pages inserted into the prefix cache lie wholly below the committed length, where no step writes again.
+    """
+
+    def __init__(self, allocator: PageAllocator, cache: PrefixCache | None, num_slots: int, page_size: int) -> None:
+        self.allocator = allocator
+        self.cache = cache
+        self.page_size = page_size
+        self._shift = page_size.bit_length() - 1
+        assert 1 << self._shift == page_size, f"page_size={page_size}"
+        self.committed = np.zeros(num_slots, np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+        self.max_len = np.zeros(num_slots, np.int64)
+        self.max_pending = np.zeros(num_slots, np.int64)
+        self.min_pending = np.zeros(num_slots, np.int64)
+        self.num_pages = np.zeros(num_slots, np.int64)
+        self.decoding = np.zeros(num_slots, np.bool_)
+        self.speculative = np.zeros(num_slots, np.bool_)
+        self.user = np.full(num_slots, -1, np.int64)
+        self.last_token_s = np.zeros(num_slots, np.float64)
+        self.pages: list[list[int]] = [[] for _ in range(num_slots)]
+        self._free_slots = list(range(num_slots))  # heap: the lowest slot first
+        self._updates: list[int] = []
+
+    def reset(self) -> None:
+        """All slots and pages are free, the prefix cache is empty: the ranks' memory is gone."""
+        for slot in np.flatnonzero(self.user >= 0).tolist():
+            self._clear(slot)
+        self._updates.clear()
+        self.allocator.reset()
+        if self.cache is not None:
+            self.cache.reset()
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether `take_slot` would succeed."""
+        return bool(self._free_slots)
+
+    def take_slot(self, user: int, num_tokens: int, max_len: int, speculative: bool, cached_pages: list[int]) -> int:
+        """A slot for request number `user`, whose table begins with `cached_pages`, held by the caller until now."""
+        slot = heapq.heappop(self._free_slots)
+        self.user[slot] = user
+        self.num_tokens[slot] = num_tokens
+        self.max_len[slot] = max_len
+        self.speculative[slot] = speculative
+        self.committed[slot] = len(cached_pages) * self.page_size
+        self._extend(slot, cached_pages)
+        self.num_pages[slot] = len(cached_pages)
+        return slot
+
+    def round_slots(self) -> Slots:
+        """Slots that run a round, ascending: decoding, and not sure to end by what is in flight."""
+        return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
+
+    def round_ends(self, slots: Slots, tail_tokens: int) -> Int64s:
+        """For each of `slots`, the position behind the last one that its next round may write."""
+        start = np.minimum(self.committed[slots] + self.max_pending[slots], self.max_len[slots] - 1)
+        ends: Int64s = start + tail_tokens
+        return ends
+
+    def fit_rounds(self, slots: Slots, ends: Int64s) -> int:
+        """Gives each slot pages for positions below its `ends`, and takes back those behind.
+
+        Evicts cached pages where free ones run out. Returns how many pages are missing; unless 0, no slot got any.
+        """
+        change = ((ends + (self.page_size - 1)) >> self._shift) - self.num_pages[slots]
+        if not change.any():
+            return 0
+        for i in np.flatnonzero(change < 0).tolist():
+            slot, surplus = int(slots[i]), -int(change[i])
+            self.allocator.release(self.pages[slot][-surplus:])
+            del self.pages[slot][-surplus:]
+            self.num_pages[slot] -= surplus
+        growing = np.flatnonzero(change > 0)
+        counts = change[growing]
+        need = int(counts.sum())
+        missing = self._make_room(need)
+        if missing:
+            return missing
+        fresh = self.allocator.allocate(need)
+        grown = slots[growing]
+        self.num_pages[grown] += counts
+        start, updates = 0, self._updates
+        for slot, count in zip(grown.tolist(), counts.tolist(), strict=True):
+            table = self.pages[slot]
+            for page in fresh[start : start + count]:
+                updates += (slot, len(table), page)
+                table.append(page)
+            start += count
+        return 0
+
+    def pages_for(self, num_positions: int) -> int:
+        """Pages that hold `num_positions` positions."""
+        return (num_positions + self.page_size - 1) >> self._shift
+
+    def fit_slot(self, slot: int, num_positions: int) -> int:
+        """Gives one slot pages for `num_positions` positions; returns how many pages are missing, 0 if it got them."""
+        need = self.pages_for(num_positions) - len(self.pages[slot])
+        if need <= 0:
+            return 0
+        missing = self._make_room(need)
+        if missing == 0:
+            self._extend(slot, self.allocator.allocate(need))
+            self.num_pages[slot] += need
+        return missing
+
+    def plan_round(self, slots: Slots, max_new_tokens: int) -> None:
+        """A round of `slots` is in flight from now on."""
+        self.max_pending[slots] += max_new_tokens
+        self.min_pending[slots] += 1
+
+    def apply(self, slots: Slots, num_committed: Int64s, num_emitted: Int64s, max_new_tokens: Int64s) -> None:
+        """The oldest entries in flight of `slots` are known."""
+        self.committed[slots] += num_committed
+        self.num_tokens[slots] += num_emitted
+        self.max_pending[slots] -= max_new_tokens
+        self.min_pending[slots] -= 1
+
+    def share(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
+        """Inserts a slot's committed pages (`tokens`: those known) into the prefix cache; the slot goes on.
+
+        Where the tree has a page already, the slot uses that one from the next plan on and its own is freed.
+        """
+        if self.cache is None:
+            return
+        table = self.pages[slot]
+        kept = self.cache.insert(tokens, table[: int(self.committed[slot]) >> self._shift])
+        for index, page in enumerate(kept):
+            if table[index] != page:
+                self.allocator.acquire((page,))
+                self.allocator.release((table[index],))
+                table[index] = page
+                self._updates += (slot, index, page)
+
+    def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int) -> None:
+        """Frees the slot and its pages; those full below `num_committed` go to the prefix cache."""
+        table = self.pages[slot]
+        if self.cache is not None:
+            self.cache.insert(tokens, table[: num_committed >> self._shift])
+        self.allocator.release(table)
+        self._clear(slot)
+        if self._updates:  # the slot may get a new user in the same plan, which may change an entry only once
+            triples = np.asarray(self._updates).reshape(-1, 3)
+            self._updates = triples[triples[:, 0] != slot].ravel().tolist()
+
+    def take_updates(self) -> bytes:
+        """The page-table changes since the last plan, as `StepPlan.page_updates`."""
+        packed = pack_i32(self._updates)
+        self._updates.clear()
+        return packed
+
+    def check_integrity(self) -> None:
+        """Asserts that slots, pages and the prefix cache agree."""
+        self.allocator.check_integrity(self.pages, [] if self.cache is None else self.cache.pages())
+        assert [len(pages) for pages in self.pages] == self.num_pages.tolist(), "page counts differ from the page lists"
+        assert sorted(self._free_slots) == np.flatnonzero(self.user < 0).tolist(), "free slots differ"
+        assert (self.max_pending >= 0).all() and (self.min_pending >= 0).all(), "more results than plans"
+
+    def _make_room(self, need: int) -> int:
+        """Evicts until `need` pages are free; how many are missing. Evicts nothing if it would not be enough."""
+        missing = need - self.allocator.num_available
+        if missing > 0:
+            return missing
+        short = need - self.allocator.num_free
+        if short > 0:
+            assert self.cache is not None
+            freed = self.cache.evict(short)
+            assert freed == short, f"{freed} of {short} evictable pages were evicted"
+        return 0
+
+    def _extend(self, slot: int, pages: list[int]) -> None:
+        table = self.pages[slot]
+        first = len(table)
+        table += pages
+        for index, page in enumerate(pages, first):
+            self._updates += (slot, index, page)
+
+    def _clear(self, slot: int) -> None:
+        for lengths in (self.committed, self.num_tokens, self.max_len):
+            lengths[slot] = 0
+        for counts in (self.max_pending, self.min_pending, self.num_pages):
+            counts[slot] = 0
+        self.decoding[slot] = False
+        self.speculative[slot] = False
+        self.user[slot] = -1
+        self.pages[slot] = []
+        heapq.heappush(self._free_slots, slot)
