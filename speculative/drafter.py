@@ -13,7 +13,9 @@ from torch import Tensor
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.config import SpeculativeConfig
 from speculative.draft_models.eagle import DraftHead
-from speculative.tree import Candidates, Children, TreeTable, bare_roots, candidate_depths, chain, grow
+from speculative.tree import Candidates, Children, bare_roots, candidate_depths, chain
+from speculative.tree_growth import grow
+from speculative.tree_table import TreeTable
 from workers.runner.model_runner import ModelRunner
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What a round verifies, gathered from the slots in one launch instead of ten. Called by `speculative.tree` on GPUs."""
+"""What a round verifies, gathered from the slots in one launch instead of ten. Called on GPUs by
+`speculative.tree_table`."""
 
 from collections.abc import Sequence
 
@@ -53,7 +54,7 @@ def _read_trees(
 def read_trees(
     fields: Sequence[Tensor], slots: Tensor, width: int, seq_len: Tensor, mask_words: Tensor | None = None
 ) -> RoundRows:
-    """`speculative.tree.TreeTable.read` for fields tokens, parents, depths, masks [num_slots + 1, W] int64."""
+    """`speculative.tree_table.TreeTable.read` for fields tokens, parents, depths, masks [num_slots + 1, W] int64."""
     batch, device = slots.shape[0], slots.device
     assert all(f.is_contiguous() for f in fields) and width <= fields[0].shape[1]
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)

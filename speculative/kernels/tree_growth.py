@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Growing and cutting a draft tree, one launch per level and one for the cut, instead of a dozen and fifty. Called by
-`speculative.drafter` on GPUs; its torch code is the reference."""
+"""Growing and cutting a draft tree, one launch per level and one for the cut, instead of a dozen and fifty. Called on
+GPUs by `speculative.tree_growth`, which is the reference, and by `speculative.tree_table`."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ def _grow(
 
 
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """`speculative.tree.grow` on a GPU."""
+    """`speculative.tree_growth.grow` on a GPU."""
     k = children.ids.shape[1]
     parents = 1 if above is None else k
     batch, device = candidates.tokens.shape[0], candidates.tokens.device
@@ -165,8 +165,8 @@ def _cut(
 
 
 def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[Tensor]) -> None:
-    """`speculative.tree.best_tree` for slots [B] int64 under bonus [num_slots + 1] int64, written into fields: tokens,
-    parents, depths, masks [num_slots + 1, W] int64. At most MAX_CUT_CANDIDATES candidates."""
+    """`speculative.tree_growth.best_tree` for slots [B] int64 under bonus [num_slots + 1] int64, written into fields:
+    tokens, parents, depths, masks [num_slots + 1, W] int64. At most MAX_CUT_CANDIDATES candidates."""
     batch, num_candidates = candidates.scores.shape
     width = fields[0].shape[1]
     assert num_candidates <= MAX_CUT_CANDIDATES

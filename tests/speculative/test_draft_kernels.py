@@ -8,7 +8,9 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from attention.backends.trtllm_backend import mask_words  # noqa: E402
 from speculative.kernels import head_input, read_trees, tree_growth  # noqa: E402
-from speculative.tree import Candidates, Children, Level, TreeTable, best_tree, candidate_depths, grow  # noqa: E402
+from speculative.tree import Candidates, Children, Level, candidate_depths  # noqa: E402
+from speculative.tree_growth import best_tree, grow  # noqa: E402
+from speculative.tree_table import TreeTable  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.sampling.kernels import topk  # noqa: E402
 

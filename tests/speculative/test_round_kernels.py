@@ -11,7 +11,7 @@ from attention.kv_cache.pool import KVPool  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask, token_indices  # noqa: E402
 from speculative.acceptance import accept, accept_synthetic, verdict_of  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
-from speculative.tree import best_tree  # noqa: E402
+from speculative.tree_growth import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402

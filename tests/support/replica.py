@@ -13,7 +13,7 @@ from attention.kv_cache.pool import KVPool
 from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
 from speculative.decoding import EagleDecoding
-from speculative.tree import TreeTable
+from speculative.tree_table import TreeTable
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.layers.linear_method import pack_all
 from workers.runner.cuda_graph import GraphedDecoding
