@@ -191,9 +191,8 @@ def _warm_up(worker: Worker, layout: EngineLayout) -> None:
 def _captured(strategy: DecodingStrategy, slots: SlotTable, spec: EngineSpec, layout: EngineLayout) -> DecodingStrategy:
     from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
 
-    graphed = GraphedDecoding(
-        strategy, slots, bucket_sizes(spec.worker.scheduler.max_running), layout.max_position, spec.worker.graph_scope
-    )
+    buckets = bucket_sizes(spec.worker.scheduler.max_running)
+    graphed = GraphedDecoding(strategy, slots, buckets, layout.max_position)
     with torch.inference_mode():
         graphed.capture(random=True)
         graphed.capture(random=False)

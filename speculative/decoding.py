@@ -66,7 +66,7 @@ class _Judged:
 
 
 class EagleDecoding:
-    """A `workers.runner.decoding.StagedStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, shape 1
+    """A `workers.runner.decoding.DecodingStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, shape 1
     speculates."""
 
     def __init__(

@@ -8,7 +8,6 @@ from attention.config import CacheConfig, TargetAttention
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-GraphScope = Literal["round", "stages", "eager_extend"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,9 @@ PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, tail_tokens=1)
 class WorkerConfig:
     """One engine replica, without its decoding strategy.
 
-    cuda_graphs: capture rounds on a GPU; off only to measure what they bring. graph_scope: what one graph holds: a
-    whole round; or, to measure what that brings, one of its three stages (verify, draft-extend, draft), of which
-    "eager_extend" runs draft-extend without a graph. deterministic: on a GPU, answers that depend on nothing but their
-    request (see `workers.runner.deterministic`). debug: assert after every step that all ranks agree.
+    cuda_graphs: capture rounds on a GPU; off only to measure what they bring.
+    deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
+    debug: assert after every step that all ranks agree.
     """
 
     model: ModelSource
@@ -76,6 +74,5 @@ class WorkerConfig:
     attention: TargetAttention = field(default_factory=TargetAttention)
     tensor_parallel: int = 1
     cuda_graphs: bool = True
-    graph_scope: GraphScope = "round"
     deterministic: bool = False
     debug: bool = False

@@ -8,24 +8,18 @@ prompt chunks run eagerly.
 
 Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
 and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
-
-A round can also be three graphs, its stages, one after another: that is how others run it, and here a means to measure
-what one graph brings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from workers.config import GraphScope, RoundShape
-from workers.runner.decoding import DecodingStrategy, StagedStrategy, StepBatch, StepTensors
+from workers.config import RoundShape
+from workers.runner.decoding import DecodingStrategy, StepBatch, StepTensors
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Logprobs, SamplingNeeds
-
-T = TypeVar("T")
 
 _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
 
@@ -39,15 +33,14 @@ class _Key:
 
 @dataclass
 class _Captured:
-    """run: replays the round. slots: its input. output: what it emitted, at the same place after every replay. filled:
-    the batch's slots that the input was last filled from. kept: what one graph hands to another, so must not be freed.
-    """
+    """slots: the graph's input.
+    output: what the round emitted, at the same place after every replay.
+    filled: the batch's slots that the input was last filled from."""
 
-    run: Callable[[], None]
+    graph: torch.cuda.CUDAGraph
     slots: Tensor
     output: StepTensors
     filled: Tensor | None = None
-    kept: object = None
 
     def fill(self, slots: Tensor, padding_slot: int) -> None:
         """Take over a batch's slots, which nobody changes in place: the same tensor need not be copied again."""
@@ -76,13 +69,11 @@ class GraphedDecoding:
         slots: SlotTable,
         buckets: Sequence[int],
         max_kv_len: int,
-        scope: GraphScope = "round",
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._buckets = tuple(sorted(buckets))
         self._max_kv_len = max_kv_len
-        self._scope = scope
         self._captured: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -113,37 +104,11 @@ class GraphedDecoding:
             for _ in range(_EAGER_RUNS):
                 self._inner.step(batch)
         torch.cuda.current_stream().wait_stream(stream)
-        if self._scope != "round" and isinstance(self._inner, StagedStrategy):
-            return self._stages(self._inner, batch)
-        graph, output = self._graph(lambda: self._inner.step(batch))
-        return _Captured(graph.replay, slots, output)
-
-    def _graph(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of what `function` does, and what it returned: tensors that each replay writes."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog thread queries events while this thread captures
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = function()
-        return graph, output
-
-    def _stages(self, inner: StagedStrategy, batch: StepBatch) -> _Captured:
-        """The stages of a round one by one; what one returns stays where it is, for the next."""
-        verify, judged = self._graph(lambda: inner.verify(batch))
-        if self._scope == "eager_extend":
-            hidden = torch.empty_like(inner.extend(batch, judged))
-
-            def extend() -> None:
-                hidden.copy_(inner.extend(batch, judged))
-        else:
-            graph, hidden = self._graph(lambda: inner.extend(batch, judged))
-            extend = graph.replay
-        draft, output = self._graph(lambda: inner.draft(batch, judged, hidden))
-
-        def run() -> None:
-            for stage in (verify.replay, extend, draft.replay):
-                stage()
-
-        return _Captured(run, batch.slots, output, kept=(judged, hidden))
+            output = self._inner.step(batch)
+        return _Captured(graph, slots, output)
 
     def step(self, batch: StepBatch) -> StepTensors:
         key = self._key(batch)
@@ -151,7 +116,7 @@ class GraphedDecoding:
             return self._inner.step(batch)
         captured, num_requests = self._round(key), batch.num_requests
         captured.fill(batch.slots, self._slots.padding_slot)
-        captured.run()
+        captured.graph.replay()
         return _first(captured.output, num_requests)
 
     def _key(self, batch: StepBatch) -> _Key | None:

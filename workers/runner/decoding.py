@@ -3,7 +3,7 @@ simplest one. Speculation is another (`speculative.decoding`); the worker does n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -86,21 +86,6 @@ class DecodingStrategy(Protocol):
 
     def step(self, batch: StepBatch) -> StepTensors:
         """Run one step; changes slots, KV pools and its own state in place."""
-
-
-@runtime_checkable
-class StagedStrategy(DecodingStrategy, Protocol):
-    """A strategy whose step is three stages, each of which can be captured by itself:
-    draft(batch, judged, extend(batch, judged := verify(batch)))."""
-
-    def verify(self, batch: StepBatch) -> Any:
-        """The target's pass, acceptance and commit."""
-
-    def extend(self, batch: StepBatch, judged: Any) -> Tensor:
-        """The draft's pass over accepted tokens."""
-
-    def draft(self, batch: StepBatch, judged: Any, hidden: Tensor) -> StepTensors:
-        """The draft's steps; hidden: what `extend` gave."""
 
 
 def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
