@@ -11,8 +11,9 @@ from attention.metadata import Mode
 from speculative.backends import draft_backends
 from speculative.config import SpeculativeConfig
 from speculative.decoding import EagleDecoding, round_shape
-from speculative.draft_models.config import DraftConfig, read_draft_config
 from speculative.draft_models.loading import load_draft
+from speculative.draft_models.method import DraftMethod
+from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
 from workers.config import RoundShape, WorkerConfig
 from workers.distributed.tp_group import SOLO
@@ -46,7 +47,7 @@ class DraftSpeculation:
 
     config: SpeculativeConfig
     attention: DraftAttention
-    draft: DraftConfig
+    draft: DraftMethod
     draft_tp: int
 
     @property
@@ -59,7 +60,7 @@ class DraftSpeculation:
 
     @property
     def lookahead(self) -> int:
-        return 1
+        return self.draft.lookahead
 
     @property
     def verified_modes(self) -> Mapping[Mode, bool]:
@@ -80,7 +81,7 @@ class DraftSpeculation:
         worker, device = parts.worker, parts.slots.device
         group = parts.group if self.draft_tp == parts.group.size else SOLO
         model = load_draft(
-            self.config, self.draft, worker.model, parts.target.model, group, device, parts.layout.max_position
+            self.draft, worker.model, parts.target.model, group, device, max_position=parts.layout.max_position
         )
         done("draft loaded")
         (size,) = self.kv_sizes(parts.layout.dtype)
@@ -110,7 +111,7 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
     config = spec.speculative
     if config is None:
         return NoSpeculation()
-    draft = read_draft_config(config, target)
+    draft = read_draft(config.method, config.path, spec.worker.model.path, target)
     return DraftSpeculation(config, spec.draft_attention, draft, _draft_tp(config, spec.worker.tensor_parallel))
 
 

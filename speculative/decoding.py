@@ -215,8 +215,7 @@ class EagleDecoding:
             ids.append(_shifted_ids(chunks, judged.first))
         newest = self._newest(batch, judged)
         context = self._draft.context(decode, None, chunks.batch if chunks else None, newest)
-        head = self._draft.model
-        hidden: Tensor = head(_joined(ids), head.combine(_joined(features)), context)
+        hidden = self._draft.model.extend(_joined(ids), _joined(features), context)
         if chunks is None:
             return hidden
         return torch.cat((hidden[: batch.num_requests], hidden[batch.num_requests + chunks.final_chunks]))
