@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from cluster.config import AerieConfig, ConfigError
 from cluster.http.tokenizer import ChatTokenizer
-from workers.config import RoundShape
+from workers.config import RoundShapes
 from workers.runner.executor import StepExecutor
 from workers.scheduling.scheduler import Scheduler
 
@@ -33,7 +33,7 @@ class Layout:
     lookahead: tokens beyond a page that its KV depends on. num_draft_tokens: drafted per round, 0 without a draft.
     """
 
-    shapes: tuple[RoundShape, ...]
+    shapes: RoundShapes
     num_pages: int
     max_model_len: int
     lookahead: int

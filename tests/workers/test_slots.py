@@ -13,7 +13,7 @@ def table(*limits: int) -> SlotTable:
     slots = SlotTable(len(limits), 4, 16, CPU)
     sampling = SamplingParams(100, 0.0, stop_token_ids=(9,))
     inits = tuple(SlotInit(i, 10, 5, limit, sampling) for i, limit in enumerate(limits))
-    slots.apply_plan(StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits))
+    slots.apply_plan(StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits))
     return slots
 
 
@@ -46,7 +46,7 @@ def test_a_new_owner_does_not_inherit_pages() -> None:
     slots = table(100, 100)
     assert slots.page_table[:2].tolist() == [[0, 7, 0, 0], [3, 0, 0, 0]]
     init = SlotInit(0, 0, 5, 50, SamplingParams(1))
-    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, pack_i32([0, 0, 2]), (init,)))
+    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, page_updates=pack_i32([0, 0, 2]), inits=(init,)))
     assert slots.page_table[:2].tolist() == [[2, 0, 0, 0], [3, 0, 0, 0]]
 
 
