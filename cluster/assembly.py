@@ -4,15 +4,13 @@ Where a rank comes from is an argument (a `RankFactory`), so that tests can scri
 whoever builds a rank or reads a checkpoint's configuration.
 """
 
-import dataclasses
 import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from cluster.config import AerieConfig, ConfigError
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.config import AerieConfig
 from workers.config import RoundShape
 from workers.runner.executor import StepExecutor
 from workers.scheduling.scheduler import Scheduler
@@ -84,21 +82,6 @@ def engine_spec(config: AerieConfig) -> "EngineSpec":
     return EngineSpec(config.worker, config.speculative, config.draft_attention)
 
 
-def with_checkpoints(config: AerieConfig) -> AerieConfig:
-    """The configuration with what only the checkpoints know: model.max_model_len. Reads config.json of target and draft
-    and the tokenizer, and matches them; raises ConfigError. Takes the seconds of importing torch."""
-    try:
-        # On the CPU, whatever the workers use: the machine that checks need not have their GPUs.
-        model = dataclasses.replace(config.model, device="cpu")
-        rank = DeviceRank(config.model_copy(update={"model": model}), 0)
-        layout = rank.layout()
-        rank.check_tokenizer()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    model = dataclasses.replace(config.model, max_model_len=layout.max_model_len)
-    return config.model_copy(update={"model": model})
-
-
 class DeviceRank:
     """A rank that computes: target, draft, KV pools and decoding on one device."""
 
@@ -124,17 +107,6 @@ class DeviceRank:
             lookahead=layout.lookahead,
             num_draft_tokens=0 if speculative is None else speculative.num_draft_tokens - 1,
         )
-
-    def check_tokenizer(self) -> None:
-        """Raises ValueError if the tokenizer knows tokens that the target has no embedding for: one in a prompt would
-        end the worker."""
-        path = self._spec.worker.model.path
-        known, embedded = ChatTokenizer.from_folder(path).vocab_size, self._layout.target.vocab_size
-        if known > embedded:
-            raise ValueError(
-                f"model.path={path}: its tokenizer has {known} tokens, its config.json vocab_size="
-                f"{embedded}; use the tokenizer that the model was trained with"
-            )
 
     def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
         """See `RankParts`."""

@@ -18,13 +18,12 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from cluster.config import AerieConfig
-from cluster.ingress.remote_engines import EngineAnswer
-from cluster.plan_report import ready_line
-from cluster.replica.actors import coordinator_prefix
+from cluster.replica.plan_report import ready_line
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_group import WorkerGroupError, WorkerGroupPlan
+from cluster.transport.discovery import coordinator_prefix
 from cluster.transport.keys import make_transport
-from cluster.transport.messages import GenerateRequest, Refusal
+from cluster.transport.messages import EngineAnswer, GenerateRequest, Refusal
 
 
 class Engine:

@@ -1,7 +1,7 @@
 """One epoch of an engine's workers: started together, watched together, killed together.
 
-Used by `cluster.replica.engine`. A worker group is never repaired: when one rank dies the others wait in a collective
-for minutes, so all are killed and a new worker group with a new rendezvous takes their place.
+Used by `cluster.replica.supervisor`. A worker group is never repaired: when one rank dies the others wait in a
+collective for minutes, so all are killed and a new worker group with a new rendezvous takes their place.
 """
 
 import asyncio
@@ -19,10 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
-from cluster.replica.actors import LOOPBACK, RankPlace, Worker, phase_line
-from cluster.replica.placement import WORKER_CPUS, order_ranks
+from cluster.replica.placement import WORKER_CPUS, RankPlace, order_ranks
+from cluster.replica.plan_report import phase_line
+from cluster.replica.worker_actor import Worker
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
+
+LOOPBACK = "127.0.0.1"
 
 Report = Callable[[str], None]
 T = TypeVar("T")

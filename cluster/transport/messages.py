@@ -73,6 +73,13 @@ class Refusal(msgspec.Struct, frozen=True):
     retry_after_s: float = 1.0
 
 
+class EngineAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What the unary call of an engine replica returns: one of both."""
+
+    summary: GenerateSummary | None = None
+    refusal: Refusal | None = None
+
+
 class Abort(msgspec.Struct, frozen=True, array_like=True):
     """Stop a request and free its pages; unknown ids are ignored (it may just have finished)."""
 

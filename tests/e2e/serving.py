@@ -14,7 +14,8 @@ import httpx
 import msgspec
 import psutil
 
-from cluster.assembly import DEVICE_RANK, with_checkpoints
+from cluster.assembly import DEVICE_RANK
+from cluster.checkpoints import with_checkpoints
 from cluster.config import parse
 from cluster.transport.messages import EngineStats
 from workers.distributed.ports import free_port
@@ -86,12 +87,11 @@ def serving(port: int, args: dict[str, Any], base: Path, factory: str = DEVICE_R
     from ray import serve
 
     from cluster.deployments import application
-    from cluster.plan_report import model_name
     from deploy.app import cluster_nodes
 
     config = with_checkpoints(parse(args, base))
     serve.run(application(config, cluster_nodes(), factory), name="aerie", route_prefix="/")
-    server = Server(port, model_name(config))
+    server = Server(port, config.served_model_name)
     try:
         server.wait_healthy()
         yield server
