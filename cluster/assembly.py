@@ -1,14 +1,12 @@
-"""Configuration -> the parts of one engine, without Ray and without HTTP: Serve, benchmarks and tests build the same.
+"""Configuration -> the parts of one engine, without Ray and without HTTP. Used by `cluster.replica` and `deploy`.
 
-Where a rank comes from is an argument (a `RankFactory`), so that tests can script one. torch is imported only by
-whoever builds a rank or reads a checkpoint's configuration.
+torch is imported only by whoever builds a rank or reads a checkpoint's configuration.
 """
 
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 from cluster.config import AerieConfig
 from workers.config import RoundShape
@@ -18,8 +16,6 @@ from workers.scheduling.scheduler import Scheduler
 if TYPE_CHECKING:
     from speculative.build import EngineSpec
 
-DEVICE_RANK = "cluster.assembly:DeviceRank"
-
 PhaseReport = Callable[[str, float], None]
 
 
@@ -27,8 +23,11 @@ PhaseReport = Callable[[str, float], None]
 class Layout:
     """What follows from the configuration and the checkpoints, the same for the scheduler and on every rank.
 
-    shapes: kinds of round, plain first. num_pages: KV pages per rank. max_model_len: prompt and answer tokens.
-    lookahead: tokens beyond a page that its KV depends on. num_draft_tokens: drafted per round, 0 without a draft.
+    shapes: kinds of round, plain first.
+    num_pages: KV pages per rank.
+    max_model_len: prompt and answer tokens.
+    lookahead: tokens beyond a page that its KV depends on.
+    num_draft_tokens: drafted per round, 0 without a draft.
     """
 
     shapes: tuple[RoundShape, ...]
@@ -36,30 +35,6 @@ class Layout:
     max_model_len: int
     lookahead: int
     num_draft_tokens: int
-
-
-class RankParts(Protocol):
-    """One rank before it is built."""
-
-    @property
-    def device_name(self) -> str:
-        """What it computes on, for the operator."""
-
-    def layout(self) -> Layout:
-        """Reads and checks the checkpoints' configurations; raises ValueError naming value, rule and remedy."""
-
-    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
-        """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
-        `report` hears each phase and its seconds."""
-
-
-RankFactory = Callable[[AerieConfig, int], RankParts]
-
-
-def load_factory(path: str) -> RankFactory:
-    """The rank factory named "module:attribute"."""
-    module, _, name = path.partition(":")
-    return cast(RankFactory, getattr(importlib.import_module(module), name))
 
 
 def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
@@ -82,8 +57,11 @@ def engine_spec(config: AerieConfig) -> "EngineSpec":
     return EngineSpec(config.worker, config.speculative, config.draft_attention)
 
 
-class DeviceRank:
-    """A rank that computes: target, draft, KV pools and decoding on one device."""
+class RankBuilder:
+    """One rank before it is built: target, draft, KV pools and decoding on one device.
+
+    device_name: what it computes on, for the operator.
+    """
 
     def __init__(self, config: AerieConfig, rank: int) -> None:
         import torch
@@ -98,7 +76,7 @@ class DeviceRank:
         self.device_name = torch.cuda.get_device_name(0) if cuda else f"cpu, {self._num_threads} thread(s)"
 
     def layout(self) -> Layout:
-        """See `RankParts`."""
+        """What the scheduler must know of all ranks."""
         layout, speculative = self._layout, self._spec.speculative
         return Layout(
             shapes=layout.shapes,
@@ -109,7 +87,8 @@ class DeviceRank:
         )
 
     def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
-        """See `RankParts`."""
+        """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
+        `report` hears each phase and its seconds."""
         import torch
 
         from speculative.build import build_worker

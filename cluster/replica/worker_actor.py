@@ -11,7 +11,7 @@ import struct
 import ray
 import zmq
 
-from cluster.assembly import Layout, load_factory
+from cluster.assembly import Layout, RankBuilder
 from cluster.config import AerieConfig, pin_network_interface, set_process_environment
 from cluster.replica.placement import RankPlace
 from cluster.replica.plan_report import phase_line
@@ -24,10 +24,15 @@ from workers.distributed.ports import free_port
 class Worker:
     """One rank. Its methods are called in the order in which they stand here; `run` lasts until the end."""
 
-    def __init__(self, config: AerieConfig, rank: int, factory: str) -> None:
+    def __init__(self, config: AerieConfig, rank: int) -> None:
         set_process_environment(config.engine.threads_per_worker)
         self._rank = rank
-        self._parts = load_factory(factory)(config, rank)
+        self._builder = self.rank_builder(config, rank)
+
+    @staticmethod
+    def rank_builder(config: AerieConfig, rank: int) -> RankBuilder:
+        """What this worker is made from; imports torch."""
+        return RankBuilder(config, rank)
 
     def place(self) -> RankPlace:
         context = ray.get_runtime_context()
@@ -36,11 +41,11 @@ class Worker:
             node_id=context.get_node_id(),
             address=ray.util.get_node_ip_address(),
             pid=os.getpid(),
-            device=self._parts.device_name,
+            device=self._builder.device_name,
         )
 
     def layout(self) -> Layout:
-        return self._parts.layout()
+        return self._builder.layout()
 
     def rendezvous(self, address: str) -> str:
         """A free port of this node; chosen anew for every worker group, because a killed one's may stay taken for a
@@ -52,7 +57,7 @@ class Worker:
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
-        self._executor = self._parts.build(rendezvous, self._report)
+        self._executor = self._builder.build(rendezvous, self._report)
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
         """Bind the channel; returns the endpoint for the coordinator."""

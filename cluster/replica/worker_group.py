@@ -39,12 +39,15 @@ class WorkerGroupError(RuntimeError):
 class WorkerGroupPlan:
     """What every worker group of an engine has in common.
 
-    factory: what a rank is made of. transport: of the engine's own process and its coordinator's. folder: of this node,
-    for the sockets of ranks beside the coordinator. application: whose keys ranks on other nodes use.
+    worker: the class of a rank's actor.
+    group: bundle 0 is the engine's and its coordinator's, each of the others a worker's.
+    transport: of the engine's own process and its coordinator's.
+    folder: of this node, for the sockets of ranks beside the coordinator.
+    application: whose keys ranks on other nodes use.
     """
 
     config: AerieConfig
-    factory: str
+    worker: type[Worker]
     group: PlacementGroup
     transport: Transport
     folder: str
@@ -124,7 +127,7 @@ class WorkerGroup:
         group = self._plan.group
         nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
         order = order_ranks(nodes, first=nodes[0])
-        make = ray.remote(Worker)
+        make = ray.remote(self._plan.worker)
         config = self._plan.config
         self._workers = [
             make.options(
@@ -132,7 +135,7 @@ class WorkerGroup:
                 num_gpus=1 if config.model.device == "cuda" else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            ).remote(config, rank, self._plan.factory)
+            ).remote(config, rank)
             for rank, bundle in enumerate(order)
         ]
         self.places = await self._all("place")

@@ -20,7 +20,7 @@ BELOW: dict[str, set[str]] = {
     "checkpoints": {"http", "config", "assembly"},
     "replica": {"transport", "coordinator", "config", "assembly"},
     "ingress": {"transport", "http", "config"},
-    "deployments": {"config", "assembly", "replica", "ingress"},
+    "deployments": {"config", "replica", "ingress"},
 }
 
 
