@@ -249,14 +249,14 @@ def test_what_outlasts_a_drain_can_be_failed_with_a_reason(make_bed):
 
 def test_a_bug_that_one_request_meets_ends_only_that_one(make_bed, monkeypatch):
     bed = make_bed()
-    put = bed.coordinator._loop._publisher.put
+    put = bed.coordinator._loop.streams._publisher.put
 
     def broken(stream, output):
         if stream.request_id == "bad":
             raise KeyError("surprise")
         put(stream, output)
 
-    monkeypatch.setattr(bed.coordinator._loop._publisher, "put", broken)
+    monkeypatch.setattr(bed.coordinator._loop.streams._publisher, "put", broken)
     bed.generate("bad")
     good = bed.generate("good", seed=1)
     bed.attach()
