@@ -196,7 +196,7 @@ def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) ->
         "num_running": num_running,
         "num_ranks": num_ranks,
         "page_size": page_size,
-        "num_steps": stats.num_steps,
+        "num_steps": stats.scheduler.num_steps,
         "token_messages": num_messages,
     }
 

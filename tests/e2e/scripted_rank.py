@@ -1,9 +1,11 @@
-"""A rank without a model for whole-path tests: named as the `factory` of an application."""
+"""An engine whose ranks have no model, for whole-path tests: the `engine_class` of an application."""
 
 import time
 
 from cluster.assembly import Layout, PhaseReport
 from cluster.config import AerieConfig
+from cluster.replica import worker_actor
+from cluster.replica.engine import Engine
 from tests.support.scripted import ScriptedExecutor
 from workers.config import PLAIN, RoundShape, RoundShapes
 from workers.runner.executor import StepExecutor
@@ -12,7 +14,7 @@ TREE = RoundShape(name="tree", width=4, max_new_tokens=4, draft_tokens=2)
 
 
 class ScriptedRank:
-    """Tokens follow from seed and position alone; a step takes a few milliseconds."""
+    """Stands for `cluster.assembly.RankBuilder`. Tokens follow from seed and position alone; a step takes 10 ms."""
 
     device_name = "script"
 
@@ -36,3 +38,15 @@ class ScriptedRank:
         return ScriptedExecutor(
             RoundShapes((PLAIN, TREE), default=1), self._config.scheduler.max_running, 4096, delay_s=0.01
         )
+
+
+class Worker(worker_actor.Worker):
+    """Of the same name, by which its processes are found."""
+
+    @staticmethod
+    def rank_builder(config: AerieConfig, rank: int) -> ScriptedRank:
+        return ScriptedRank(config, rank)
+
+
+class ScriptedEngine(Engine):
+    worker = Worker
