@@ -50,7 +50,7 @@ def _path_columns(path, over):
     return place, over < length
 
 
-@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "tail", "num_tickets"])
+@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
 def _attend_decode(
     q_ptr,
     k_ptr,
