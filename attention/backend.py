@@ -22,7 +22,18 @@ DECODE_MODES = ALL_MODES - {Mode.PREFILL}
 
 
 class Prepared(ABC):
-    """One batch, ready to be attended layer by layer."""
+    """One batch, ready to be attended layer by layer.
+
+    For each layer `plan` may be called, then the layer's KV is stored, then `forward` is called.
+    """
+
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:  # noqa: B027  many have nothing to launch
+        """Launch what `forward` reads beside q and KV, as far as it hangs on shapes that only layers know.
+
+        Called with the arguments of `forward`, of whose tensors no value is read, before the layer's KV is stored: the
+        store then stands between what is launched here and a `forward` that is launched early. Without this call
+        `forward` does it, and is not launched early. Does nothing where all is there already.
+        """
 
     @abstractmethod
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
