@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import build_backend
 from attention.backends.flashinfer_backend import Extent, paged
 from attention.metadata import Mode, PrefillBatch
+from attention.registry import build_backend
 from tests.support.attention_cases import Shape, num_pages, prefill_batch, random_pool, random_rows
 
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import build_backend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_slot_mapping, prefill_slot_mapping
+from attention.registry import build_backend
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 CPU = torch.device("cpu")
