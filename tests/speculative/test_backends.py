@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.backend import BACKENDS, AttentionBackend, Prepared, build_backend
+from attention.backend import AttentionBackend, Prepared
 from attention.config import DraftAttention, TargetAttention
 from attention.metadata import DecodeBatch, Mode
+from attention.registry import BACKENDS, build_backend
 from speculative.backends import ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
 from speculative.build import EngineSpec, _captures, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
@@ -84,7 +85,7 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
 
 def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("attention.backend.find_spec", lambda package: package)
+    monkeypatch.setattr("attention.registry.find_spec", lambda package: package)
     layout = plan_layout(pair.spec(pair.chain()))
     config = dataclasses.replace(layout.target, head_dim=128)
     return ModelShape(config, 1, torch.bfloat16, 16, torch.device("cuda", 0))
@@ -127,7 +128,7 @@ def test_a_chain_s_drafting_is_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
-    monkeypatch.setattr("attention.backend.find_spec", lambda package: None)
+    monkeypatch.setattr("attention.registry.find_spec", lambda package: None)
     with pytest.raises(
         ValueError,
         match=r"flashinfer is not installed: pip install 'aerie\[cuda\]'; those that "
