@@ -33,7 +33,10 @@ class SlotFacts:
 
     @property
     def is_random(self) -> bool:
-        return self.sampling.temperature > 0
+        """Whether its seed decides. Where filters are to keep one token it is greedy's, of equals the lowest id:
+        bfloat16 logits tie often."""
+        s = self.sampling
+        return s.temperature > 0 and s.top_k != 1 and s.top_p > 0
 
     @property
     def is_filtered(self) -> bool:
@@ -104,7 +107,7 @@ class SlotTable:
         min_len = init.prompt_len + sampling.min_tokens
         ints = [0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k]
         floats = [
-            sampling.temperature,
+            sampling.temperature if facts.is_random else 0.0,
             sampling.top_p,
             sampling.min_p,
             sampling.presence_penalty,
@@ -123,8 +126,8 @@ class SlotTable:
             self._init_shaping(init)
 
     def _init_shaping(self, init: SlotInit) -> None:
-        """Counts, prompt marks and biases of a request that changes its logits. Only ids are sent, through pinned memory,
-        and counted on the device by an operation whose result has a known size: nothing waits."""
+        """Counts, prompt marks and biases of a request that changes its logits. Only ids are sent, through pinned
+        memory, and counted on the device by an operation whose result has a known size: nothing waits."""
         if self.output_counts is None or self.in_prompt is None or self.bias is None:
             shape = (self.finished.shape[0], self.vocab_size)
             self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
