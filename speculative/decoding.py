@@ -17,8 +17,8 @@ from speculative.config import SpeculativeConfig
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.tree import RoundRows, Tree
 from workers.config import PLAIN, RoundShape
+from workers.layers.forward_context import Attending
 from workers.runner.decoding import PromptChunks, StepBatch, StepTensors, begin_finals
-from workers.runner.forward_context import Attending
 from workers.runner.model_runner import TargetRunner
 from workers.runner.slot_table import Commit, SlotTable
 from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of

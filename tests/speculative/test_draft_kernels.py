@@ -10,7 +10,7 @@ from attention.backends.trtllm_backend import mask_words  # noqa: E402
 from speculative.kernels import head_input, read_trees, tree_growth  # noqa: E402
 from speculative.tree import Candidates, Children, Level, TreeTable, best_tree, candidate_depths, grow  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.sampling.kernels import topk  # noqa: E402
+from workers.layers.kernels import topk  # noqa: E402
 
 pytestmark = MARKS
 CPU = torch.device("cpu")
