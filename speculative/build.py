@@ -17,12 +17,13 @@ from speculative.draft_models.loading import load_draft
 from speculative.drafter import DraftRunner
 from speculative.shapes import shapes_of
 from workers.config import RoundShapes, WorkerConfig
+from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
 from workers.models.config import ModelConfig
 from workers.models.loading import PoolSize, load_target, pages_that_fit, read_target_config
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
-from workers.runner.model_runner import TargetRunner, resolve_device, resolve_dtype
+from workers.runner.model_runner import TargetRunner
 from workers.runner.slot_table import SlotTable
 from workers.runner.worker import Worker
 from workers.sampling.sampler import Sampler

@@ -19,10 +19,10 @@ from speculative.shapes import TreeShape
 from speculative.tree import RoundRows
 from speculative.tree_table import TreeTable
 from workers.config import RoundShape, RoundShapes
+from workers.layers.forward_context import Attending
 from workers.models.decoder import DecoderOutput
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
 from workers.runner.decoding import begin_finals
-from workers.runner.forward_context import Attending
 from workers.runner.model_runner import TargetRunner
 from workers.runner.slot_table import Commit, SlotTable
 from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from speculative.draft_models.config import DraftConfig
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import MLP, Attention
+from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import check_shape
 from workers.layers.linear_method import Product
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles, RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.decoder import DecoderOutput
-from workers.runner.forward_context import ForwardContext
 
 
 class Projection(Product):

@@ -12,6 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
+from workers.runner.forward_context import ForwardContext  # noqa: E402
+
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
 from attention.kernels import decode, merge_states, pdl, rope_store  # noqa: E402
@@ -24,7 +26,6 @@ from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 from workers.runner import forward_context  # noqa: E402
-from workers.runner.forward_context import ForwardContext  # noqa: E402
 
 CPU = torch.device("cpu")
 BF16 = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "x_ptr", "weight_ptr", "residual_ptr"), "bf16")

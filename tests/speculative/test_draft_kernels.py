@@ -12,7 +12,7 @@ from speculative.tree import Candidates, Children, Level, candidate_depths  # no
 from speculative.tree_growth import best_tree, grow  # noqa: E402
 from speculative.tree_table import TreeTable  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.sampling.kernels import topk  # noqa: E402
+from workers.layers.kernels import topk  # noqa: E402
 
 pytestmark = MARKS
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from speculative.tree_growth import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
+from workers.layers.kernels.argmax import argmax  # noqa: E402
 from workers.runner.slot_table import SlotTable  # noqa: E402
-from workers.sampling.kernels.argmax import argmax  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit  # noqa: E402
 
 pytestmark = MARKS

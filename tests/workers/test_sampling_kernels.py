@@ -9,6 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from workers.sampling.kernels.topk import reference as topk_reference  # noqa: E402
+from workers.sampling.kernels.topk import topk_log_softmax  # noqa: E402
+
 from speculative.acceptance import accept  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import chain  # noqa: E402
@@ -22,8 +25,6 @@ from workers.sampling.kernels.filters import Filters, Limits, find_limits  # noq
 from workers.sampling.kernels.gumbel import Draws, perturb  # noqa: E402
 from workers.sampling.kernels.logprobs import norms_and_top  # noqa: E402
 from workers.sampling.kernels.penalties import shape  # noqa: E402
-from workers.sampling.kernels.topk import reference as topk_reference  # noqa: E402
-from workers.sampling.kernels.topk import topk_log_softmax  # noqa: E402
 from workers.sampling.sampler import Rows, Sampler  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32  # noqa: E402
 

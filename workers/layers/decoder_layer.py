@@ -3,11 +3,11 @@
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
+from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ColumnLinear, GatedLinear, RowLinear, kv_head_span, rank_span
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
 from workers.models.config import ModelConfig
-from workers.runner.forward_context import ForwardContext
 
 
 class Attention(nn.Module):

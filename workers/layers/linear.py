@@ -59,7 +59,7 @@ class RowLinear(Product):
         """This rank's part of y, for whoever sums the parts at once (`RMSNorm.add`): it may lie in a buffer that the
         next product overwrites. The bias is in rank 0's part."""
         bias = self.bias if self.group.rank == 0 else None
-        out = self.group.product_buffer(x.shape[0], self.weight.shape[0], x.dtype)
+        out = self.group.all_reduce_buffer(x.shape[0], self.weight.shape[0], x.dtype)
         return self.multiply(x, bias, out)
 
     def load(self, part: str, kind: str, full: Tensor) -> None:

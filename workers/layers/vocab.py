@@ -125,7 +125,7 @@ class LMHead(Multiplies):
 def argmax(logits: Tensor) -> Tensor:
     """[rows] int64: the column of the largest of logits [rows, n]."""
     if logits.is_cuda:
-        from workers.sampling.kernels.argmax import argmax as fast_argmax
+        from workers.layers.kernels.argmax import argmax as fast_argmax
 
         return fast_argmax(logits)
     return logits.argmax(-1)
@@ -135,7 +135,7 @@ def _topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest of log_softmax(logits) [rows, k] float32, best first, their columns, and logsumexp [rows]; of rows
     that are all minus infinity both are that."""
     if logits.is_cuda:
-        from workers.sampling.kernels.topk import MAX_K, topk_log_softmax
+        from workers.layers.kernels.topk import MAX_K, topk_log_softmax
 
         if k <= MAX_K:
             return topk_log_softmax(logits, k)

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import kv_head_span
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.config import ModelConfig
-from workers.runner.forward_context import ForwardContext
 
 
 @dataclass(frozen=True)

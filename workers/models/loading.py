@@ -7,6 +7,7 @@ import torch
 from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from workers.config import ModelSource
+from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.layers.linear_method import pack_all
@@ -14,7 +15,6 @@ from workers.models.config import ModelConfig, model_config_from_hf, read_config
 from workers.models.decoder import Decoder
 from workers.models.registry import check_target, check_tensor_parallel
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_parameters
-from workers.runner.model_runner import resolve_dtype
 
 
 def read_target_config(source: ModelSource, tensor_parallel: int) -> ModelConfig:
