@@ -258,7 +258,7 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
     def filled() -> SlotTable:
         slots = SlotTable(batch, 4, size, DEVICE)
         for i in range(batch):
-            sampling = SamplingParams(9, 0.0, frequency_penalty=1.0, stop_token_ids=(i % 6,), speculative=i != 4)
+            sampling = SamplingParams(9, 0.0, frequency_penalty=1.0, stop_token_ids=(i % 6,))
             slots._init_slot(SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
         slots.finished[2] = True
         return slots
@@ -266,7 +266,7 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
     fused, plain = filled(), filled()
     who = torch.arange(batch, device=DEVICE)
     accept_commit(who, tree, chosen, fused, steps)
-    accepted = accept(tree, chosen, plain.speculative[who] & ~plain.finished[who], steps)
+    accepted = accept(tree, chosen, ~plain.finished[who], steps)
     plain.commit(who, accepted.tokens, accepted.num_drafts + 1)
     assert fused.output_counts is not None and plain.output_counts is not None
     assert torch.equal(fused.output_counts, plain.output_counts)
