@@ -53,9 +53,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in modules:
             module.prepare(workspace, deterministic)
 
-    monkeypatch.setattr("speculative.build.checked_deterministic", lambda worker, *_: worker.deterministic)
+    monkeypatch.setattr("workers.runner.build.checked_deterministic", lambda worker, *_: worker.deterministic)
     monkeypatch.setattr(
-        "speculative.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
+        "workers.runner.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
     )
     monkeypatch.setattr("workers.models.loading.pack_all", pack_target)
 
