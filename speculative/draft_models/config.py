@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculative.config import Method, SpeculativeConfig
-from workers.models.config import ModelConfig, model_config_from_hf, read_config_json
+from workers.models.config import ModelConfig, read_config_json
+from workers.models.llama import LlamaConfig, read_config
 
 _REFUSED_FLAGS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
@@ -16,7 +17,7 @@ class DraftConfig:
     input the head reads; empty for EAGLE, which reads the final hidden state. fc_bias: EAGLE heads have one."""
 
     method: Method
-    model: ModelConfig
+    model: LlamaConfig
     vocab_size: int
     capture: tuple[int, ...]
     fc_bias: bool
@@ -29,7 +30,7 @@ def read_draft_config(speculative: SpeculativeConfig, target: ModelConfig) -> Dr
     """
     source = f"draft {speculative.path}"
     raw = read_config_json(speculative.path)
-    model = model_config_from_hf({"num_hidden_layers": 1, **raw}, source)
+    model = read_config({"num_hidden_layers": 1, **raw}, source)
     _check_method(speculative, raw, source)
     _check_fit(model, raw, target, source)
     is_eagle3 = speculative.method == "eagle3"

@@ -11,28 +11,13 @@ from torch import Tensor, nn
 
 from speculative.draft_models.config import DraftConfig
 from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import MLP, Attention
 from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import check_shape
-from workers.layers.linear_method import Product
+from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles, RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.decoder import DecoderOutput
-
-
-class Projection(Product):
-    """y = x W^T (+ b), whole on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.bias)
-
-    def load(self, part: str, kind: str, full: Tensor) -> None:
-        target = self.weight if kind == "weight" else self.bias
-        if target is None:
-            raise ValueError(f"checkpoint has a bias for {part}, the draft's config says it has none")
-        check_shape(f"{part}.{kind}", full, target.shape)
-        target.data.copy_(full)
+from workers.models.llama import make_attention, make_mlp
 
 
 class DraftHead(nn.Module):
@@ -83,9 +68,9 @@ class HeadLayer(nn.Module):
         super().__init__()
         model = config.model
         self.group = group
-        self.self_attn = Attention(model, 0, group, input_size)
+        self.self_attn = make_attention(model, 0, group, input_size)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
-        self.mlp = MLP(model, group)
+        self.mlp = make_mlp(model, group)
 
     def forward(self, x: Tensor, residual: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """[n, hidden] of the rows that attend: residual, what attention makes of x [rows, input_size], and what the MLP
@@ -122,7 +107,7 @@ class Eagle3Head(DraftHead):
     def __init__(self, config: DraftConfig, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(config, group, max_position, device)
         model = config.model
-        self.fc = Projection(len(config.capture) * model.hidden_size, model.hidden_size, config.fc_bias)
+        self.fc = ReplicatedLinear(len(config.capture) * model.hidden_size, model.hidden_size, config.fc_bias)
         self.midlayer = Eagle3Layer(config, group)
         self.norm = RMSNorm(model.hidden_size, model.rms_eps)
 
@@ -153,7 +138,7 @@ class EagleHead(DraftHead):
     def __init__(self, config: DraftConfig, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(config, group, max_position, device)
         model = config.model
-        self.fc = Projection(2 * model.hidden_size, model.hidden_size, config.fc_bias)
+        self.fc = ReplicatedLinear(2 * model.hidden_size, model.hidden_size, config.fc_bias)
         self.layers = nn.ModuleList([HeadLayer(config, group, model.hidden_size)])
 
     def features(self, output: DecoderOutput) -> Tensor:

@@ -1,7 +1,5 @@
 """From a published draft checkpoint to a head on this rank."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -10,11 +8,31 @@ from speculative.draft_models.config import DraftConfig
 from speculative.draft_models.eagle import HEADS, DraftHead
 from workers.config import ModelSource
 from workers.distributed.tp_group import TPGroup
-from workers.layers.linear_method import pack_all
+from workers.layers.linear import finish_weights
+from workers.layers.weighted import WeightKey
 from workers.models.decoder import Decoder
-from workers.models.weights import checkpoint_tensors, fill_dummy, load_parameters
+from workers.models.loading import allocate
+from workers.models.name_map import NameMap
+from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
 
-_ALIASES = {"layers.0.": "midlayer."}  # some published EAGLE-3 heads name their layer so
+_SHARED_RULES = {name: name for name in ("embed_tokens", "lm_head", "fc", "norm")}
+_IGNORED = ("t2d", "*rotary_emb*")
+
+
+def _layer_rules(layer: str) -> dict[str, str]:
+    return {
+        f"{layer}.self_attn.qkv": f"{layer}.self_attn.{{part}}",
+        f"{layer}.mlp.gate_up": f"{layer}.mlp.{{part}}",
+        f"{layer}.{{block}}.{{module}}": f"{layer}.{{block}}.{{module}}",
+        f"{layer}.{{norm}}": f"{layer}.{{norm}}",
+    }
+
+
+# By method. Some published EAGLE-3 heads call their layer layers.0.
+WEIGHT_NAMES = {
+    "eagle": NameMap(_SHARED_RULES | _layer_rules("layers.0"), (("model.", ""),), _IGNORED),
+    "eagle3": NameMap(_SHARED_RULES | _layer_rules("midlayer"), (("model.", ""), ("layers.0.", "midlayer.")), _IGNORED),
+}
 
 
 def load_draft(
@@ -31,31 +49,20 @@ def load_draft(
 
     Raises ValueError naming what the checkpoint lacks, or holds and the head does not know.
     """
-    with torch.device("meta"):
-        head = HEADS[config.method](config, group, max_position, device)
-    head.to(next(target.parameters()).dtype).to_empty(device=device)
+    names, dtype = WEIGHT_NAMES[config.method], next(target.parameters()).dtype
+    make = HEADS[config.method]
+    head = allocate(lambda: make(config, group, max_position, device), names, config.model.quant, dtype, device)
     if source.load_format == "dummy":
         fill_dummy(head, source.seed + 1)
         head.target_ids = _dummy_target_ids(config, device)
-        pack_all(head)
+        finish_weights(head)
         return head.eval()
-    tensors = dict(_named(checkpoint_tensors(speculative.path), config))
+    tensors = {names.canonical(name): tensor for name, tensor in checkpoint_tensors(speculative.path)}
     head.target_ids = _target_ids(tensors, config, f"draft {speculative.path}", device)
     shared = _share_with_target(head, tensors, config, source, target)
-    load_parameters(head, iter(tensors.items()), f"draft {speculative.path}", optional=shared)
-    pack_all(head)
+    load_weights(head, tensors.items(), names, f"draft {speculative.path}", elsewhere=shared)
+    finish_weights(head)
     return head.eval()
-
-
-def _named(tensors: Iterator[tuple[str, Tensor]], config: DraftConfig) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under the names that our heads use."""
-    for name, tensor in tensors:
-        name = name.removeprefix("model.")
-        if config.method == "eagle3":
-            for alias, ours in _ALIASES.items():
-                name = name.replace(alias, ours, 1) if name.startswith(alias) else name
-        if name != "t2d" and "rotary_emb" not in name:
-            yield name, tensor
 
 
 def _target_ids(tensors: dict[str, Tensor], config: DraftConfig, source: str, device: torch.device) -> Tensor | None:
@@ -106,5 +113,5 @@ def _share_with_target(
         if full is None:
             raise ValueError(f"model {source.path}: has no {name} for the draft to share")
         module = head.embed_tokens if name == "embed_tokens" else head.lm_head
-        module.load(name, "weight", full)
+        module.load(WeightKey("weight"), full)
     return frozenset(wanted)
