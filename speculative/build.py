@@ -11,11 +11,12 @@ import torch
 from attention.config import DraftAttention
 from speculative.backends import Backends, ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
 from speculative.config import SpeculativeConfig
-from speculative.decoding import EagleDecoding, round_shape
+from speculative.decoding import SpeculativeDecoding
 from speculative.draft_models.config import DraftConfig, read_draft_config
 from speculative.draft_models.loading import load_draft
 from speculative.drafter import DraftRunner
-from workers.config import PLAIN, RoundShape, WorkerConfig
+from speculative.shapes import shapes_of
+from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
 from workers.models.config import ModelConfig
@@ -48,13 +49,13 @@ class EngineSpec:
 class EngineLayout:
     """What follows from a spec and the checkpoints' config.json, the same on every rank and in the scheduler.
 
-    shapes: kinds of round, index 0 plain. num_pages: per rank. max_model_len: prompt and answer tokens. lookahead:
+    shapes: that rounds may have. num_pages: per rank. max_model_len: prompt and answer tokens. lookahead:
     tokens beyond a page that its KV depends on (the prefix cache's keys): 1 with a draft.
     """
 
     target: ModelConfig
     draft: DraftConfig | None
-    shapes: tuple[RoundShape, ...]
+    shapes: RoundShapes
     num_pages: int
     max_model_len: int
     lookahead: int
@@ -64,7 +65,7 @@ class EngineLayout:
     @property
     def max_position(self) -> int:
         """Positions that a step may touch: two rounds in flight past the last token."""
-        return self.max_model_len + 3 * max(shape.tail_tokens + shape.max_new_tokens for shape in self.shapes)
+        return self.max_model_len + 3 * (self.shapes.max_kv_tokens + self.shapes.max_new_tokens)
 
 
 def plan_layout(spec: EngineSpec) -> EngineLayout:
@@ -74,16 +75,14 @@ def plan_layout(spec: EngineSpec) -> EngineLayout:
     dtype = resolve_dtype(worker.model.dtype, target.dtype, resolve_device(worker.model.device, 0))
     pools = [PoolSize.of(target, worker.tensor_parallel, dtype)]
     draft, draft_tp = None, 1
-    shapes: tuple[RoundShape, ...] = (PLAIN,)
     if speculative is not None:
         draft = read_draft_config(speculative, target)
         draft_tp = _draft_tp(speculative, worker.tensor_parallel)
-        shapes = (PLAIN, round_shape(speculative))
         pools.append(PoolSize.of(draft.model, draft_tp, dtype))
     return EngineLayout(
         target=target,
         draft=draft,
-        shapes=shapes,
+        shapes=shapes_of(speculative),
         num_pages=pages_that_fit(worker.cache, pools),
         max_model_len=worker.model.max_model_len or target.max_position,
         lookahead=0 if draft is None else 1,
@@ -128,7 +127,8 @@ def build_worker(
     if spec.speculative is not None and layout.draft is not None:
         draft = _draft_runner(spec, layout, target, group, backends_of_draft)
         clock.done("draft loaded")
-        strategy = EagleDecoding(spec.speculative, target, draft, slots, sampler)
+        synthetic = spec.speculative.synthetic_acceptance_length
+        strategy = SpeculativeDecoding(layout.shapes, target, draft, slots, sampler, synthetic)
     clock.done("KV cache allocated")
     if _captures(spec, device, needs_cpu_seq_lens(backends, backends_of_draft), rank):
         strategy = _captured(strategy, slots, spec, layout)
@@ -180,21 +180,27 @@ def _warm_up(worker: Worker, layout: EngineLayout) -> None:
     for number, sampling in enumerate((greedy, random, rest)):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
         chunks = (beginning, whole) if sampling is greedy else (whole,)  # a beginning samples nothing
-        plans = [StepPlan(0, number, b"", 0, layout.max_position, inits=(init,), chunks=(chunk,)) for chunk in chunks]
+        plans = [_prompt_plan(number, layout, init, chunk) for chunk in chunks]
         if sampling is not rest:  # its rounds run the same kernels, and would be captured
-            shapes = range(len(layout.shapes))
-            plans += [StepPlan(0, number, pack_i32([0]), shape, layout.max_position) for shape in shapes]
+            for shape in range(len(layout.shapes)):
+                drafting = b"\1" if shape else b""
+                plans.append(StepPlan(0, number, pack_i32([0]), shape, layout.max_position, shape, drafting))
         for plan in plans:
             worker.submit(plan)
             worker.take()
 
 
+def _prompt_plan(step: int, layout: EngineLayout, init: SlotInit, chunk: Chunk) -> StepPlan:
+    next_shape = layout.shapes.default if chunk.next_token < 0 else 0
+    drafting = b"\1" if next_shape else b""
+    return StepPlan(0, step, b"", 0, layout.max_position, next_shape, drafting, inits=(init,), chunks=(chunk,))
+
+
 def _captured(strategy: DecodingStrategy, slots: SlotTable, spec: EngineSpec, layout: EngineLayout) -> DecodingStrategy:
     from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
 
-    graphed = GraphedDecoding(
-        strategy, slots, bucket_sizes(spec.worker.scheduler.max_running), layout.max_position, spec.worker.graph_scope
-    )
+    buckets = bucket_sizes(spec.worker.scheduler.max_running)
+    graphed = GraphedDecoding(strategy, slots, buckets, layout.max_position)
     with torch.inference_mode():
         graphed.capture(random=True)
         graphed.capture(random=False)

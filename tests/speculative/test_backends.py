@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.backend import BACKENDS, AttentionBackend, Prepared, build_backend
+from attention.backend import AttentionBackend, Prepared
 from attention.config import DraftAttention, TargetAttention
 from attention.metadata import DecodeBatch, Mode
+from attention.registry import BACKENDS, build_backend
 from speculative.backends import ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
 from speculative.build import EngineSpec, _captures, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
-from speculative.decoding import EagleDecoding
+from speculative.decoding import SpeculativeDecoding
 from speculative.draft_models.loading import load_draft
 from speculative.drafter import DraftRunner
 from speculative.local import local_engine
+from speculative.shapes import shapes_of
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
@@ -83,7 +85,7 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
 
 def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("attention.backend.find_spec", lambda package: package)
+    monkeypatch.setattr("attention.registry.find_spec", lambda package: package)
     layout = plan_layout(pair.spec(pair.chain()))
     config = dataclasses.replace(layout.target, head_dim=128)
     return ModelShape(config, 1, torch.bfloat16, 16, torch.device("cuda", 0))
@@ -126,7 +128,7 @@ def test_a_chain_s_drafting_is_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
-    monkeypatch.setattr("attention.backend.find_spec", lambda package: None)
+    monkeypatch.setattr("attention.registry.find_spec", lambda package: None)
     with pytest.raises(
         ValueError,
         match=r"flashinfer is not installed: pip install 'aerie\[cuda\]'; those that "
@@ -167,7 +169,9 @@ def strategy_on_meta(pair: Pair, speculative: SpeculativeConfig | None) -> Decod
         return Autoregressive(target, slots, sampler)
     head = load_draft(speculative, layout.draft, spec.worker.model, model, SOLO, META, layout.max_position)
     pool = PoolSize.of(layout.draft.model, 1, layout.dtype).make(50, 4, META)
-    return EagleDecoding(speculative, target, DraftRunner(head, pool, of("torch", DRAFT_MODES)), slots, sampler)
+    return SpeculativeDecoding(
+        shapes_of(speculative), target, DraftRunner(head, pool, of("torch", DRAFT_MODES)), slots, sampler
+    )
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -181,7 +185,7 @@ def test_a_round_reads_nothing_on_the_host(pair: Pair, kind: str, random: bool) 
     needs = SamplingNeeds(random)
     shape = len(strategy.shapes) - 1
     with torch.inference_mode():
-        out = strategy.step(StepBatch(slots, (0, 1, 2), shape, 100, None, needs, speculates=shape > 0))
+        out = strategy.step(StepBatch(slots, shape, shape, slots, 100, None, needs))
     assert out.tokens.shape == (3, strategy.shapes[shape].max_new_tokens)
 
 
@@ -197,7 +201,7 @@ def step_of(worker: Worker, shape: int) -> StepTensors:
     slots, needs = worker._slots, SamplingNeeds(random=True)
     ids = torch.full((3,), slots.padding_slot, dtype=torch.int64, device=slots.device)
     with torch.inference_mode():
-        return worker._strategy.step(StepBatch(ids, (0, 1, 2), shape, 256, None, needs, speculates=shape > 0))
+        return worker._strategy.step(StepBatch(ids, shape, shape, ids, 256, None, needs))
 
 
 class RefuseHostReads(TorchDispatchMode):

@@ -129,7 +129,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
             ),
             "i64",
         )
-        | {"finished_ptr": "i8", "speculative_ptr": "i8"},
+        | {"finished_ptr": "i8"},
         {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "SYNTHETIC": False},
         1,
     ),
@@ -137,6 +137,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         read_trees._read_trees,
         FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"), "i64"),
         {"W": 60, "W_TABLE": 60, "W_PADDED": 64, "WORDS": 2},
+        1,
+    ),
+    "roots written": (
+        read_trees._write_roots,
+        dict.fromkeys(("slot_ptr", "bonus_ptr", "token_ptr"), "i64"),
+        {"EMPTY": -1, "W": 60, "NODES": 64},
         1,
     ),
     "tree grown": (
@@ -165,7 +171,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         FIELDS
         | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr", "bonus_ptr", "tree_depth_ptr"), "i64")
         | {"found_score_ptr": "fp32"},
-        {"W": 16, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5},
+        {"W": 16, "W_TABLE": 20, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5},
         4,
     ),
     "head input": (

@@ -1,7 +1,7 @@
 """Embedding and logits over vocabulary shards, and reductions over them that move a few numbers instead of logits.
 
-The vocabulary is cut into equal shards; if it does not divide, the last rank's shard is padded and its padding's
-logits are minus infinity.
+The vocabulary is cut into equal shards; if it does not divide, the last ranks' shards are padded and their padding's
+logits are minus infinity. A shard may be all padding: its reductions are minus infinity then, never NaN.
 """
 
 import torch
@@ -147,7 +147,8 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def _topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of log_softmax(logits) [rows, k] float32, best first, their columns, and logsumexp [rows]."""
+    """The k largest of log_softmax(logits) [rows, k] float32, best first, their columns, and logsumexp [rows]; of rows
+    that are all minus infinity both are that."""
     if logits.is_cuda:
         from workers.layers.kernels.topk import MAX_K, topk_log_softmax
 
@@ -155,4 +156,9 @@ def _topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
             return topk_log_softmax(logits, k)
     norm = torch.logsumexp(logits.float(), -1)
     value, index = logits.float().topk(k, -1)
-    return value - norm.unsqueeze(-1), index, norm
+    return value - finite(norm).unsqueeze(-1), index, norm
+
+
+def finite(norm: Tensor) -> Tensor:
+    """norm [rows], a logsumexp, to take from logits: 0 for rows that are all minus infinity, which stay so."""
+    return norm.masked_fill(norm == float("-inf"), 0.0)
