@@ -15,7 +15,7 @@ from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.tree_table import TreeTable
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.layers.linear_method import pack_all
+from workers.layers.gemm import GEMMOptions
 from workers.runner.cuda_graph import GraphedDecoding
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.slot_table import SlotTable
@@ -135,7 +135,7 @@ def build_replica(spec: EngineSpec) -> Replica:
         pools.append(inner._draft.pool)
         trees = inner._trees
     for model in models:
-        model.lm_head.product_weight().data[:NUM_FAVOURITES] *= 8.0  # in place: graphs hold its address
+        model.lm_head.method.dense_weight().data[:NUM_FAVOURITES] *= 8.0  # in place: graphs hold its address
         if worker._slots.device.type == "cpu":
-            pack_all(model)  # the CPU's products hold copies
+            model.lm_head.finish(GEMMOptions())  # the CPU's GEMM holds a copy
     return Replica(strategy, inner, worker._slots, tuple(pools), trees, layout)

@@ -23,8 +23,9 @@ from workers.distributed.custom_all_reduce import (
     why_not,
 )
 from workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
-from workers.layers.linear import RowLinear
+from workers.layers.linear import RowParallelLinear, finish_weights
 from workers.layers.norm import RMSNorm
+from workers.layers.weighted import WeightKey
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -75,13 +76,14 @@ def test_a_partial_result_is_written_where_it_will_be_summed() -> None:
     peers = CustomAllReduce(0, limits, regions(limits, 2), "")
     group = TPGroup(0, 2, None, peers)
     torch.manual_seed(0)
-    layer = RowLinear(34, 16, group, "inputs", bias=True)
+    layer = RowParallelLinear(34, 16, group, "inputs", bias=True)
     for parameter in layer.parameters():
         parameter.data.normal_()
+    finish_weights(layer)
     x = torch.randn(5, 17)
     part = layer.partial(x)
     assert part.data_ptr() == peers._staging.data_ptr()
-    torch.testing.assert_close(part, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    torch.testing.assert_close(part, torch.nn.functional.linear(x, layer.method.weight, layer.bias))
 
 
 def place(host: str = "a", gpu: str = "0", num_processors: int = 132, torch_problem: str = "") -> Place:
@@ -116,10 +118,11 @@ def sums_over_gloo(rank: int, size: int, address: str) -> list[list[float]]:
     parts, residual = torch.randn(size, 3, 6), torch.randn(3, 6)
     norm = RMSNorm(6, 1e-5)
     normed, stream = norm.add(parts[rank].clone(), residual.clone(), group)
-    row = RowLinear(4 * size, 6, group, "inputs", bias=True)
+    row = RowParallelLinear(4 * size, 6, group, "inputs", bias=True)
     weight, bias, x = torch.randn(6, 4 * size), torch.randn(6), torch.randn(3, 4 * size)
-    row.load("row", "weight", weight)
-    row.load("row", "bias", bias)
+    row.load(WeightKey("weight"), weight)
+    row.load(WeightKey("bias"), bias)
+    finish_weights(row)
     y: Tensor = row(x[:, rank * 4 : rank * 4 + 4])
     expected_normed, expected_stream = norm.add(parts.sum(0), residual)
     # float32 sums of two numbers, and of eight products, in another order

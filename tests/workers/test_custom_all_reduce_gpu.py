@@ -13,8 +13,7 @@ from tests.support.embedded import CHAIN
 from tests.support.ranks import run_ranks
 from workers.distributed.custom_all_reduce import CustomAllReduce, Method
 from workers.distributed.tp_group import TPGroup, join_tp_group
-from workers.layers.linear import RowLinear
-from workers.layers.linear_method import pack_all
+from workers.layers.linear import RowParallelLinear, finish_weights
 from workers.scheduling.plan import SamplingParams
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -137,15 +136,15 @@ class Round:
         self.totals = pool.float().sum(1).to(BF16)
         self.weight = torch.ones(1024, dtype=BF16, device=device)
         self.x = torch.zeros((40, 1024), dtype=BF16, device=device)
-        self.product = RowLinear(1024 * group.size, 1024, group, "inputs").to(device, BF16)
-        self.product.weight.data = torch.eye(1024, dtype=BF16, device=device)
-        pack_all(self.product)  # the kernel for few rows, which is launched early
+        self.linear = RowParallelLinear(1024 * group.size, 1024, group, "inputs").to(device, BF16)
+        self.linear.method.dense_weight().data.copy_(torch.eye(1024))
+        finish_weights(self.linear)  # the skinny GEMM, which is launched early
 
     def run(self) -> list[Tensor]:
         group, x = self.group, self.x
-        first = group.all_reduce(self.product.partial(x[:3]))
+        first = group.all_reduce(self.linear.partial(x[:3]))
         residual = torch.zeros_like(x[:9])
-        normed = group.all_reduce_add_norm(self.product.partial(x[:9]), residual, self.weight, 1e-5)
+        normed = group.all_reduce_add_norm(self.linear.partial(x[:9]), residual, self.weight, 1e-5)
         assert normed is not None
         gathered = group.all_gather(x[:2])
         buffer = group.all_reduce_buffer(256, 1024, BF16)
