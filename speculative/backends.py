@@ -1,9 +1,9 @@
 """Which attention backend serves which mode of the draft, as configured. Used by `speculative.build`; the target's are
 chosen in `workers.runner.backends`."""
 
-from attention.backend import Choice, choose_backends
 from attention.config import DraftAttention
 from attention.metadata import Mode
+from attention.registry import Choice, choose_backends
 from workers.runner.backends import Backends, ModelShape
 
 

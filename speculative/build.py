@@ -10,12 +10,13 @@ from attention.config import DraftAttention
 from attention.metadata import Mode
 from speculative.backends import draft_backends
 from speculative.config import SpeculativeConfig
-from speculative.decoding import EagleDecoding, round_shape
+from speculative.decoding import SpeculativeDecoding
 from speculative.draft_models.loading import load_draft
 from speculative.draft_models.method import DraftMethod
 from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
-from workers.config import RoundShape, WorkerConfig
+from speculative.shapes import TreeShape, shapes_of
+from workers.config import RoundShapes, WorkerConfig
 from workers.distributed.tp_group import SOLO
 from workers.models.config import ModelConfig
 from workers.models.loading import PoolSize, read_target_config
@@ -43,16 +44,14 @@ class DraftSpeculation:
 
     draft: its checkpoint, read and checked.
     draft_tp: ranks that share it.
+    shapes: of the trees that it may draft, and plain decoding.
     """
 
     config: SpeculativeConfig
     attention: DraftAttention
     draft: DraftMethod
     draft_tp: int
-
-    @property
-    def shapes(self) -> tuple[RoundShape, ...]:
-        return (round_shape(self.config),)
+    shapes: RoundShapes
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -68,7 +67,7 @@ class DraftSpeculation:
 
     @property
     def _drafts_trees(self) -> bool:
-        return self.config.top_k > 1
+        return any(isinstance(shape, TreeShape) and not shape.is_chain for shape in self.shapes.shapes)
 
     def kv_sizes(self, dtype: torch.dtype) -> Sequence[PoolSize]:
         return (PoolSize.of(self.draft.model, self.draft_tp, dtype),)
@@ -87,7 +86,8 @@ class DraftSpeculation:
         (size,) = self.kv_sizes(parts.layout.dtype)
         pool = size.make(parts.layout.num_pages, worker.cache.page_size, device)
         draft = DraftRunner(model, pool, backends)
-        return EagleDecoding(self.config, parts.target, draft, parts.slots, parts.sampler)
+        synthetic = self.config.synthetic_acceptance_length
+        return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, synthetic)
 
 
 def plan_layout(spec: EngineSpec) -> EngineLayout:
@@ -112,7 +112,8 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
     if config is None:
         return NoSpeculation()
     draft = read_draft(config.method, config.path, spec.worker.model.path, target)
-    return DraftSpeculation(config, spec.draft_attention, draft, _draft_tp(config, spec.worker.tensor_parallel))
+    draft_tp = _draft_tp(config, spec.worker.tensor_parallel)
+    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, shapes_of(config))
 
 
 def _draft_tp(speculative: SpeculativeConfig, tensor_parallel: int) -> int:

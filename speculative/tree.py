@@ -25,13 +25,20 @@ class Tree:
 
 @dataclass(frozen=True)
 class RoundRows:
-    """What a round verifies: its trees; length [B] int32, the KV committed before it; ids [B * W] int64, the nodes'
-    tokens, any where there is none; positions [B * W] int64 of the nodes."""
+    """What a round verifies.
+
+    tree: of each request.
+    length: [B] int32, the KV committed before it.
+    ids: [B * W] int64, the nodes' tokens, any where there is none.
+    positions: [B * W] int64 of the nodes.
+    mask_words: the masks in the verifying backend's own buffer, if it has one.
+    """
 
     tree: Tree
     length: Tensor
     ids: Tensor
     positions: Tensor
+    mask_words: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workers.models.config import ModelConfig, model_config_from_hf
+from workers.models.config import ModelConfig
+from workers.models.llama import LlamaConfig, read_config
 
 _REFUSED_FLAGS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
@@ -13,9 +14,9 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     return str((raw.get("architectures") or ["LlamaForCausalLM"])[0])
 
 
-def read_layer(path: str, raw: Mapping[str, Any]) -> ModelConfig:
+def read_layer(path: str, raw: Mapping[str, Any]) -> LlamaConfig:
     """Of the draft's one layer. Raises ValueError if there are more."""
-    model = model_config_from_hf({"num_hidden_layers": 1, **raw}, f"draft {path}")
+    model = read_config({"num_hidden_layers": 1, **raw}, f"draft {path}")
     if model.num_layers != 1:
         raise ValueError(f"draft {path}: num_hidden_layers={model.num_layers}; only heads of one layer are supported")
     return model

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from speculative.draft_models.config import architecture_of, check_fit, read_layer
-from speculative.draft_models.layers import DraftLayer, Projection
+from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
+from workers.layers.forward_context import ForwardContext
+from workers.layers.linear import ReplicatedLinear
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
-from workers.runner.forward_context import ForwardContext
+from workers.models.name_map import NameMap
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Eagle(DraftMethod):
         check_fit(path, model, raw, target)
         return cls(path, model, target.vocab_size, (), bool(raw.get("bias", True)))
 
+    @property
+    def weight_names(self) -> NameMap:
+        return NameMap(layer_names("layers.0"), (("model.", ""),), IGNORED_WEIGHTS)
+
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "EagleModel":
         return EagleModel(self, group, max_position, device)
 
@@ -49,7 +55,7 @@ class EagleModel(DraftModel):
     def __init__(self, method: Eagle, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group, max_position, device)
         size = method.model.hidden_size
-        self.fc = Projection(2 * size, size, method.projection_bias)
+        self.fc = ReplicatedLinear(2 * size, size, method.projection_bias)
         self.layers = nn.ModuleList([DraftLayer(method.model, group, size)])
 
     def features(self, output: DecoderOutput) -> Tensor:

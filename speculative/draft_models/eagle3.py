@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from speculative.draft_models.config import architecture_of, check_fit, read_layer
-from speculative.draft_models.layers import DraftLayer, Projection
+from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
+from workers.layers.forward_context import ForwardContext
+from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.vocab import VocabEmbedding
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
-from workers.runner.forward_context import ForwardContext
+from workers.models.llama import LlamaConfig
+from workers.models.name_map import NameMap
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,16 @@ class Eagle3(DraftMethod):
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "Eagle3Model":
         return Eagle3Model(self, group, max_position, device)
 
-    def weight_name(self, name: str) -> str | None:
+    @property
+    def weight_names(self) -> NameMap:
         """Some published heads call their layer layers.0."""
-        ours = super().weight_name(name)
-        if ours is not None and ours.startswith("layers.0."):
-            return "midlayer." + ours.removeprefix("layers.0.")
-        return ours
+        return NameMap(layer_names("midlayer"), (("model.", ""), ("layers.0.", "midlayer.")), IGNORED_WEIGHTS)
 
 
 class Eagle3Layer(DraftLayer):
     """Its attention reads the normalised embedding beside the normalised feature."""
 
-    def __init__(self, model: ModelConfig, group: TPGroup) -> None:
+    def __init__(self, model: LlamaConfig, group: TPGroup) -> None:
         super().__init__(model, group, 2 * model.hidden_size)
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
@@ -72,7 +73,7 @@ class Eagle3Model(DraftModel):
     def __init__(self, method: Eagle3, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group, max_position, device)
         model = method.model
-        self.fc = Projection(len(method.capture) * model.hidden_size, model.hidden_size, method.projection_bias)
+        self.fc = ReplicatedLinear(len(method.capture) * model.hidden_size, model.hidden_size, method.projection_bias)
         self.midlayer = Eagle3Layer(model, group)
         self.norm = RMSNorm(model.hidden_size, model.rms_eps)
 

@@ -6,9 +6,11 @@ from torch import Tensor
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.config import ModelSource
 from workers.distributed.tp_group import TPGroup
-from workers.layers.linear_method import pack_all
+from workers.layers.linear import finish_weights
+from workers.layers.weighted import WeightKey
 from workers.models.decoder import Decoder
-from workers.models.weights import checkpoint_tensors, fill_dummy, load_parameters
+from workers.models.loading import allocate
+from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
 
 
 def load_draft(
@@ -24,25 +26,19 @@ def load_draft(
 
     Raises ValueError naming what the checkpoint lacks, or holds and the model does not know.
     """
-    with torch.device("meta"):
-        model = method.build(group, max_position, device)
-    model.to(next(target.parameters()).dtype).to_empty(device=device)
+    dtype = next(target.parameters()).dtype
+    names = method.weight_names
+    model = allocate(lambda: method.build(group, max_position, device), names, method.model.quant, dtype, device)
     if source.load_format == "dummy":
         fill_dummy(model, source.seed + 1)
         model.target_ids = _dummy_target_ids(method, device)
     else:
-        tensors = _tensors(method)
+        tensors = {names.canonical(name): tensor for name, tensor in checkpoint_tensors(method.path)}
         model.target_ids = _target_ids(tensors, method, device)
         shared = _share_with_target(model, tensors, method, source, target)
-        load_parameters(model, iter(tensors.items()), f"draft {method.path}", optional=shared)
-    pack_all(model)
+        load_weights(model, tensors.items(), names, f"draft {method.path}", elsewhere=shared)
+    finish_weights(model)
     return model.eval()
-
-
-def _tensors(method: DraftMethod) -> dict[str, Tensor]:
-    """Its checkpoint's, under the names that its model uses."""
-    named = ((method.weight_name(name), tensor) for name, tensor in checkpoint_tensors(method.path))
-    return {name: tensor for name, tensor in named if name is not None}
 
 
 def _target_ids(tensors: dict[str, Tensor], method: DraftMethod, device: torch.device) -> Tensor | None:
@@ -96,5 +92,5 @@ def _share_with_target(
         if full is None:
             raise ValueError(f"model {source.path}: has no {name} for the draft to share")
         module = model.embed_tokens if name == "embed_tokens" else model.lm_head
-        module.load(name, "weight", full)
+        module.load(WeightKey("weight"), full)
     return frozenset(lacking)

@@ -7,7 +7,7 @@ acceptance, commit and the growth of trees are the same for every method.
 What other families would fill in (`docs/add-a-draft-method.md` has EAGLE as the example):
 
 MTP (DeepSeek's NextN and its like): `folder` is the target's, `recognises` asks for num_nextn_predict_layers,
-`weight_name` keeps the names under model.layers.<num_hidden_layers> and drops the copies of embedding and head, which
+`weight_names` maps the names under model.layers.<num_hidden_layers> and drops the copies of embedding and head, which
 are then the target's. `features` are the target's final hidden states; `step` is
 norm(layer(eh_proj(enorm(embedding), hnorm(hidden)))), one module for every step, and its state is what left that last
 norm, so that `logits` is the vocabulary head alone.
@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
+from workers.layers.forward_context import ForwardContext
 from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
-from workers.runner.forward_context import ForwardContext
+from workers.models.llama import LlamaConfig
+from workers.models.name_map import NameMap
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class DraftMethod(ABC):
     lookahead: ClassVar[int] = 1
 
     path: str
-    model: ModelConfig
+    model: LlamaConfig
     vocab_size: int
     capture: tuple[int, ...]
 
@@ -76,10 +78,10 @@ class DraftMethod(ABC):
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DraftModel":
         """The model, its weights not yet loaded. max_position: rows of its rotary table, which is on `device`."""
 
-    def weight_name(self, name: str) -> str | None:
-        """The model's name of a tensor of the checkpoint; None leaves it out."""
-        name = name.removeprefix("model.")
-        return None if name == "t2d" or "rotary_emb" in name else name
+    @property
+    @abstractmethod
+    def weight_names(self) -> NameMap:
+        """The model's names of the tensors of the checkpoint."""
 
 
 class DraftModel(nn.Module, ABC):

@@ -30,6 +30,7 @@ def _head_input(
     weight_ptr = table_weight_ptr if second == 0 else hidden_weight_ptr
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if PDL:
+        # only constants have been read: see `attention.kernels.pdl`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     source = table_ptr + tl.load(id_ptr + row) * size

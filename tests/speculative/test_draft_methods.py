@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculative.config import Method, SpeculativeConfig
-from speculative.draft_models.layers import Projection
 from speculative.draft_models.method import DraftMethod, DraftModel
 from speculative.draft_models.registry import METHODS, read_draft
 from speculative.local import local_engine
@@ -20,12 +19,14 @@ from tests.speculative.conftest import Pair
 from tests.speculative.test_loading import edited, spec_of
 from tests.support.tiny_models import HIDDEN, LAYERS, MLP, make_target
 from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.forward_context import ForwardContext
+from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
-from workers.models.config import ModelConfig, model_config_from_hf, read_config_json
+from workers.models.config import ModelConfig, read_config_json
 from workers.models.decoder import DecoderOutput
+from workers.models.llama import make_layer, read_config
 from workers.models.loading import read_target_config
-from workers.runner.forward_context import ForwardContext
+from workers.models.name_map import NameMap
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
@@ -46,18 +47,23 @@ class NextN(DraftMethod):
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
-        return cls(path, model_config_from_hf({**raw, "num_hidden_layers": 1}, path), target.vocab_size, ())
+        return cls(path, read_config({**raw, "num_hidden_layers": 1}, path), target.vocab_size, ())
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "NextNModel":
         return NextNModel(self, group, max_position, device)
 
-    def weight_name(self, name: str) -> str | None:
-        part = name.removeprefix(f"model.layers.{LAYERS}.")
-        if part in ("enorm.weight", "hnorm.weight", "eh_proj.weight"):
-            return part
-        if part.startswith("shared_head."):
-            return None if "head.head" in part else part.removeprefix("shared_head.")
-        return None if part == "embed_tokens.weight" else f"layer.{part}"
+    @property
+    def weight_names(self) -> NameMap:
+        theirs = f"model.layers.{LAYERS}"
+        rules = {
+            "norm": f"{theirs}.shared_head.norm",
+            "layer.self_attn.qkv": f"{theirs}.self_attn.{{part}}",
+            "layer.mlp.gate_up": f"{theirs}.mlp.{{part}}",
+            "layer.{block}.{module}": f"{theirs}.{{block}}.{{module}}",
+            "layer.{norm}": f"{theirs}.{{norm}}",
+            "{module}": f"{theirs}.{{module}}",
+        }
+        return NameMap(rules, ignored=(f"{theirs}.shared_head.head.weight", f"{theirs}.embed_tokens.weight"))
 
 
 class NextNModel(DraftModel):
@@ -69,8 +75,8 @@ class NextNModel(DraftModel):
         super().__init__(method, group, max_position, device)
         model = method.model
         self.enorm, self.hnorm, self.norm = (RMSNorm(model.hidden_size, model.rms_eps) for _ in range(3))
-        self.eh_proj = Projection(2 * model.hidden_size, model.hidden_size, bias=False)
-        self.layer = DecoderLayer(model, 0, group)
+        self.eh_proj = ReplicatedLinear(2 * model.hidden_size, model.hidden_size, bias=False)
+        self.layer = make_layer(model, 0, group)
 
     def features(self, output: DecoderOutput) -> Tensor:
         return output.hidden

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.backend import AttentionBackend, Choice, choose_backends
+from attention import registry
+from attention.backend import AttentionBackend
 from attention.config import TargetAttention
 from attention.limits import AttentionUse
 from attention.metadata import Mode
+from attention.registry import Choice, choose_backends
 from workers.models.config import ModelConfig
 from workers.models.loading import PoolSize
 
@@ -69,6 +71,6 @@ def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
         f"{backend.name} in {mode.value}"
         for model in models
         for mode, backend in model.items()
-        if mode is not Mode.PREFILL and backend.needs_cpu_seq_lens(mode)
+        if mode is not Mode.PREFILL and registry.needs_cpu_seq_lens(backend.name, mode)
     }
     return ", ".join(sorted(readers)) or None

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import torch
 
 from workers.config import WorkerConfig
+from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.models.loading import PoolSize, load_target
 from workers.runner.backends import Backends, ModelShape, needs_cpu_seq_lens, target_backends
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.layout import EngineLayout, EngineParts, PhaseDone
-from workers.runner.model_runner import TargetRunner, resolve_device
+from workers.runner.model_runner import TargetRunner
 from workers.runner.slot_table import SlotTable
 from workers.runner.warm_up import warm_up
 from workers.runner.worker import Worker

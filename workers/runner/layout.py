@@ -8,13 +8,14 @@ from typing import Protocol
 import torch
 
 from attention.metadata import Mode
-from workers.config import PLAIN, RoundShape, WorkerConfig
+from workers.config import RoundShapes, WorkerConfig
+from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
 from workers.models.loading import PoolSize, pages_that_fit
 from workers.runner.backends import Backends
 from workers.runner.decoding import Autoregressive, DecodingStrategy
-from workers.runner.model_runner import TargetRunner, resolve_device, resolve_dtype
+from workers.runner.model_runner import TargetRunner
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Sampler
 
@@ -26,8 +27,8 @@ class Speculation(Protocol):
     travels to every rank and is the same on each."""
 
     @property
-    def shapes(self) -> tuple[RoundShape, ...]:
-        """The kinds of round beside the plain one."""
+    def shapes(self) -> RoundShapes:
+        """The shapes that rounds may have."""
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -68,9 +69,9 @@ class EngineLayout:
     speculation: Speculation
 
     @property
-    def shapes(self) -> tuple[RoundShape, ...]:
-        """Kinds of round, index 0 plain."""
-        return (PLAIN, *self.speculation.shapes)
+    def shapes(self) -> RoundShapes:
+        """See `Speculation.shapes`."""
+        return self.speculation.shapes
 
     @property
     def lookahead(self) -> int:
@@ -80,7 +81,7 @@ class EngineLayout:
     @property
     def max_position(self) -> int:
         """Positions that a step may touch: two rounds in flight past the last token."""
-        return self.max_model_len + 3 * max(shape.tail_tokens + shape.max_new_tokens for shape in self.shapes)
+        return self.max_model_len + 3 * (self.shapes.max_kv_tokens + self.shapes.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class EngineParts:
 class NoSpeculation:
     """The `Speculation` of an engine that decodes token by token."""
 
-    shapes: tuple[RoundShape, ...] = ()
+    shapes: RoundShapes = RoundShapes()  # noqa: RUF009 - frozen
     captured_layers: tuple[int, ...] = ()
     lookahead: int = 0
 

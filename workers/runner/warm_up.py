@@ -18,10 +18,19 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
     for number, sampling in enumerate((greedy, random, rest)):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
         chunks = (beginning, whole) if sampling is greedy else (whole,)  # a beginning samples nothing
-        plans = [StepPlan(0, number, b"", 0, layout.max_position, inits=(init,), chunks=(chunk,)) for chunk in chunks]
+        plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
         if sampling is not rest:  # its rounds run the same kernels, and would be captured
-            shapes = range(len(layout.shapes))
-            plans += [StepPlan(0, number, pack_i32([0]), shape, layout.max_position) for shape in shapes]
+            plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
         for plan in plans:
             worker.submit(plan)
             worker.take()
+
+
+def _prompt(step: int, layout: EngineLayout, init: SlotInit, chunk: Chunk) -> StepPlan:
+    next_shape = layout.shapes.default if chunk.next_token < 0 else 0
+    drafting = b"\1" if next_shape else b""
+    return StepPlan(0, step, b"", 0, layout.max_position, next_shape, drafting, inits=(init,), chunks=(chunk,))
+
+
+def _round(step: int, layout: EngineLayout, shape: int) -> StepPlan:
+    return StepPlan(0, step, pack_i32([0]), shape, layout.max_position, shape, b"\1" if shape else b"")

@@ -5,11 +5,13 @@ import time
 
 import pytest
 
+from cluster.http.metrics import declared_metrics
 from cluster.transport.channel import Refused, encode
 from cluster.transport.messages import Abort, GenerateSummary
 from cluster.transport.sockets import Transport, new_keys
 from tests.support.cluster import Ingress, TestBed, until
 from tests.support.scripted import scripted_output
+from workers.scheduling.stats import SchedulerStats
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_one_message_a_step_carries_all_of_an_ingresss_tokens(make_bed):
     bed.attach()
     for i in range(4):
         bed.ingress.read_end(f"q{i}")
-    assert bed.ingress.num_batches <= bed.coordinator.stats().num_steps
+    assert bed.ingress.num_batches <= bed.coordinator.stats().scheduler.num_steps
 
 
 def test_requests_that_cannot_be_taken_are_refused_with_the_reason(make_bed):
@@ -87,7 +89,7 @@ def test_an_abort_ends_the_request_and_unknown_ones_are_ignored(make_bed):
     bed.engine.send(encode(Abort("q")))
     assert bed.ingress.read_end("q").finish == "abort"
     assert bed.notice().finish == "abort"
-    assert bed.coordinator.stats().finished == {"abort": 1}
+    assert bed.coordinator.stats().scheduler.finished == {"abort": 1}
     until(lambda: bed.coordinator.stats().kv_usage == 0)
 
 
@@ -249,14 +251,14 @@ def test_what_outlasts_a_drain_can_be_failed_with_a_reason(make_bed):
 
 def test_a_bug_that_one_request_meets_ends_only_that_one(make_bed, monkeypatch):
     bed = make_bed()
-    put = bed.coordinator._loop._publisher.put
+    put = bed.coordinator._loop.streams._publisher.put
 
     def broken(stream, output):
         if stream.request_id == "bad":
             raise KeyError("surprise")
         put(stream, output)
 
-    monkeypatch.setattr(bed.coordinator._loop._publisher, "put", broken)
+    monkeypatch.setattr(bed.coordinator._loop.streams._publisher, "put", broken)
     bed.generate("bad")
     good = bed.generate("good", seed=1)
     bed.attach()
@@ -319,24 +321,28 @@ def test_everything_works_over_tcp_with_curve(make_bed):
     assert bed.lost[0].startswith("rank 0 is gone")
 
 
-def test_statistics_name_what_the_edge_exports(make_bed):
+def test_a_snapshot_of_the_statistics_stays_as_it_was(make_bed):
+    bed = make_bed()
+    bed.attach()
+    before = bed.coordinator.stats()
+    bed.generate("q", max_tokens=20)
+    bed.ingress.read_end("q")
+    assert before.scheduler == SchedulerStats(accepted_histogram=[0] * 4)
+    assert bed.coordinator.stats().scheduler.generation_tokens == 20
+
+
+def test_statistics_fill_every_histogram_that_the_edge_exports(make_bed):
     bed = make_bed()
     bed.attach()
     bed.generate("q", max_tokens=20)
     bed.ingress.read_end("q")
     stats = bed.coordinator.stats()
-    assert (stats.engine_id, stats.finished) == ("e1", {"length": 1})
-    assert (stats.prompt_tokens, stats.generation_tokens) == (5, 20)
-    assert stats.num_draft_tokens == 5 * stats.num_drafts > 0
-    assert set(stats.histograms) == {
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "request_prompt_tokens",
-        "request_generation_tokens",
-        "step_seconds",
-    }
-    for histogram in stats.histograms.values():
+    counted = stats.scheduler
+    assert (stats.engine_id, counted.finished) == ("e1", {"length": 1})
+    assert (counted.prompt_tokens, counted.generation_tokens) == (5, 20)
+    assert stats.num_draft_tokens == 5 * counted.num_drafts > 0
+    observed = [name for name, metric in declared_metrics(SchedulerStats).items() if metric.kind == "histogram"]
+    assert len(observed) == 8
+    for name in observed:
+        histogram = getattr(counted, name)
         assert len(histogram.counts) == len(histogram.bounds) + 1 and sum(histogram.counts) >= 1

@@ -1,12 +1,10 @@
 """What the operator reads: the plan before the start, the table of ranks after it, and the line to try."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
-from cluster.replica.actors import RankPlace
-from cluster.replica.placement import NodeResources, Placement, describe_cluster
+from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
 
 
 def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources]) -> list[str]:
@@ -33,7 +31,7 @@ def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: Layout)
     """Rank -> node -> device, the KV cache and the kinds of round."""
     rows = [[str(place.rank), place.address, str(place.pid), place.device] for place in places]
     tokens = layout.num_pages * config.cache.page_size
-    shapes = ", ".join(f"{s.name} ({s.width} rows, up to {s.max_new_tokens} tokens)" for s in layout.shapes)
+    shapes = ", ".join(f"{s.name} ({s.width} rows, up to {s.max_new_tokens} tokens)" for s in layout.shapes.shapes)
     return [
         *_table([["rank", "node", "pid", "device"], *rows]),
         f"{layout.num_pages} KV pages of {config.cache.page_size} tokens = {tokens} tokens; rounds: {shapes}",
@@ -44,14 +42,14 @@ def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
     """The last line of a start: what to try."""
     return (
         f"ready in {seconds:.1f} s. Try: curl -s {url}/v1/chat/completions -H 'content-type: "
-        f'application/json\' -d \'{{"model": "{model_name(config)}", "messages": '
+        f'application/json\' -d \'{{"model": "{config.served_model_name}", "messages": '
         '[{"role": "user", "content": "Hello"}]}\''
     )
 
 
-def model_name(config: AerieConfig) -> str:
-    """The name that clients ask for."""
-    return config.ingress.served_model_name or Path(config.model.path).name
+def phase_line(phase: str, seconds: float) -> str:
+    """How a phase of the start is reported."""
+    return f"{phase:<22}{seconds:6.1f} s"
 
 
 def _draft(config: AerieConfig) -> str:

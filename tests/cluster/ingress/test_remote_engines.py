@@ -7,8 +7,16 @@ import msgspec
 import pytest
 
 from cluster.http.engine_client import EngineRefused
-from cluster.ingress.remote_engines import EngineAnswer, RemoteEngines, TokenInbox
-from cluster.transport.messages import EngineStats, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
+from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
+from cluster.transport.messages import (
+    EngineAnswer,
+    EngineStats,
+    GenerateRequest,
+    GenerateSummary,
+    Refusal,
+    TokenBatch,
+    TokenDelta,
+)
 from workers.scheduling.plan import SamplingParams, unpack_i32
 
 
