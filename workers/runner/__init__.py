@@ -3,8 +3,9 @@
 layout: what is known before loading, and how speculation takes part.
 build, backends, warm_up: assembly of a rank.
 worker, executor: plans in, results out.
+batch: a plan as tensors.
 decoding: `DecodingStrategy` and plain decoding.
-model_runner, forward_context: one pass of a model.
+model_runner: one pass of a model.
 slot_table: what a request is on the device.
 cuda_graph: rounds as graphs.
 deterministic: what `deterministic: true` refuses.
