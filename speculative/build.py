@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attention.config import DraftAttention
+from attention.kv_cache.pool import KVPool
 from speculative.backends import Backends, ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
 from speculative.config import SpeculativeConfig
 from speculative.decoding import EagleDecoding, round_shape
@@ -18,7 +19,7 @@ from speculative.drafter import DraftRunner
 from workers.config import PLAIN, RoundShape, WorkerConfig
 from workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
 from workers.models.config import ModelConfig
-from workers.models.loading import PoolSize, load_target, pages_that_fit, read_target_config
+from workers.models.loading import kv_groups, load_target, pages_that_fit, read_target_config
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.model_runner import TargetRunner, resolve_device, resolve_dtype
@@ -71,19 +72,19 @@ def plan_layout(spec: EngineSpec) -> EngineLayout:
     worker, speculative = spec.worker, spec.speculative
     target = read_target_config(worker.model, worker.tensor_parallel)
     dtype = resolve_dtype(worker.model.dtype, target.dtype, resolve_device(worker.model.device, 0))
-    pools = [PoolSize.of(target, worker.tensor_parallel, dtype)]
+    groups = kv_groups(target, worker.tensor_parallel, dtype)
     draft, draft_tp = None, 1
     shapes: tuple[RoundShape, ...] = (PLAIN,)
     if speculative is not None:
         draft = read_draft_config(speculative, target)
         draft_tp = _draft_tp(speculative, worker.tensor_parallel)
         shapes = (PLAIN, round_shape(speculative))
-        pools.append(PoolSize.of(draft.model, draft_tp, dtype))
+        groups += kv_groups(draft.model, draft_tp, dtype)
     return EngineLayout(
         target=target,
         draft=draft,
         shapes=shapes,
-        num_pages=pages_that_fit(worker.cache, pools),
+        num_pages=pages_that_fit(worker.cache, groups),
         max_model_len=worker.model.max_model_len or target.max_position,
         lookahead=0 if draft is None else 1,
         dtype=dtype,
@@ -120,7 +121,7 @@ def build_worker(
     model = load_target(spec.worker.model, layout.target, group, device, layout.max_position, capture, deterministic)
     clock.done("target loaded")
     page_size = spec.worker.cache.page_size
-    pool = PoolSize.of(layout.target, group.size, layout.dtype).make(layout.num_pages, page_size, device)
+    pool = KVPool(kv_groups(layout.target, group.size, layout.dtype), layout.num_pages, page_size, device)
     target = TargetRunner(model, pool, backends)
     sampler = Sampler(slots, model.lm_head.shard)
     strategy: DecodingStrategy = Autoregressive(target, slots, sampler)
@@ -210,12 +211,12 @@ def _draft_runner(
 ) -> DraftRunner:
     assert spec.speculative is not None and layout.draft is not None
     draft_group = group if layout.draft_tp == group.size else SOLO
-    device = target.pool.k.device
+    device = target.pool.device
     head = load_draft(
         spec.speculative, layout.draft, spec.worker.model, target.model, draft_group, device, layout.max_position
     )
-    size = PoolSize.of(layout.draft.model, draft_group.size, layout.dtype)
-    return DraftRunner(head, size.make(layout.num_pages, spec.worker.cache.page_size, device), backends)
+    groups = kv_groups(layout.draft.model, draft_group.size, layout.dtype)
+    return DraftRunner(head, KVPool(groups, layout.num_pages, spec.worker.cache.page_size, device), backends)
 
 
 class _Phases:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backend import AttentionBackend, Prepared
 from attention.config import DraftAttention, TargetAttention
+from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode
 from attention.registry import BACKENDS, build_backend
 from speculative.backends import ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
@@ -25,7 +26,7 @@ from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.distributed.tp_group import SOLO
-from workers.models.loading import PoolSize, load_target
+from workers.models.loading import kv_groups, load_target
 from workers.runner.decoding import Autoregressive, DecodingStrategy, StepBatch, StepTensors
 from workers.runner.model_runner import TargetRunner
 from workers.runner.slot_table import SlotTable
@@ -162,12 +163,12 @@ def strategy_on_meta(pair: Pair, speculative: SpeculativeConfig | None) -> Decod
     slots = SlotTable(4, 64, layout.target.vocab_size, META)
     capture = layout.draft.capture if layout.draft else ()
     model = load_target(spec.worker.model, layout.target, SOLO, META, layout.max_position, capture)
-    pool = PoolSize.of(layout.target, 1, layout.dtype).make(50, 4, META)
+    pool = KVPool(kv_groups(layout.target, 1, layout.dtype), 50, 4, META)
     target, sampler = TargetRunner(model, pool, of("torch", TARGET_MODES)), Sampler(slots, model.lm_head.shard)
     if speculative is None or layout.draft is None:
         return Autoregressive(target, slots, sampler)
     head = load_draft(speculative, layout.draft, spec.worker.model, model, SOLO, META, layout.max_position)
-    pool = PoolSize.of(layout.draft.model, 1, layout.dtype).make(50, 4, META)
+    pool = KVPool(kv_groups(layout.draft.model, 1, layout.dtype), 50, 4, META)
     return EagleDecoding(speculative, target, DraftRunner(head, pool, of("torch", DRAFT_MODES)), slots, sampler)
 
 
