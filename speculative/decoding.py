@@ -3,7 +3,7 @@
 verify -> accept -> commit -> draft-extend -> draft -> tree build, rotated so that the trees that a step drafts are
 those that the next one verifies. Prompt chunks ride in the same passes of target and draft: each stage below is a half
 for rounds and a half for chunks, and `workers.runner.batch.RowLayout` says which rows are whose. What a draft is made
-of is its `DraftHead`'s matter; verification knows tokens only.
+of is its `DraftModel`'s matter; verification knows tokens only.
 """
 
 from dataclasses import dataclass
@@ -199,7 +199,7 @@ class SpeculativeDecoding:
     def _extend(self, batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None, out: _TargetPass) -> Tensor:
         """Bring the draft's KV up to the committed tokens: [B + F, H], its state after the newest token of each entry.
         KV needs a row's input alone, so that the newest rows alone attend."""
-        chunks, head = batch.chunks, self._draft.model
+        chunks = batch.chunks
         extend = newest = None
         if rounds is not None:
             extend, newest = self._extend_rounds(batch, rounds)
@@ -212,7 +212,7 @@ class SpeculativeDecoding:
         features = joined((rounds.features if rounds else None, out.chunk_features if chunks else None))
         attending = self._newest_rows(rounds, newest, chunks)
         context = self._draft.context(extend, None, chunks.batch if chunks else None, attending)
-        hidden: Tensor = head(ids, head.combine(features), context)
+        hidden = self._draft.model.extend(ids, features, context)
         return batch.rows(width=1).with_finals(hidden)
 
     def _extend_rounds(self, batch: StepBatch, rounds: _Rounds) -> tuple[DecodeBatch, DecodeBatch]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.draft_models.eagle import DraftHead
+from speculative.draft_models.method import DraftModel
 from speculative.shapes import TreeShape
 from speculative.tree import Candidates, Children, candidate_depths, chain
 from speculative.tree_growth import grow
@@ -21,8 +21,8 @@ from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
 
 
-class DraftRunner(ModelRunner[DraftHead]):
-    """The head with its own pool; page ids are the target's."""
+class DraftRunner(ModelRunner[DraftModel]):
+    """The draft with its own pool; page ids are the target's."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Drafter:
             if step < steps:
                 mask = self._chain_masks[step - 1].expand(slots.shape[0], 1)
                 decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, batch.page_table, batch.max_kv_len)
-                hidden = head(tokens[-1], hidden, self._runner.context(decode))
+                hidden = head.step(tokens[-1], hidden, self._runner.context(decode))
         self._trees.write(slots, chain(self._slots.bonus[slots], torch.stack(tokens, dim=1)))
 
     def _draft_tree(self, batch: DraftBatch) -> None:
@@ -92,8 +92,8 @@ class Drafter:
         for step in range(1, self._shape.num_steps):
             decode = DecodeBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, batch.page_table, batch.max_kv_len)
             context = self._runner.context(decode, positions[step - 1])
-            # rows of their own, which a head may change in place
-            state = self._runner.model(level.tokens.flatten(), state.index_select(0, level.parent), context)
+            # rows of their own, which a draft may change in place
+            state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)
             children = self._best(state, batch, length, step + 1, k)
             level = grow(candidates, level, children, first=k + (step - 1) * k * k, first_bit=step * k)
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)

@@ -38,8 +38,6 @@ def tree_shape(num_steps: int, top_k: int, num_draft_tokens: int) -> TreeShape:
     )
 
 
-def shapes_of(config: SpeculativeConfig | None) -> RoundShapes:
+def shapes_of(config: SpeculativeConfig) -> RoundShapes:
     """The shapes that a configuration asks for."""
-    if config is None:
-        return RoundShapes()
     return RoundShapes((PLAIN, tree_shape(config.num_steps, config.top_k, config.num_draft_tokens)), default=1)

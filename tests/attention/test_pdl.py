@@ -12,8 +12,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from workers.runner.forward_context import ForwardContext  # noqa: E402
-
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
 from attention.kernels import decode, merge_states, pdl, rope_store  # noqa: E402
@@ -23,6 +21,7 @@ from speculative.kernels import head_input  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
 from tests.attention.test_triton_compile import compiled, decode_constants  # noqa: E402
 from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
+from workers.layers.forward_context import ForwardContext  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 from workers.runner import forward_context  # noqa: E402

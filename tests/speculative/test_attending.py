@@ -9,7 +9,7 @@ from torch import Tensor
 from attention.backends.torch_backend import TorchBackend
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.config import SpeculativeConfig
-from speculative.draft_models.eagle import HeadLayer
+from speculative.draft_models.layers import DraftLayer
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from workers.config import ModelSource
@@ -62,12 +62,12 @@ def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: str, mon
     seen: dict[str, list[int]] = defaultdict(list)
     names: dict[int, str] = {}
 
-    def note(module: DecoderLayer | HeadLayer, name: str) -> None:
+    def note(module: DecoderLayer | DraftLayer, name: str) -> None:
         names[id(module.mlp)] = name
 
-    head_init, decoder_init, partial = HeadLayer.__init__, Decoder.__init__, GatedMLP.partial
+    head_init, decoder_init, partial = DraftLayer.__init__, Decoder.__init__, GatedMLP.partial
 
-    def init_head(self: HeadLayer, *arguments: object) -> None:
+    def init_head(self: DraftLayer, *arguments: object) -> None:
         head_init(self, *arguments)  # type: ignore[arg-type]
         note(self, "draft")
 
@@ -80,7 +80,7 @@ def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: str, mon
         seen[names.get(id(self), "between")].append(x.shape[0])
         return partial(self, x)
 
-    monkeypatch.setattr(HeadLayer, "__init__", init_head)
+    monkeypatch.setattr(DraftLayer, "__init__", init_head)
     monkeypatch.setattr(Decoder, "__init__", init_decoder)
     monkeypatch.setattr(GatedMLP, "partial", counted)
     path = pair.eagle if kind == "eagle" else pair.eagle3

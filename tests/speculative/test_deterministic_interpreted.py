@@ -55,9 +55,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             layer.finish(options)
             layer.finished = True
 
-    monkeypatch.setattr("speculative.build.checked_deterministic", lambda worker, *_: worker.deterministic)
+    monkeypatch.setattr("workers.runner.build.checked_deterministic", lambda worker, *_: worker.deterministic)
     monkeypatch.setattr(
-        "speculative.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
+        "workers.runner.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
     )
     monkeypatch.setattr("workers.models.loading.finish_weights", finish_target)
 

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from attention.config import CacheConfig
 from attention.metadata import token_indices
-from speculative.build import EngineSpec, build_worker, plan_layout
+from speculative.build import DraftSpeculation, EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.shapes import tree_shape
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
+from workers.runner.layout import EngineLayout
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, pack_i32, unpack_i32
@@ -63,6 +64,13 @@ def observe(worker: Worker, slot: int) -> Drafted:
     return Drafted(tuple(tokens), tuple(parents), layer.k.flatten(0, 1)[where], layer.v.flatten(0, 1)[where])
 
 
+def layout_with(spec: EngineSpec, shapes: RoundShapes) -> EngineLayout:
+    """The layout of an engine that may draft `shapes`."""
+    layout = plan_layout(spec)
+    assert isinstance(layout.speculation, DraftSpeculation)
+    return dataclasses.replace(layout, speculation=dataclasses.replace(layout.speculation, shapes=shapes))
+
+
 class Oracle:
     """One request at a time, its whole text as one chunk. shapes: of the trees that it can draft."""
 
@@ -73,7 +81,7 @@ class Oracle:
             scheduler=SchedulerConfig(max_running=1, max_step_tokens=ORACLE_PAGE * ORACLE_PAGES),
         )
         spec = dataclasses.replace(spec, worker=alone)
-        self._layout = dataclasses.replace(plan_layout(spec), shapes=shapes)
+        self._layout = layout_with(spec, shapes)
         self._worker = build_worker(spec, self._layout, 0, "")
         self._known: dict[tuple[tuple[int, ...], int, bytes], Drafted] = {}
         self._step = 0
@@ -191,7 +199,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         scheduler=SchedulerConfig(max_running=5, max_step_tokens=case.max_step_tokens),
     )
     spec = dataclasses.replace(spec, worker=worker_config)
-    layout = dataclasses.replace(plan_layout(spec), shapes=shapes)
+    layout = layout_with(spec, shapes)
     scheduler = Scheduler(
         worker_config.scheduler,
         worker_config.cache,

@@ -1,4 +1,4 @@
-"""`deterministic: true`: what it promises, and which configurations cannot keep it. Asked by `speculative.build`.
+"""`deterministic: true`: what it promises, and which configurations cannot keep it. Asked by `workers.runner.build`.
 
 On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: GEMMs and attention of the
 target compute a row by the same operations in the same order whatever else is in the batch, whether the row is part

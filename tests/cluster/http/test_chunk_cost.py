@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cluster.http.admission import Admission
+from cluster.http.chat_response import ChatReply
 from cluster.http.request import chat_request
-from cluster.http.schema import ChatBody
+from cluster.http.schema.request import ChatCompletionRequest
 from cluster.http.serving import Edge, GenerationResponse
 from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
 from tests.support.edge_client import MODEL, edge_config
@@ -57,7 +58,9 @@ async def test_chunk_of_four_tokens_costs_little(extra: dict[str, Any], record_p
     edge = Edge(config, tokenizer, _Ready(deltas), Admission(1, 1.0))
     messages = [{"role": "user", "content": "hi"}]
     request = await chat_request(
-        ChatBody.model_validate({"model": MODEL, "messages": messages, "stream": True} | extra), config, tokenizer
+        ChatCompletionRequest.model_validate({"model": MODEL, "messages": messages, "stream": True} | extra),
+        config,
+        tokenizer,
     )
     sent = []
 
@@ -71,7 +74,7 @@ async def test_chunk_of_four_tokens_costs_little(extra: dict[str, Any], record_p
     for _ in range(3):
         sent.clear()
         start = time.process_time()
-        await GenerationResponse(edge, request, "chatcmpl-0", "cost")({}, receive, send)
+        await GenerationResponse(edge, request, ChatReply, "chatcmpl-0", "cost")({}, receive, send)
         costs.append((time.process_time() - start) / NUM_CHUNKS * 1e6)
         assert len(sent) == NUM_CHUNKS + 3
     record_property("us_per_chunk", min(costs))

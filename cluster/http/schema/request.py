@@ -1,15 +1,15 @@
 """What clients may send: OpenAI's chat and completion requests with the extensions that vLLM's clients know.
 
-A body becomes a checked `ChatBody`, `TextBody`, `TokenizeBody` or `DetokenizeBody`, or an ApiError that names the
-parameter. Nothing is ignored in silence: a parameter is honoured, known to be harmless, refused with a reason
-(`REFUSED`), or unknown. Called by `cluster.http.app`; what needs the tokenizer is checked in `cluster.http.request`.
+A body becomes a checked request, or an ApiError that names the parameter. Nothing is ignored in silence: a parameter is
+honoured, known to be harmless, refused with a reason (`REFUSED`), or unknown. Called by `cluster.http.endpoint`; what
+needs the tokenizer is checked in `cluster.http.request`.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from cluster.http.errors import ApiError, invalid, unsupported
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS
@@ -19,6 +19,23 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+# Checked in `cluster.http.request` and `cluster.http.prompts`, whose messages name the entry; here only described.
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_TOKENS = {"type": "array", "items": {"type": "integer"}}
+_PARTS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+}
+Stop = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
+Content = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]})]
+Prompt = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _TOKENS, {"type": "array", "items": _TOKENS}]})
+]
+TokenIds = Annotated[Any, WithJsonSchema(_TOKENS)]
 # Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
 # for the worst bodies of 8 MB, in which no stream of this process would go on.
 MAX_PARAMETERS = 128
@@ -76,7 +93,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-class _Sampling(BaseModel):
+class _SamplingRequest(BaseModel):
     """What both kinds of request share. Ranges are OpenAI's where OpenAI has the parameter, else vLLM's."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -94,7 +111,7 @@ class _Sampling(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     seed: Seed | None = None
-    stop: Any = None
+    stop: Stop = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -112,6 +129,8 @@ class _Sampling(BaseModel):
 
 
 class StreamOptions(BaseModel):
+    """include_usage: an event with the usage before the last. continuous_usage_stats: the usage in every event."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
@@ -119,12 +138,12 @@ class StreamOptions(BaseModel):
 
 
 class Message(BaseModel):
-    """content: str, list of text parts, or None; checked by `cluster.http.request`."""
+    """One turn of a conversation. tool_calls, reasoning_content, refusal: of the assistant's turns only."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Role
-    content: Any = None
+    content: Content = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
@@ -132,7 +151,9 @@ class Message(BaseModel):
     refusal: str | None = None
 
 
-class ChatBody(_Sampling):
+class ChatCompletionRequest(_SamplingRequest):
+    """Continue a conversation."""
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -142,16 +163,18 @@ class ChatBody(_Sampling):
     echo: Literal[False] | None = None
 
 
-class TextBody(_Sampling):
-    prompt: Any = None
+class CompletionRequest(_SamplingRequest):
+    """Continue a text."""
+
+    prompt: Prompt = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
 
-class TokenizeBody(BaseModel):
-    """One of prompt and messages."""
+class TokenizeRequest(BaseModel):
+    """The tokens of one of `prompt` and `messages`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -164,11 +187,13 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeRequest(BaseModel):
+    """The text of `tokens`."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    tokens: Any
+    tokens: TokenIds
 
 
 def parse_body(raw: bytes, kind: type[Body]) -> Body:
@@ -185,7 +210,7 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     if not isinstance(values, dict):
         raise invalid(None, "The request body must be a JSON object", "invalid_json")
     _check_sizes(values)
-    if issubclass(kind, _Sampling):
+    if issubclass(kind, _SamplingRequest):
         values = _without_refused(values)
     try:
         return kind.model_validate(values)
