@@ -24,7 +24,7 @@ from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.config import required_int
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
-from workers.models.llama import LlamaConfig, check_shards, linear_inputs, make_attention, read_config
+from workers.models.llama import LlamaConfig, make_attention, read_config
 from workers.models.loading import read_target_config
 from workers.models.name_map import NameMap
 from workers.models.registry import ARCHITECTURES, family_of
@@ -119,7 +119,7 @@ def moe_names(config: MoeConfig) -> NameMap:
     )
 
 
-MOE = ModelFamily(read_moe_config, check_shards, MoeForCausalLM, moe_names, linear_inputs)
+MOE = ModelFamily(read_moe_config, MoeForCausalLM, moe_names)
 
 
 @pytest.fixture(scope="module")
