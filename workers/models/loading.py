@@ -30,7 +30,7 @@ def read_target_config(source: ModelSource, tensor_parallel: int) -> ModelConfig
     raw, name = read_config_json(source.path), f"model {source.path}"
     family = family_of(architecture_of(raw), name)
     config: ModelConfig = family.read_config(raw, name)
-    family.check_shards(config, tensor_parallel, name)
+    config.check_shards(tensor_parallel, name)
     limit = source.max_model_len
     if limit is not None and not 2 <= limit <= config.max_position:
         raise ValueError(
