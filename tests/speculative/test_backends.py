@@ -169,9 +169,10 @@ def test_a_round_reads_nothing_on_the_host(pair: Pair, kind: str, random: bool) 
     speculative = {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[kind]
     strategy = strategy_on_meta(pair, speculative)
     slots = torch.zeros(3, dtype=torch.int64, device=META)
+    needs = SamplingNeeds(random)
     shape = strategy.shapes.default
     with torch.inference_mode():
-        out = strategy.step(StepBatch(slots, shape, shape, slots, 100, None, SamplingNeeds(random)))
+        out = strategy.step(StepBatch(slots, shape, shape, slots, 100, None, needs))
     assert out.tokens.shape == (3, strategy.shapes[shape].max_new_tokens)
 
 
