@@ -1,8 +1,9 @@
 """One answer: the engine's token deltas, cut at stop strings and turned into text. Pure; no HTTP, no clock."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from cluster.http.detokenizer import Detokenizer
 from cluster.http.stop_strings import StopMatcher
@@ -17,9 +18,8 @@ class EngineFailedError(Exception):
     """The engine ended the answer before its time; the message is for the log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a delta adds to an answer.
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What a delta adds to an answer. A msgspec struct, because one is made per chunk: 0.2 us, a frozen dataclass 1 us.
 
     offsets: where each token's text begins in the answer's text.
     finish: with the last piece.
