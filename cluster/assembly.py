@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.config import AerieConfig
-from workers.config import RoundShape
+from workers.config import RoundShapes
 from workers.runner.executor import StepExecutor
 from workers.scheduling.scheduler import Scheduler
 
@@ -30,7 +30,7 @@ class Layout:
     num_draft_tokens: drafted per round, 0 without a draft.
     """
 
-    shapes: tuple[RoundShape, ...]
+    shapes: RoundShapes
     num_pages: int
     max_model_len: int
     lookahead: int

@@ -31,7 +31,7 @@ def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: Layout)
     """Rank -> node -> device, the KV cache and the kinds of round."""
     rows = [[str(place.rank), place.address, str(place.pid), place.device] for place in places]
     tokens = layout.num_pages * config.cache.page_size
-    shapes = ", ".join(f"{s.name} ({s.width} rows, up to {s.max_new_tokens} tokens)" for s in layout.shapes)
+    shapes = ", ".join(f"{s.name} ({s.width} rows, up to {s.max_new_tokens} tokens)" for s in layout.shapes.shapes)
     return [
         *_table([["rank", "node", "pid", "device"], *rows]),
         f"{layout.num_pages} KV pages of {config.cache.page_size} tokens = {tokens} tokens; rounds: {shapes}",

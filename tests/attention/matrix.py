@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
-from attention.backend import BACKENDS
 from attention.config import PAGE_SIZES
 from attention.limits import AttentionUse
 from attention.metadata import Mode
+from attention.registry import BACKENDS
 from tests.support.attention_cases import WORKS, Shape, use_of
 
 PLACES = {

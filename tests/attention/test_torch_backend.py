@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import build_backend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_slot_mapping, prefill_slot_mapping
+from attention.registry import build_backend
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 CPU = torch.device("cpu")
@@ -77,15 +77,35 @@ def test_chunk_rows_see_all_before_them(page_size: int) -> None:
             row += 1
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def decoded(pool: KVPool, q: Tensor, lengths: list[int], table: Tensor, max_kv_len: int) -> Tensor:
+    """One row for each request, which writes at its length."""
+    prefix, mask = torch.tensor(lengths, dtype=torch.int32), causal_mask(len(lengths), 1, CPU)
+    batch = DecodeBatch(Mode.DECODE, 1, 1, prefix, mask, table, max_kv_len)
+    return build_backend("torch", Mode.DECODE).prepare(batch).forward(q, pool.layer(0), 1.0)
+
+
+def test_a_row_does_not_depend_on_what_its_neighbours_hold() -> None:
+    """To the bit, in batches of one size and one bound of lengths, whose matrix products are the same calls."""
     pool, table, _, _ = paged([9, 60], 4, seed=5)
     q = torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(2))
-    lengths = torch.tensor([8, 59], dtype=torch.int32)
-    backend = build_backend("torch", Mode.DECODE)
-    both = DecodeBatch(Mode.DECODE, 1, 1, lengths, causal_mask(2, 1, CPU), table, 60)
-    alone = DecodeBatch(Mode.DECODE, 1, 1, lengths[:1], causal_mask(1, 1, CPU), table[:1], 60)
-    out = backend.prepare(both).forward(q, pool.layer(0), 1.0)
-    assert torch.equal(out[:1], backend.prepare(alone).forward(q[:1], pool.layer(0), 1.0))
+    expected = decoded(pool, q, [8, 59], table, 60)[0]
+    others = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(3))
+    for length, neighbour in ((59, others), (30, others), (0, others), (0, torch.zeros_like(others))):
+        out = decoded(pool, torch.cat((q[:1], neighbour)), [8, length], table, 60)[0]
+        assert torch.equal(out, expected), length
+    pool.k[:, table[1].long()] = 7.0  # its pages, and page 0, which both have behind their ends
+    assert torch.equal(decoded(pool, q, [8, 59], table, 60)[0], expected)
+
+
+def test_a_row_alone_is_close_to_what_it_is_beside_others() -> None:
+    """A library of matrix products may choose its kernel by the size of a batch, and so the order of its sums."""
+    pool, table, _, _ = paged([9, 60], 4, seed=5)
+    q = torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+    beside = decoded(pool, q, [8, 59], table, 60)[:1]
+    for bound in (60, 9):
+        alone = decoded(pool, q[:1], [8], table[:1], bound)
+        # float32 sums of up to 60 terms: 60 * 2^-24 relative, values below 4
+        torch.testing.assert_close(alone, beside, atol=2e-6, rtol=1e-5)
 
 
 def test_kv_slots_follow_the_page_table() -> None:

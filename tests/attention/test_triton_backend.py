@@ -12,11 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.backend import build_backend  # noqa: E402
 from attention.backends.triton_backend import TritonBackend, split_budget  # noqa: E402
 from attention.kernels import decode, prefill, rope_store, split_kv  # noqa: E402
 from attention.kv_cache.pool import KVPool, LayerKV  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from attention.registry import build_backend  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, MARKS  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

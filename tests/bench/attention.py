@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.backend import build_backend
 from attention.kv_cache.pool import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.registry import build_backend
 from tests.bench.gpu_time import captured, elapsed_us
 from tests.support.attention_cases import random_table
 

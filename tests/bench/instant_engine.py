@@ -6,7 +6,7 @@ from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
 from tests.bench.coordinator import TOKENS_PER_ROUND, TREE
 from tests.bench.instant_server import PacedExecutor
-from workers.config import PLAIN
+from workers.config import PLAIN, RoundShapes
 from workers.runner.executor import StepExecutor
 
 
@@ -22,7 +22,13 @@ class InstantRank:
         cache = self._config.cache
         assert cache.num_pages is not None
         length = self._config.model.max_model_len or 2048
-        return Layout((PLAIN, TREE), cache.num_pages, length, lookahead=1, num_draft_tokens=TOKENS_PER_ROUND - 1)
+        return Layout(
+            RoundShapes((PLAIN, TREE), default=1),
+            cache.num_pages,
+            length,
+            lookahead=1,
+            num_draft_tokens=TOKENS_PER_ROUND - 1,
+        )
 
     def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
         return PacedExecutor(self._config.scheduler.max_running)

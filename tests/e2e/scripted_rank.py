@@ -7,10 +7,10 @@ from cluster.config import AerieConfig
 from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
 from tests.support.scripted import ScriptedExecutor
-from workers.config import PLAIN, RoundShape
+from workers.config import PLAIN, RoundShape, RoundShapes
 from workers.runner.executor import StepExecutor
 
-TREE = RoundShape(name="tree", width=4, max_new_tokens=4, tail_tokens=6)
+TREE = RoundShape(name="tree", width=4, max_new_tokens=4, draft_tokens=2)
 
 
 class ScriptedRank:
@@ -24,7 +24,7 @@ class ScriptedRank:
 
     def layout(self) -> Layout:
         return Layout(
-            shapes=(PLAIN, TREE),
+            shapes=RoundShapes((PLAIN, TREE), default=1),
             num_pages=self._config.cache.num_pages or 256,
             max_model_len=self._config.model.max_model_len or 1024,
             lookahead=1,
@@ -35,7 +35,9 @@ class ScriptedRank:
         assert rendezvous.startswith("tcp://")
         report("scripted", 0.0)
         time.sleep(0.05)
-        return ScriptedExecutor((PLAIN, TREE), self._config.scheduler.max_running, 4096, delay_s=0.01)
+        return ScriptedExecutor(
+            RoundShapes((PLAIN, TREE), default=1), self._config.scheduler.max_running, 4096, delay_s=0.01
+        )
 
 
 class Worker(worker_actor.Worker):

@@ -55,6 +55,8 @@ def receive(channel):
             pack_i32([1]),
             1,
             9,
+            1,
+            b"\1\0",
             pack_i32([0, 0, 1]),
             (SlotInit(0, 4, 5, 9, SamplingParams(4, seed=2**64 - 1, logit_bias={3: -1.5}, stop_token_ids=(2,))),),
             (Chunk(0, 4, pack_i32([7]), -1),),
@@ -92,7 +94,8 @@ def test_other_bytes_are_refused(raw, complaint):
 
 
 def test_a_plan_for_128_running_requests_is_under_a_kilobyte():
-    assert len(encode(StepPlan(1, 10**6, pack_i32(range(128)), 1, 10**5, pack_i32(range(24 * 3))))) < 1000
+    drafting, updates = b"\1" * 128, pack_i32(range(24 * 3))
+    assert len(encode(StepPlan(1, 10**6, pack_i32(range(128)), 1, 10**5, 1, drafting, updates))) < 1000
 
 
 def test_plans_sent_before_the_rank_listens_arrive_in_order(context, tmp_path):

@@ -49,6 +49,9 @@ class ForwardContext:
         """Rotate q [rows, q_heads, head_dim] and k by `angles`, write k and v [rows, kv_heads, head_dim] of a layer and
         attend to it: [n, q_heads, head_dim] of the rows that do. On a GPU q is rotated in place."""
         kv = self.pool.layer(layer)
+        for prepared in (self.decode, self.chunks):
+            if prepared is not None:
+                prepared.plan(q, kv, scale)
         if q.is_cuda:
             from attention.kernels.pdl import supports_pdl
             from attention.kernels.rope_store import rope_store

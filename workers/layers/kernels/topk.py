@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.layers.vocab import finite
+
 BLOCK = 4096
 MAX_K = 16  # found one after the other
 
@@ -50,15 +52,18 @@ def _combine(
     tops = tl.load(top_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
     totals = tl.load(total_ptr + row * parts + part, mask=part < parts, other=0.0)
     top = tl.max(tops, 0)
-    norm = top + tl.log(tl.sum(totals * tl.exp(tops - top), 0))
+    origin = tl.where(top == float("-inf"), 0.0, top)
+    # the largest counts 1, so that this bound is for a row of minus infinity alone
+    norm = top + tl.log(tl.maximum(tl.sum(totals * tl.exp(tops - origin), 0), 1.0))
     tl.store(norm_ptr + row, norm)
+    origin = tl.where(norm == float("-inf"), 0.0, norm)
     found = tl.arange(0, FOUND)
     value = tl.load(value_ptr + row * parts * K + found, mask=found < parts * K, other=float("-inf"))
     index = tl.load(index_ptr + row * parts * K + found, mask=found < parts * K, other=size)
     for i in tl.static_range(K):
         best = tl.max(value, 0)
         chosen = tl.min(tl.where(value == best, index, size), 0)
-        tl.store(log_probability_ptr + row * K + i, best - norm)
+        tl.store(log_probability_ptr + row * K + i, best - origin)
         tl.store(id_ptr + row * K + i, tl.minimum(chosen, size - 1).to(tl.int64))
         value = tl.where(index == chosen, float("-inf"), value)
 
@@ -67,7 +72,8 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k <= MAX_K largest of log_softmax(logits), best first, [rows, k] float32, their columns [rows, k] int64, and
     the rows' logsumexp [rows] float32, for logits [rows, size], any float dtype, last stride 1, size >= k.
 
-    Of equal ones the smallest column comes first. Reference: `reference`.
+    Of equal ones the smallest column comes first. A row that is minus infinity everywhere has that as its results, and
+    any columns. Reference: `reference`.
     """
     rows, size = logits.shape
     assert logits.stride(1) == 1 and 1 <= k <= min(size, MAX_K)
@@ -103,4 +109,4 @@ def reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The same in torch."""
     norms = torch.logsumexp(logits.float(), -1)
     ordered, order = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
-    return ordered[:, :k] - norms.unsqueeze(-1), order[:, :k], norms
+    return ordered[:, :k] - finite(norms).unsqueeze(-1), order[:, :k], norms
