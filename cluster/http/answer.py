@@ -37,13 +37,15 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class Answer:
     """State of one choice while it is generated.
 
-    include_stop: show the stop string, or the stop token's text, too. min_tokens: stop strings are looked for in what
-    comes after that many tokens. eos_token_ids: reported as plain end of sequence.
+    include_stop: show the stop string, or the stop token's text, too.
+    min_tokens: stop strings are looked for in what comes after that many tokens.
+    eos_token_ids: reported as plain end of sequence.
 
-    num_tokens counts every token up to and including the one that ended the answer, as vLLM counts usage. The text of
-    a stop token is not shown. Nothing after the end leaks: the tokens of an accepted run behind a stop string are
-    dropped from text, tokens, logprobs and counts. cached_tokens and speculation are the last that a delta told, the
-    round that brought a stop string included; None: not told yet, or no draft.
+    num_tokens: up to and including the one that ended the answer, as vLLM counts usage.
+    cached_tokens, speculation: of the last delta that had them, the round that brought a stop string included.
+
+    The text of a stop token is not shown. Nothing after the end leaks: accepted tokens after a stop string are dropped
+    from text, tokens, logprobs and counts.
     """
 
     def __init__(

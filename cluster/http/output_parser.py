@@ -35,7 +35,7 @@ class OutputParser(Protocol):
 
     def push(self, piece: Piece) -> ReplyDelta:
         """What the next piece adds. Text may be held back until it is clear what it is; with the last piece, whose
-        `finish` is set, nothing stays behind and the delta's `finish` is set too."""
+        `finish` is set, all of it comes out, and the delta's `finish` is set too."""
 
 
 class TextParser:

@@ -1,7 +1,7 @@
 """Carries out one generation request: drives its choices on the engine, sends the reply, stops when the client leaves.
 
 The reply's status is decided by the first delta: until then an error has its own status, afterwards a stream ends with
-an error event. A stream is never cut without a word.
+an error event. A stream never just breaks off.
 """
 
 import asyncio

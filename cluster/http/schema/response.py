@@ -94,7 +94,11 @@ class ToolCall(Struct, kw_only=True):
 
 
 class AssistantMessage(Struct, kw_only=True):
-    """content: null where there are only tool calls. reasoning_content: what the model thought before."""
+    """The answer of a chat.
+
+    content: null where there are only tool calls.
+    reasoning_content: what the model thought before.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -126,7 +130,11 @@ class ChatCompletion(Struct, kw_only=True):
 
 
 class FunctionDelta(Struct):
-    """name: with the first delta of a call. arguments: what is added to its JSON text."""
+    """What an event adds to a call.
+
+    name: with the call's first delta.
+    arguments: more of its JSON text.
+    """
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
@@ -217,7 +225,11 @@ class CompletionChunk(Struct, kw_only=True):
 
 
 class ErrorDetail(Struct):
-    """param: the parameter that must change. code: for programs."""
+    """Why a request failed.
+
+    param: the parameter that must change.
+    code: for programs.
+    """
 
     message: str
     type: str

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from cluster.http.metrics import declared_metrics
-from cluster.transport.channel import Refused, encode
-from cluster.transport.messages import Abort, GenerateSummary
+from cluster.transport.encoding import encode
+from cluster.transport.messages import Abort, GenerateSummary, Refused
 from cluster.transport.sockets import Transport, new_keys
 from tests.support.cluster import Ingress, TestBed, until
 from tests.support.scripted import scripted_output
@@ -58,7 +58,7 @@ def test_requests_that_cannot_be_taken_are_refused_with_the_reason(make_bed):
     notice = bed.notice()
     assert isinstance(notice, Refused) and notice.refusal.kind == "too_large"
     assert "the limit is 400" in notice.refusal.message
-    bed.generate("nowhere", reply_to="carrier-pigeon")
+    bed.generate("nowhere", reply_to="udp://nowhere")
     assert "must begin with ipc:// or tcp://" in bed.notice().refusal.message
     bed.generate("first", max_tokens=3)
     bed.generate("second", max_tokens=3)
@@ -93,7 +93,7 @@ def test_an_abort_ends_the_request_and_unknown_ones_are_ignored(make_bed):
     until(lambda: bed.coordinator.stats().kv_usage == 0)
 
 
-def test_requests_wait_until_a_gang_is_attached(make_bed):
+def test_requests_wait_until_a_worker_group_is_attached(make_bed):
     bed = make_bed()
     bed.generate("q", max_tokens=3)
     until(lambda: bed.coordinator.stats().num_waiting == 1)
@@ -106,13 +106,13 @@ def test_requests_wait_until_a_gang_is_attached(make_bed):
 def kill(ranks, rank):
     """What the end of a rank's process does to its socket; its thread ends when it next looks."""
 
-    def boom(plan):
+    def fail(plan):
         raise SystemExit
 
-    ranks.executors[rank].submit = boom
+    ranks.executors[rank].submit = fail
 
 
-def test_a_rank_that_dies_is_noticed_and_its_requests_are_resumed_on_the_next_gang(make_bed):
+def test_a_rank_that_dies_is_noticed_and_its_requests_are_resumed_on_the_next_worker_group(make_bed):
     bed = make_bed(delay_s=0.005)
     ranks = bed.attach(epoch=1)
     params = bed.generate("q", max_tokens=100, seed=3)
@@ -160,15 +160,15 @@ def test_what_an_executor_raises_arrives_with_its_traceback(make_bed):
     bed = make_bed()
     ranks = bed.new_ranks()
 
-    def boom(plan):
-        raise RuntimeError("out of paper")
+    def fail(plan):
+        raise RuntimeError("out of memory")
 
-    ranks.executors[1].submit = boom
+    ranks.executors[1].submit = fail
     ranks.start()
     bed.coordinator.attach(ranks.endpoints, 1)
     bed.generate("q")
     until(lambda: bool(bed.lost))
-    assert bed.lost[0].startswith("rank 1 failed: Traceback") and "RuntimeError: out of paper" in bed.lost[0]
+    assert bed.lost[0].startswith("rank 1 failed: Traceback") and "RuntimeError: out of memory" in bed.lost[0]
     ranks.join()
     assert isinstance(ranks.ends[1], RuntimeError)
 
