@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import LinearBase
 from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part, Span
+from workers.layers.log_softmax import finite
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 
@@ -157,8 +158,3 @@ def _topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     norm = torch.logsumexp(logits.float(), -1)
     value, index = logits.float().topk(k, -1)
     return value - finite(norm).unsqueeze(-1), index, norm
-
-
-def finite(norm: Tensor) -> Tensor:
-    """norm [rows], a logsumexp, to take from logits: 0 for rows that are all minus infinity, which stay so."""
-    return norm.masked_fill(norm == float("-inf"), 0.0)

@@ -2,6 +2,7 @@
 its own file, in a subclass."""
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from workers.layers.rotary import RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """num_heads: query heads. num_kv_heads, head_dim: of the KV pool. dtype: of the checkpoint's unquantised weights.
+class ModelConfig(ABC):
+    """What a family's own configuration adds to: the fields that every target has, and what must follow from all.
+
+    num_heads: query heads. num_kv_heads, head_dim: of the KV pool. dtype: of the checkpoint's unquantised weights.
     quant: how its linear layers are kept."""
 
     architecture: str
@@ -30,6 +33,16 @@ class ModelConfig:
     dtype: torch.dtype
     quant: QuantMethod
     eos_token_ids: tuple[int, ...]
+
+    @abstractmethod
+    def check_shards(self, tensor_parallel: int, source: str) -> None:
+        """Raises ValueError, with sizes that work, if the model cannot be cut into `tensor_parallel` shards; `source`
+        names it."""
+
+    @abstractmethod
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        """The inputs of one rank's linear layers, by config.json's names: GEMMs that compute a row alike in any batch
+        need multiples of a size (`workers.runner.deterministic`)."""
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -17,15 +17,10 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 @dataclass(frozen=True)
 class ModelFamily(Generic[ConfigT]):
     """read_config: from a config.json and what it is of (for errors); raises ValueError for what would be ignored.
-    check_shards: raises ValueError, with sizes that work, if the model cannot be cut into so many ranks.
     model: makes this rank's module: (config, ranks, rows of its rotary table, device of that, layers to capture).
     weight_names: what the checkpoint calls its tensors.
-    linear_inputs: the inputs of one rank's linear layers by the config's names, of so many ranks; GEMMs that compute a
-    row alike in any batch need multiples of a size (`workers.runner.deterministic`).
     """
 
     read_config: Callable[[dict[str, Any], str], ConfigT]
-    check_shards: Callable[[ConfigT, int, str], None]
     model: Callable[[ConfigT, TPGroup, int, torch.device, tuple[int, ...]], Decoder]
     weight_names: Callable[[ConfigT], NameMap]
-    linear_inputs: Callable[[ConfigT, int], dict[str, int]]

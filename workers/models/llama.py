@@ -29,6 +29,29 @@ class LlamaConfig(ModelConfig):
     o_bias: bool
     qk_norm: bool
 
+    def check_shards(self, tensor_parallel: int, source: str) -> None:
+        heads, kv, intermediate = self.num_heads, self.num_kv_heads, self.intermediate_size
+        if heads % kv:
+            raise ValueError(f"{source}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv}")
+
+        def fits(size: int) -> bool:
+            kv_fits = kv % size == 0 if kv >= size else size % kv == 0
+            return heads % size == 0 and intermediate % size == 0 and kv_fits
+
+        if not fits(tensor_parallel):
+            works = [n for n in range(1, heads + 1) if fits(n)]
+            raise ValueError(
+                f"tensor_parallel={tensor_parallel}: does not divide {source} (num_attention_heads={heads}, "
+                f"num_key_value_heads={kv}, intermediate_size={intermediate}); try one of {works}"
+            )
+
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        return {
+            "hidden_size": self.hidden_size,
+            "num_attention_heads * head_dim": self.num_heads * self.head_dim // tensor_parallel,
+            "intermediate_size": self.intermediate_size // tensor_parallel,
+        }
+
 
 def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
     """Of a config.json; also of a draft's, whose architecture is none of a target's. Raises ValueError where the model
@@ -70,24 +93,6 @@ def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) ->
         raise ValueError(
             f"{source}: sliding-window attention is not supported; set use_sliding_window=false if the "
             "model works without it"
-        )
-
-
-def check_shards(config: LlamaConfig, tensor_parallel: int, source: str) -> None:
-    """Raise ValueError, with sizes that work, if the model cannot be cut into `tensor_parallel` shards."""
-    heads, kv, intermediate = config.num_heads, config.num_kv_heads, config.intermediate_size
-    if heads % kv:
-        raise ValueError(f"{source}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv}")
-
-    def fits(size: int) -> bool:
-        kv_fits = kv % size == 0 if kv >= size else size % kv == 0
-        return heads % size == 0 and intermediate % size == 0 and kv_fits
-
-    if not fits(tensor_parallel):
-        works = [n for n in range(1, heads + 1) if fits(n)]
-        raise ValueError(
-            f"tensor_parallel={tensor_parallel}: does not divide {source} (num_attention_heads={heads}, "
-            f"num_key_value_heads={kv}, intermediate_size={intermediate}); try one of {works}"
         )
 
 
@@ -149,12 +154,4 @@ def weight_names(config: LlamaConfig) -> NameMap:
     )
 
 
-def linear_inputs(config: LlamaConfig, tensor_parallel: int) -> dict[str, int]:
-    return {
-        "hidden_size": config.hidden_size,
-        "num_attention_heads * head_dim": config.num_heads * config.head_dim // tensor_parallel,
-        "intermediate_size": config.intermediate_size // tensor_parallel,
-    }
-
-
-FAMILY = ModelFamily(read_config, check_shards, LlamaForCausalLM, weight_names, linear_inputs)
+FAMILY = ModelFamily(read_config, LlamaForCausalLM, weight_names)

@@ -16,7 +16,6 @@ import torch
 
 from workers.config import WorkerConfig
 from workers.models.config import ModelConfig
-from workers.models.registry import family_of
 
 MAX_RANKS = 2  # a + b = b + a; of more, libraries choose the order of a sum by its size
 GEMM_INPUTS = 128  # see `workers.layers.kernels.skinny_gemm.skinny_gemm_tiles`
@@ -49,8 +48,7 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
             f"tensor_parallel={worker.tensor_parallel}: sums over more than {MAX_RANKS} ranks are ordered by their "
             f"size; set tensor_parallel: {MAX_RANKS}"
         )
-    family = family_of(target.architecture, f"model {worker.model.path}")
-    for name, size in family.linear_inputs(target, worker.tensor_parallel).items():
+    for name, size in target.linear_inputs(worker.tensor_parallel).items():
         if size % GEMM_INPUTS:
             return (
                 f"{name} of {size} on each rank: the GEMMs need a multiple of {GEMM_INPUTS}; set another "

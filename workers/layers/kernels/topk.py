@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.layers.vocab import finite
+from workers.layers.log_softmax import finite
 
 BLOCK = 4096
 MAX_K = 16  # found one after the other
