@@ -1,4 +1,4 @@
-"""The application behind a real server: OpenAI's client, clients that leave, many at once, and a corpus of nonsense."""
+"""The application in a real server: OpenAI's client, clients that leave, many at once, and a corpus of nonsense."""
 
 import asyncio
 import json
