@@ -16,6 +16,8 @@ from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import Scheduler
 
+READY = b"ready"  # what a rank says once it is built; anything else is why it could not be
+
 
 @contextlib.contextmanager
 def local_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
@@ -42,7 +44,8 @@ def local_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
 
 
 class RankProcesses(StepExecutor):
-    """All ranks as child processes; plans go to each, results are read from rank 0."""
+    """All ranks as child processes; plans go to each, results are read from rank 0. Raises ValueError where a rank
+    cannot be built."""
 
     def __init__(self, spec: EngineSpec, layout: EngineLayout) -> None:
         context = multiprocessing.get_context("spawn")
@@ -58,8 +61,20 @@ class RankProcesses(StepExecutor):
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        try:
+            self._wait_ready()
+        except ValueError:
+            for process in self._processes:
+                process.kill()
+            self.close()
+            raise
+
+    def _wait_ready(self) -> None:
+        """Raises ValueError with the first rank's reason why it cannot be built."""
         for pipe in self._pipes:
-            assert pipe.recv_bytes() == b"ready"
+            said = pipe.recv_bytes()
+            if said != READY:
+                raise ValueError(said.decode())
 
     @property
     def num_pending(self) -> int:
@@ -90,8 +105,13 @@ class RankProcesses(StepExecutor):
 
 def _run_rank(spec: EngineSpec, layout: EngineLayout, rank: int, address: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    worker = build_worker(spec, layout, rank, address)
-    pipe.send_bytes(b"ready")
+    try:
+        worker = build_worker(spec, layout, rank, address)
+    except ValueError as error:
+        pipe.send_bytes(str(error).encode())
+        pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks
+        return
+    pipe.send_bytes(READY)
     decoder = msgspec.msgpack.Decoder(StepPlan)
     while True:
         try:
