@@ -31,7 +31,7 @@ class CacheConfig:
 @dataclass(frozen=True)
 class TargetAttention:
     """Backend names of the target: `prefill` for prompt chunks, `decode` for decoding and tree verification. One of
-    torch, triton, flashinfer, trtllm (table in `attention.backend`), or "auto": triton on a GPU, torch on a CPU."""
+    torch, triton, flashinfer, trtllm (table in `attention.registry`), or "auto": triton on a GPU, torch on a CPU."""
 
     prefill: str = "auto"
     decode: str = "auto"

@@ -104,6 +104,11 @@ class AerieConfig(BaseModel):
     deterministic: bool = False
 
     @property
+    def served_model_name(self) -> str:
+        """The name that clients ask for."""
+        return self.ingress.served_model_name or Path(self.model.path).name
+
+    @property
     def worker(self) -> WorkerConfig:
         """What the layers below `cluster` are told."""
         return WorkerConfig(

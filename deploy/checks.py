@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args
-from cluster.plan_report import plan_lines
 from cluster.replica.placement import NodeResources, place
+from cluster.replica.plan_report import plan_lines
 from deploy.configs import PACKAGED, find_config
 
 
 def checked(args: Mapping[str, Any], base: Path = PACKAGED) -> AerieConfig:
     """The configuration, its checkpoints' config.json files read and matched too. base: where relative paths start.
     Raises ConfigError."""
-    from cluster.assembly import with_checkpoints
+    from cluster.checkpoints import with_checkpoints
 
     return with_checkpoints(parse(args, base))
 

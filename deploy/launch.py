@@ -98,7 +98,7 @@ def _drain_engines(applications: list[str]) -> None:
     """Wait until no engine has a request left, which takes engine.drain_timeout_s at most; one that dies has none."""
     import ray
 
-    from cluster.replica.actors import find_coordinators
+    from cluster.transport.discovery import find_coordinators
 
     found = [find_coordinators(name, {}) for name in applications]
     drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]

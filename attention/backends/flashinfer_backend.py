@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.kernels.flashinfer_plan import TILE_ARRAYS, Grid, PlanArrays, mask_bytes, write_mask, write_plan
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, to_device
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
@@ -215,14 +214,18 @@ class _Prepared(Prepared):
         self._heads: Heads | None = None
         self._run: Callable[..., object]
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
         heads = Heads.of(q, kv, scale)
         if self._heads is None:
             self._run = self._plan(heads)
             self._heads = heads
         assert heads == self._heads, "the layers of a pass differ in shape, type or scale"
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        self.plan(q, kv, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._run(q, (kv.k, kv.v), out=out)
+        # its kernels read the plan before they wait: see `attention.kernels.pdl`
+        self._run(q, (kv.k, kv.v), out=out, enable_pdl=False)
         return out
 
     @abstractmethod
@@ -251,9 +254,8 @@ class _PreparedRound(_Prepared):
         self.batch = batch
 
     def _plan(self, heads: Heads) -> Callable[..., object]:
-        wrapper = self.backend.round_plan(self.batch, heads).write(self.batch)
-        # an early launch reads the plan before the kernel that writes it has ended
-        return partial(wrapper.run, enable_pdl=False)
+        run: Callable[..., object] = self.backend.round_plan(self.batch, heads).write(self.batch).run
+        return run
 
 
 class RoundPlan:

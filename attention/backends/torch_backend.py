@@ -1,7 +1,8 @@
 """Attention in plain PyTorch: the oracle that other backends are tested against, and the backend of CPUs.
 
-A row's result does not depend on which other requests share the pass: padding behind a request's own length is masked
-to minus infinity and contributes exact zeros.
+A row's result does not depend on what the other requests of a pass hold, nor on their lengths: what lies after a
+request's own length is masked to minus infinity and contributes exact zeros. Its last bits may depend on the number of
+requests and on the bound of their lengths, by which a library of matrix products may choose its kernels.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, PrefillBatch
 
 

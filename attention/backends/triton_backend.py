@@ -29,7 +29,7 @@ from attention.kernels.decode import (
 from attention.kernels.pdl import supports_pdl
 from attention.kernels.prefill import PrefillTiles, attend_prefill, list_tiles, prefill_tiles
 from attention.kernels.split_kv import plan_items, plan_spans
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.limits import triton_head_dim_refusal
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, to_device
 
@@ -95,19 +95,26 @@ class _PreparedDecode(Prepared):
     backend: TritonBackend
     plans: dict[tuple[int, int, int, int], DecodePlan] = field(default_factory=dict)
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        plan = self._plan(q.shape[1], kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
-        return attend_decode(q, kv, self.batch, plan, scale)
-
-    def _plan(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodePlan:
-        key = (num_heads, num_kv_heads, head_dim, itemsize)
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
+        key = self._key(q, kv)
         if key not in self.plans:
+            num_heads, num_kv_heads, head_dim, itemsize = key
             _check_head_dim(head_dim)
             if self.backend.span is not None:
                 self.plans[key] = plan_fixed(self.batch, num_heads, num_kv_heads, head_dim, self.backend)
             else:
                 self.plans[key] = self._plan_for_the_device(num_heads, num_kv_heads, head_dim, itemsize)
-        return self.plans[key]
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        key = self._key(q, kv)
+        planned = key in self.plans  # else the kernel in front is the one that writes the plan
+        self.plan(q, kv, scale)
+        plan = self.plans[key]
+        return attend_decode(q, kv, self.batch, plan, scale, early=plan.pdl and planned)
+
+    @staticmethod
+    def _key(q: Tensor, kv: LayerKV) -> tuple[int, int, int, int]:
+        return (q.shape[1], kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
 
     def _plan_for_the_device(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodePlan:
         device = self.batch.prefix_len.device
@@ -172,6 +179,9 @@ class _PreparedPrefill(Prepared):
     batch: PrefillBatch
     plans: dict[tuple[int, int, int], tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
 
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
+        self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
+
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         tiles, tile_list = self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
         return attend_prefill(q, kv, self.batch.page_table, tile_list, tiles, scale)
@@ -195,11 +205,17 @@ class _PreparedPieces(Prepared):
     backend: TritonBackend
     plans: dict[int, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
         group = q.shape[1] // kv.k.shape[2]
         if group not in self.plans:
             rows = max(1, min(MAX_PIECE_ROWS, FIXED_TILES.block_m // group))
             self.plans[group] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
+        for piece, _ in self.plans[group]:
+            piece.plan(q, kv, scale)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        self.plan(q, kv, scale)
+        group = q.shape[1] // kv.k.shape[2]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for suffix_len, places in self.plans[group]:
             out[places] = suffix_len.forward(q[places], kv, scale)

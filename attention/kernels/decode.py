@@ -26,7 +26,7 @@ from attention.kernels.merge_states import merge_by_the_last, merge_rows
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kernels.pdl import pdl_wait
 from attention.kernels.split_kv import ITEM_FIELDS, Items
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode
 
 FAN = 8
@@ -50,7 +50,7 @@ def _path_columns(path, over):
     return place, over < length
 
 
-@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "tail", "num_tickets"])
+@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
 def _attend_decode(
     q_ptr,
     k_ptr,
@@ -109,7 +109,7 @@ def _attend_decode(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     if PDL:
-        # Only what kernels before the previous one wrote has been read so far. Who triggers early must have waited.
+        # So far only what was complete in front of the layer's store has been read, the plan too: see `kernels.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
@@ -245,8 +245,8 @@ class DecodeWorkspace:
 @dataclass(frozen=True)
 class DecodePlan:
     """What all layers of a pass share. items: of `plan_items`, with a budget of at most the workspace's programs by
-    columns. apart: merge in a second kernel, of up to `splits` partial results at a time. pdl: launch before the
-    previous kernel ends (compute capability 9 or later). fixed: a row's bits depend on its own path only, given `apart`
+    columns. apart: merge in a second kernel, of up to `splits` partial results at a time. pdl: whether the device can
+    launch kernels early. fixed: a row's bits depend on its own path only, given `apart`
     and items of `plan_spans`."""
 
     tiles: DecodeTiles
@@ -264,10 +264,15 @@ def partial_rows(tiles: DecodeTiles, packed_rows: int) -> int:
     return min(tiles.block_m, 1 << (packed_rows - 1).bit_length())
 
 
-def attend_decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, scale: float) -> Tensor:
+def attend_decode(
+    q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool = False
+) -> Tensor:
     """[B * R, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides.
 
-    plan: made for this batch and these numbers of heads. scale: positive.
+    plan: made for this batch and these numbers of heads.
+    scale: positive.
+    early: launch before the kernel in front ends; a fence (`kernels.pdl`) must stand between it and whatever wrote the
+        plan, prefix lengths, masks or pages.
     """
     tiles, workspace = plan.tiles, plan.workspace
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
@@ -278,7 +283,7 @@ def attend_decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # Fused or not, a multiplication and an addition round differently, and which are fused is the compiler's choice in
     # every variant of a kernel anew: in a fixed plan none are.
-    launch = pdl_wait(plan.pdl) | {"enable_fp_fusion": not plan.fixed}
+    fusion = {"enable_fp_fusion": not plan.fixed}
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_decode[(columns, plan.items.items.shape[0])](
@@ -313,7 +318,8 @@ def attend_decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, 
         UPCAST=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **launch,
+        **fusion,
+        **pdl_wait(early),
     )
     if plan.apart:
         merge_rows[(batch.rows * group, num_kv_heads, batch.num_requests)](
@@ -326,7 +332,8 @@ def attend_decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, 
             SPLITS=plan.splits,
             MAX_SPLITS=MAX_SPLITS,
             num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
-            **launch,
+            **fusion,
+            **pdl_wait(plan.pdl),
         )
     return out
 

@@ -81,7 +81,7 @@ class PlanArrays:
 
 @triton.jit(
     do_not_specialize=[
-        "tail",
+        "suffix_len",
         "num_requests",
         "rows",
         "tiles",
@@ -203,7 +203,7 @@ def write_plan(
     )
 
 
-@triton.jit(do_not_specialize=["tail", "rows", "request_stride", "row_stride", "bytes_stride"])
+@triton.jit(do_not_specialize=["suffix_len", "rows", "request_stride", "row_stride", "bytes_stride"])
 def _pack_mask(
     mask_ptr,
     prefix_len_ptr,

@@ -26,7 +26,7 @@ def merge_rows(
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
-        # What comes next is a product, which reads only weights before it waits.
+        # The plan's counts are older than the kernel in front, which waited: see `kernels.pdl`.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if count > 1:

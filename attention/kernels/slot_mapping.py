@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Where the rows of a `DecodeBatch` are written and where they stand, in one launch instead of about ten. Called by
-`workers.runner.forward_context` on GPUs."""
+`workers.layers.forward_context` on GPUs."""
 
 import torch
 import triton

@@ -19,7 +19,7 @@ IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["tail", "num_requests", "budget", "min_span", "num_items"])
+@triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "min_span", "num_items"])
 def _plan_items(
     prefix_ptr,
     items_ptr,
@@ -63,7 +63,7 @@ def _plan_items(
     tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
 
 
-@triton.jit(do_not_specialize=["tail", "span", "each"])
+@triton.jit(do_not_specialize=["suffix_len", "span", "each"])
 def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EACH: tl.constexpr):
     request, i = tl.program_id(0), tl.arange(0, EACH)
     length = tl.load(prefix_ptr + request) + suffix_len

@@ -21,16 +21,11 @@ from cluster.http.config import EdgeConfig
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
 from cluster.http.request import EdgeRequest
-from cluster.http.response import DONE, Replies, event
+from cluster.http.response import Reply, ReplyContext
+from cluster.http.streaming import DONE, STREAM_HEADERS, event
 from cluster.http.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
-
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect events
-]
 
 
 @dataclass(frozen=True)
@@ -44,23 +39,36 @@ class Edge:
 
 
 class GenerationResponse(Response):
-    """The reply to `request`. reply_id: unique, names the generations on the engine too. request_id: the client's name
-    for the request, for logs and error messages."""
+    """The reply to `request`.
 
-    def __init__(self, edge: Edge, request: EdgeRequest, reply_id: str, request_id: str) -> None:
+    reply_form: the endpoint's.
+    reply_id: unique, names the generations on the engine too.
+    request_id: the client's name for the request, for logs and error messages.
+    """
+
+    def __init__(
+        self,
+        edge: Edge,
+        request: EdgeRequest,
+        reply_form: Callable[[ReplyContext], Reply],
+        reply_id: str,
+        request_id: str,
+    ) -> None:
         self.background = None
         self._edge = edge
         self._request = request
         self._reply_id = reply_id
         self._request_id = request_id
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
-        self._replies = Replies(
-            request, self._answers, reply_id, int(time.time()), edge.config.served_model_name, edge.tokenizer
+        self._reply = reply_form(
+            ReplyContext(
+                request, self._answers, reply_id, int(time.time()), edge.config.served_model_name, edge.tokenizer
+            )
         )
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._reply(scope, receive, send))
+        work = asyncio.ensure_future(self._respond(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -72,7 +80,7 @@ class GenerationResponse(Response):
         else:
             work.result()
 
-    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._edge.admission.enter(len(self._request.choices)):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
@@ -84,17 +92,17 @@ class GenerationResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         """Events as they come. Raises ApiError."""
-        replies = self._replies
+        reply = self._reply
         lock = asyncio.Lock()  # several choices send; the head goes first
         opened: set[int] = set()
 
         async def emit(index: int, piece: Piece) -> None:
-            events = replies.piece_event(index, piece)
+            events = reply.piece_event(index, piece)
             if index not in opened:
                 opened.add(index)
-                events = replies.first_event(index) + events
+                events = reply.first_event(index) + events
             if piece.finish is not None:
-                events += replies.finish_event(index)
+                events += reply.finish_event(index)
             async with lock:
                 if not self._started:
                     await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
@@ -103,7 +111,7 @@ class GenerationResponse(Response):
                     await send(_body(events, more=True))
 
         await self._generate(emit)
-        end = replies.usage_event() + DONE if self._request.include_usage else DONE
+        end = reply.usage_event() + DONE if self._request.include_usage else DONE
         await send(_body(end, more=False))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +122,7 @@ class GenerationResponse(Response):
             pieces[index].append(piece)
 
         await self._generate(keep)
-        document = self._replies.document([joined(parts) for parts in pieces])
+        document = self._reply.document([joined(parts) for parts in pieces])
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
 
     async def _generate(self, emit: Callable[[int, Piece], Awaitable[None]]) -> None:

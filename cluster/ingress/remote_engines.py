@@ -15,11 +15,11 @@ import msgspec
 
 from cluster.http.engine_client import EngineRefused
 from cluster.transport.messages import (
+    EngineAnswer,
     EngineStats,
     FlushOutcome,
     GenerateRequest,
     GenerateSummary,
-    Refusal,
     TokenBatch,
     TokenDelta,
 )
@@ -29,13 +29,6 @@ logger = logging.getLogger(__name__)
 
 STATS_MAX_AGE_S = 0.5
 LAST_TOKENS_TIMEOUT_S = 5.0  # between the end of a call and its last tokens, which travel on another way
-
-
-class EngineAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What `Engine.generate` returns, as msgpack: one of both."""
-
-    summary: GenerateSummary | None = None
-    refusal: Refusal | None = None
 
 
 class EngineCalls(Protocol):

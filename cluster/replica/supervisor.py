@@ -14,11 +14,12 @@ import ray
 import zmq.asyncio
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.plan_report import rank_lines
-from cluster.replica.actors import NAMESPACE, EagleCoordinator
+from cluster.replica.coordinator_actor import EagleCoordinator
 from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.placement import ENGINE_CPUS
+from cluster.replica.plan_report import rank_lines
 from cluster.replica.worker_group import Report, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
+from cluster.transport.discovery import NAMESPACE
 
 T = TypeVar("T")
 

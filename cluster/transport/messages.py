@@ -5,9 +5,12 @@ the coordinator straight to the ingress's ZeroMQ socket (`reply_to`): one `Token
 requests of that ingress.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.stats import Metric, SchedulerStats
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -73,6 +76,13 @@ class Refusal(msgspec.Struct, frozen=True):
     retry_after_s: float = 1.0
 
 
+class EngineAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What the unary call of an engine replica returns: one of both."""
+
+    summary: GenerateSummary | None = None
+    refusal: Refusal | None = None
+
+
 class Abort(msgspec.Struct, frozen=True, array_like=True):
     """Stop a request and free its pages; unknown ids are ignored (it may just have finished)."""
 
@@ -89,41 +99,39 @@ class FlushOutcome(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
-class Histogram(msgspec.Struct, frozen=True, array_like=True):
-    """Prometheus-style: counts[i] observations <= bounds[i], not cumulative; the last count is +Inf's."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
-
-
 class EngineStats(msgspec.Struct, frozen=True):
-    """One engine replica's state and counters since its coordinator started; /health and /metrics are made of these,
-    summed over replicas. status: "starting", "ready", "recovering" (workers are being restarted), "draining", "dead".
-    kv_usage: share of pages in use by requests, 0-1. prefix_*: prompt tokens looked up and found. Speculation:
-    num_drafts rounds verified, num_draft_tokens drafted, num_accepted_tokens, accepted_per_position[k] rounds that
-    accepted at least k + 1. histograms: "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-    "request_prompt_tokens", "request_generation_tokens", "step_seconds", measured in the coordinator."""
+    """One engine's state now, and its counters since its coordinator started; /health and /metrics are made of these.
+
+    status: "starting", "ready", "recovering" (workers are being restarted), "draining" or "dead".
+    detail: why, for the operator.
+    kv_usage: 0 to 1.
+    scheduler: None of an engine that has no scheduler yet, or could not be asked.
+    """
 
     engine_id: str
     status: str
     detail: str = ""
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
+    num_running: Annotated[int, Metric("vllm:num_requests_running", "Requests that decode", "gauge")] = 0
+    num_waiting: Annotated[int, Metric("vllm:num_requests_waiting", "Requests in the queue", "gauge")] = 0
+    kv_usage: Annotated[
+        float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge", across="mean")
+    ] = 0.0
     num_pages: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_worker_restarts: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    finished: dict[str, int] = {}
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
-    last_step_age_s: float = 0.0
-    histograms: dict[str, Histogram] = {}
+    last_step_age_s: Annotated[
+        float,
+        Metric(
+            "aerie:last_step_age_seconds",
+            "Age of the last step, of the engine where it is oldest",
+            "gauge",
+            across="max",
+        ),
+    ] = 0.0
+    prefix_queries: Annotated[
+        int, Metric("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+    ] = 0
+    prefix_hits: Annotated[int, Metric("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")] = 0
+    num_draft_tokens: Annotated[int, Metric("vllm:spec_decode_num_draft_tokens", "Tokens drafted")] = 0
+    num_worker_restarts: Annotated[
+        int, Metric("aerie:worker_restarts", "Times that an engine's workers were restarted")
+    ] = 0
+    scheduler: SchedulerStats | None = None

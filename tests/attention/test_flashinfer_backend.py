@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import build_backend
 from attention.backends.flashinfer_backend import Extent, paged
 from attention.metadata import Mode, PrefillBatch
+from attention.registry import build_backend
 from tests.support.attention_cases import Shape, num_pages, prefill_batch, random_pool, random_rows
 
 CPU = torch.device("cpu")
@@ -34,7 +34,8 @@ class RecordingWrapper:
             assert tensor.dtype == torch.int32
         self.plans.append((args, kwargs))
 
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, enable_pdl: bool) -> Tensor:
+        assert not enable_pdl, "its kernels read the plan before they wait"
         return out
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from attention.backend import BACKENDS
+from attention.registry import BACKENDS
 from tests.attention.matrix import matrix
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,11 +16,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from attention.backend import BACKENDS, AttentionBackend, build_backend, refusal
+from attention.backend import AttentionBackend
 from attention.backends import flashinfer_backend
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from attention.registry import BACKENDS, build_backend, refusal
 from tests.bench.attention import (
     BYTES_PER_TOKEN,
     DIM,

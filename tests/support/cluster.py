@@ -15,11 +15,11 @@ from cluster.transport.channel import RankChannel, Refused, bind_ingress, connec
 from cluster.transport.messages import GenerateRequest, GenerateSummary, TokenDelta
 from cluster.transport.sockets import Transport
 from tests.support.scripted import ScriptedExecutor
-from workers.config import PLAIN, RoundShape, SchedulerConfig
+from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.plan import SamplingParams, pack_i32
 from workers.scheduling.scheduler import Scheduler
 
-TREE = RoundShape(name="tree", width=6, max_new_tokens=4, tail_tokens=7)
+TREE = RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=2)
 TIMEOUT_S = 10.0
 
 
@@ -103,7 +103,7 @@ class TestBed:
         max_waiting: int = 20,
         **settings: object,
     ) -> None:
-        self.shapes = (PLAIN, TREE)
+        self.shapes = RoundShapes((PLAIN, TREE), default=1)
         self.delay_s = delay_s
         self.transport = transport or Transport(folder=str(folder))
         self.context = zmq.Context()

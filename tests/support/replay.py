@@ -36,7 +36,7 @@ def step_batch(replica: Replica, slots: Sequence[int], round_: Round) -> StepBat
     on_device = torch.tensor(slots, dtype=torch.int64, device=replica.slots.device)
     needs = SamplingNeeds(round_.random)
     limit = replica.layout.max_position
-    return StepBatch(on_device, tuple(slots), round_.shape, limit, None, needs, speculates=round_.shape > 0)
+    return StepBatch(on_device, round_.shape, round_.shape, on_device, limit, None, needs)
 
 
 def as_built(replica: Replica, round_: Round) -> StepTensors:
@@ -186,7 +186,7 @@ class Twins:
         assert (slot + 1) * num_pages <= replicas[0].pools[0].num_pages
         pages = 1 + slot * num_pages + random.permutation(num_pages)
         updates = np.stack((np.full(num_pages, slot), np.arange(num_pages), pages), axis=1).astype(np.int32)
-        plan = StepPlan(0, 0, b"", 0, 0, pack_i32(updates.ravel()), (init,))
+        plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32(updates.ravel()), inits=(init,))
         bonus = int(random.integers(NUM_FAVOURITES))
         for replica in replicas:
             replica.slots.apply_plan(plan)

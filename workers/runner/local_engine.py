@@ -1,9 +1,21 @@
 """An engine in this process, without transport: for tests, benchmarks and offline evaluation. It drives the scheduler
-exactly as the cluster's coordinator does, two steps in flight."""
+exactly as the cluster's coordinator does, two steps in flight.
 
-from collections.abc import Callable, Iterable, Sequence
+    target = read_target_config(worker.model, worker.tensor_parallel)
+    with local_engine(worker, plan_layout(worker, target)) as engine:
+        requests = engine.generate(prompts, SamplingParams(64, 0.0))
 
+`speculative.local` does the same for an engine with a draft."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from workers.config import WorkerConfig
+from workers.runner.build import build_worker
 from workers.runner.executor import StepExecutor
+from workers.runner.layout import EngineLayout
+from workers.runner.rank_processes import RankProcesses
 from workers.scheduling.plan import SamplingParams, StepResult
 from workers.scheduling.request import Request, RequestOutput
 from workers.scheduling.scheduler import Scheduler
@@ -59,3 +71,26 @@ class LocalEngine:
         ]
         self.run(requests, concurrency)
         return requests
+
+
+@contextlib.contextmanager
+def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEngine]:
+    """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
+    several. Raises what `build_worker` raises."""
+    scheduler = Scheduler(
+        worker.scheduler,
+        worker.cache,
+        layout.num_pages,
+        layout.max_model_len,
+        time.monotonic,
+        layout.shapes,
+        layout.lookahead,
+    )
+    if worker.tensor_parallel == 1:
+        yield LocalEngine(scheduler, build_worker(worker, layout, 0, ""))
+        return
+    ranks = RankProcesses(worker, layout)
+    try:
+        yield LocalEngine(scheduler, ranks)
+    finally:
+        ranks.close()

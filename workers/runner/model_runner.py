@@ -9,8 +9,8 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from workers.layers.forward_context import Attending, ForwardContext, make_context
 from workers.models.decoder import Decoder, DecoderOutput
-from workers.runner.forward_context import Attending, ForwardContext, make_context
 
 ModelT = TypeVar("ModelT")
 
@@ -30,7 +30,7 @@ class ModelRunner(Generic[ModelT]):
         chunks: PrefillBatch | None = None,
         attending: Attending | None = None,
     ) -> ForwardContext:
-        """See `workers.runner.forward_context.make_context`."""
+        """See `workers.layers.forward_context.make_context`."""
         return make_context(self.pool, self.backends, decode, decode_positions, chunks, attending)
 
 
@@ -53,20 +53,3 @@ class TargetRunner(ModelRunner[Decoder]):
             context = replace(context, last=replace(context, attending=rows, chunks=prepared))
         output: DecoderOutput = self.model(ids, context)
         return output
-
-
-def resolve_device(device: str, rank: int) -> torch.device:
-    """ "auto" is this process's GPU if it has one, else the CPU. A worker sees one GPU; if it sees several, its rank
-    chooses."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("device=cuda: this process sees no GPU; set device: cpu, or check CUDA_VISIBLE_DEVICES")
-    return torch.device("cuda", rank % torch.cuda.device_count())
-
-
-def resolve_dtype(dtype: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """ "auto" is the checkpoint's on a GPU and float32 on a CPU, where half types are slow."""
-    if dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-    return torch.float32 if device.type == "cpu" else checkpoint
