@@ -1,7 +1,12 @@
 """KV memory and attention over it. Knows tensors and pages; no models, no requests, no Ray.
 
-`pages`, `prefix_cache`: who holds which page, and which pages an earlier prompt left (pure Python). `kv_pool`: the
-tensors. `metadata`: every ragged shape of a forward pass. `backend`: the interface and the table of backends;
-`limits` what each can serve. `torch_backend` is the oracle, `triton_backend` with `kernels/` runs on GPUs,
-`flashinfer_backend` and `trtllm_backend` call FlashInfer's kernels.
+config    what the KV cache and the backends are told
+kv_cache  who holds which page, which pages an earlier prompt left, how layers keep their KV, and the memory itself
+metadata  every ragged shape of a forward pass
+backend   what an attention backend is
+registry  the table of those that exist, and how the configured ones are chosen
+limits    what each can serve, and why not
+backends  one file for each
+kernels   Triton kernels of ours
+rotation  rotary embedding in torch
 """

@@ -172,7 +172,7 @@ def read_args(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: is not YAML ({error})") from None
     applications = content.get("applications") if isinstance(content, dict) else None
     if not isinstance(applications, list):
-        raise ConfigError(f"{path}: has no list `applications`; start from deploy/eagle.yaml")
+        raise ConfigError(f"{path}: has no list `applications`; `aerie config eagle` prints one to start from")
     for application in applications:
         if isinstance(application, dict) and application.get("import_path") == "deploy.app:build":
             args = application.get("args") or {}

@@ -1,7 +1,11 @@
 """One engine replica without Ray: requests become steps, steps become tokens. Knows no EAGLE and no HTTP.
 
-`scheduler` (with `prefill`, `roster`, `reservation`): what each step runs. `plan`: what travels to the ranks and back.
-`worker`: one rank; `decoding`: the strategy it runs and plain decoding; `slots`, `sampler`: state and choice of tokens
-on the device; `cuda_graph`: rounds as graphs. `models`, `layers`, `weights`, `loading`, `tp`: tensor-parallel targets.
-`local`: an engine without transport.
+config       what an engine is told
+scheduling   which requests run in a step, on which KV pages; the plan and the result of a step
+runner       one rank that executes plans: slots, decoding strategies, CUDA graphs; an engine without transport
+sampling     which token comes next, the same on every rank
+models       targets, from a checkpoint's folder to a module
+layers       the tensor-parallel layers they are made of
+distributed  how ranks talk
+device       which device a rank computes on, and in which type
 """

@@ -13,9 +13,11 @@ from workers.runner.executor import StepExecutor
 from workers.runner.layout import EngineLayout
 from workers.scheduling.plan import StepPlan, StepResult
 
+READY = b"ready"  # what a rank says once it is built; anything else is why it could not be
+
 
 class RankProcesses(StepExecutor):
-    """Plans go to every rank, results are read from rank 0."""
+    """Plans go to every rank, results are read from rank 0. Raises ValueError where a rank cannot be built."""
 
     def __init__(self, worker: WorkerConfig, layout: EngineLayout) -> None:
         context = multiprocessing.get_context("spawn")
@@ -31,8 +33,20 @@ class RankProcesses(StepExecutor):
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        try:
+            self._wait_ready()
+        except ValueError:
+            for process in self._processes:
+                process.kill()
+            self.close()
+            raise
+
+    def _wait_ready(self) -> None:
+        """Raises ValueError with the first rank's reason why it cannot be built."""
         for pipe in self._pipes:
-            assert pipe.recv_bytes() == b"ready"
+            said = pipe.recv_bytes()
+            if said != READY:
+                raise ValueError(said.decode())
 
     @property
     def num_pending(self) -> int:
@@ -63,8 +77,13 @@ class RankProcesses(StepExecutor):
 
 def _run_rank(worker: WorkerConfig, layout: EngineLayout, rank: int, address: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    built = build_worker(worker, layout, rank, address)
-    pipe.send_bytes(b"ready")
+    try:
+        built = build_worker(worker, layout, rank, address)
+    except ValueError as error:
+        pipe.send_bytes(str(error).encode())
+        pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks
+        return
+    pipe.send_bytes(READY)
     decoder = msgspec.msgpack.Decoder(StepPlan)
     while True:
         try:
