@@ -21,7 +21,8 @@ class BackendFacts:
     """One row of the table.
 
     build: makes the backend, importing its libraries.
-    refusal: why it cannot serve a use in one of its `modes`, None if it can.
+    refusal: why it cannot serve a use in one of its `modes` and `layouts`, None if it can.
+    layouts: the kinds of `KVLayout` whose views it reads.
     cpu_seq_lens_modes: see `needs_cpu_seq_lens`; prompt chunks are never among them, their lengths come with the plan.
     package: what it imports beyond torch, of the extra `cuda`.
     """
@@ -29,6 +30,7 @@ class BackendFacts:
     build: Callable[[], AttentionBackend]
     refusal: Callable[[AttentionUse], str | None]
     modes: frozenset[Mode] = ALL_MODES
+    layouts: frozenset[str] = frozenset({"heads"})
     cpu_seq_lens_modes: frozenset[Mode] = frozenset()
     package: str | None = None
 
@@ -103,10 +105,19 @@ def refusal(name: str, use: AttentionUse) -> str | None:
     if name not in BACKENDS:
         return "there is no such backend"
     facts = BACKENDS[name]
-    reason = facts.refusal(use) if use.mode in facts.modes else _mode_refusal(facts)
+    reason = limit(facts, use)
     if reason is None and facts.package is not None and find_spec(facts.package) is None:
         return f"the package {facts.package} is not installed: pip install 'aerie[cuda]'"
     return reason
+
+
+def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
+    """The same, whatever is installed."""
+    if use.mode not in facts.modes:
+        return _mode_refusal(facts)
+    if use.layout not in facts.layouts:
+        return f"it reads KV kept as {', '.join(sorted(facts.layouts))}, not as {use.layout}"
+    return facts.refusal(use)
 
 
 def build_backend(name: str, mode: Mode) -> AttentionBackend:

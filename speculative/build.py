@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from attention.config import DraftAttention
+from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode
 from speculative.backends import draft_backends
 from speculative.config import SpeculativeConfig
@@ -19,7 +21,7 @@ from speculative.shapes import TreeShape, shapes_of
 from workers.config import RoundShapes, WorkerConfig
 from workers.distributed.tp_group import SOLO
 from workers.models.config import ModelConfig
-from workers.models.loading import PoolSize, read_target_config
+from workers.models.loading import kv_groups, read_target_config
 from workers.runner.backends import Backends, ModelShape
 from workers.runner.build import PhaseReport
 from workers.runner.build import build_worker as build_rank
@@ -69,8 +71,8 @@ class DraftSpeculation:
     def _drafts_trees(self) -> bool:
         return any(isinstance(shape, TreeShape) and not shape.is_chain for shape in self.shapes.shapes)
 
-    def kv_sizes(self, dtype: torch.dtype) -> Sequence[PoolSize]:
-        return (PoolSize.of(self.draft.model, self.draft_tp, dtype),)
+    def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
+        return kv_groups(self.draft.model, self.draft_tp, dtype)
 
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
         shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device)
@@ -83,8 +85,7 @@ class DraftSpeculation:
             self.draft, worker.model, parts.target.model, group, device, max_position=parts.layout.max_position
         )
         done("draft loaded")
-        (size,) = self.kv_sizes(parts.layout.dtype)
-        pool = size.make(parts.layout.num_pages, worker.cache.page_size, device)
+        pool = KVPool(self.kv_groups(parts.layout.dtype), parts.layout.num_pages, worker.cache.page_size, device)
         draft = DraftRunner(model, pool, backends)
         synthetic = self.config.synthetic_acceptance_length
         return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, synthetic)

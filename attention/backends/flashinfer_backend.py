@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.kernels.flashinfer_plan import TILE_ARRAYS, Grid, PlanArrays, mask_bytes, write_mask, write_plan
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, to_device
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it

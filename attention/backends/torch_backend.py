@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, PrefillBatch
 
 

@@ -29,7 +29,7 @@ from attention.kernels.decode import (
 from attention.kernels.pdl import supports_pdl
 from attention.kernels.prefill import PrefillTiles, attend_prefill, list_tiles, prefill_tiles
 from attention.kernels.split_kv import plan_items, plan_spans
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.limits import triton_head_dim_refusal
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, to_device
 

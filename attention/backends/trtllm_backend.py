@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.limits import TRTLLM_GEN_MAJOR
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 

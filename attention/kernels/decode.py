@@ -26,7 +26,7 @@ from attention.kernels.merge_states import merge_by_the_last, merge_rows
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kernels.pdl import pdl_wait
 from attention.kernels.split_kv import ITEM_FIELDS, Items
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode
 
 FAN = 8

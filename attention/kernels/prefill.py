@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import PrefillBatch
 
 # Columns of a tile: its chunk, its first row, one past the chunk's last row, the position of its first row.

@@ -9,7 +9,7 @@ import torch
 from attention.config import PAGE_SIZES
 from attention.limits import AttentionUse
 from attention.metadata import Mode
-from attention.registry import BACKENDS
+from attention.registry import BACKENDS, limit
 from tests.support.attention_cases import WORKS, Shape, use_of
 
 PLACES = {
@@ -25,8 +25,7 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def refusal(name: str, use: AttentionUse) -> str | None:
-    facts = BACKENDS[name]
-    return facts.refusal(use) if use.mode in facts.modes else "it has no kernels for prompt chunks"
+    return limit(BACKENDS[name], use)
 
 
 def matrix() -> str:
@@ -84,7 +83,7 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(home, head_dim=512),
         dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
         dataclasses.replace(home, dtype=torch.float32),
-        dataclasses.replace(home, mla=True),
+        dataclasses.replace(home, layout="latent rows"),
     ]
     reasons = [refusal(name, use) for use in asked]
     return list(dict.fromkeys(reason for reason in reasons if reason is not None))

@@ -20,8 +20,9 @@ from torch import Tensor
 from attention.backends.triton_backend import TritonBackend
 from attention.kernels.pdl import supports_pdl
 from attention.kernels.rope_store import rope_store
-from attention.kv_cache.pool import KVPool
+from attention.kv_cache.heads import HeadsLayout
 from attention.metadata import DecodeBatch, Mode, causal_mask
+from tests.support.attention_cases import heads_pool, write_tokens
 from workers.layers.kernels.norm_activation import rms_norm
 
 GROUP, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
@@ -43,7 +44,8 @@ class Stress:
         generator = torch.Generator().manual_seed(0)
         pages = -(-max_length // PAGE)
         self.batch_size, self.device = num_requests, device
-        self.pool = KVPool(1, num_requests * pages, PAGE, KV_HEADS, HEAD_DIM, dtype, device)
+        layout = HeadsLayout(KV_HEADS, HEAD_DIM, dtype)
+        self.kv = heads_pool(1, num_requests * pages, PAGE, layout, device).layer(0)
         order = torch.randperm(num_requests * pages, generator=generator) + 1
         self.table = order.view(num_requests, pages).int().to(device)
         self.lengths = torch.randint(0, max_length, (NUM_LENGTHS, num_requests), generator=generator).int().to(device)
@@ -55,7 +57,7 @@ class Stress:
         position = torch.arange(max_length, device=device).expand(num_requests, -1)
         slots = self.table.gather(1, position // PAGE).long() * PAGE + position % PAGE
         self.slots = slots  # of every position
-        self.pool.store(0, slots.flatten(), self.keys.flatten(0, 1), self.values.flatten(0, 1))
+        write_tokens(self.kv, slots.flatten(), self.keys.flatten(0, 1), self.values.flatten(0, 1))
         self.expected = self._expected(self._rows())
         self.cos, self.sin = (torch.full((1, HEAD_DIM // 2), x, device=device) for x in (1.0, 0.0))  # turns nothing
         self.first_angle = torch.zeros(num_requests, dtype=torch.int64, device=device)
@@ -90,10 +92,10 @@ class Stress:
         batch = DecodeBatch(Mode.DECODE, 1, 1, length, mask, self.table, self.keys.shape[1])
         expected = self.expected[self.request, own]
         prepared = self.backend.prepare(batch)
-        kv = self.pool.layer(0)
+        kv = self.kv
         for _ in range(LAYERS):
             poison = torch.full_like(k, float("nan"))
-            self.pool.store(0, slots, poison, poison)
+            write_tokens(self.kv, slots, poison, poison)
             q = self._rows()
             if plans_before_the_store:
                 prepared.plan(q, kv, SCALE)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.backends.torch_backend import TorchBackend
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, needs_cpu_seq_lens, refusal
 from tests.bench.gpu_time import captured

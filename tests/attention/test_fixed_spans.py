@@ -125,7 +125,7 @@ def test_rows_of_a_tree_equal_those_of_their_path() -> None:
         assert_close(tree, decode.reference(text.q[prefix:], text.pool.layer(0), batch, SCALE), DTYPE)
         for depth, node in enumerate(path):  # what a commit does, and the queries too
             place, source = (token_place(text.table, prefix + column) for column in (depth, node))
-            for x in (text.pool.k, text.pool.v):
+            for x in text.pool.tensors[0]:
                 x[0][place] = x[0][source].clone()
             text.q[prefix + depth] = text.q[prefix + node].clone()
         for depth, node in enumerate(path):

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
 from attention.kernels import decode, merge_states, pdl, rope_store  # noqa: E402
-from attention.kv_cache.pool import LayerKV  # noqa: E402
+from attention.kv_cache.layout import LayerKV  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
 from speculative.kernels import head_input  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
@@ -24,7 +24,6 @@ from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
-from workers.runner import forward_context  # noqa: E402
 
 CPU = torch.device("cpu")
 BF16 = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "x_ptr", "weight_ptr", "residual_ptr"), "bf16")
@@ -134,22 +133,22 @@ class Recording(Prepared):
         return q
 
 
-def test_the_store_stands_between_plan_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_stands_between_plan_and_attention() -> None:
     events: list[str] = []
 
     class Pool:
         def layer(self, index: int) -> LayerKV:
             return LayerKV(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8))
 
-        def store(self, *args: Any) -> None:
+        def store(self, layer: int, q: Tensor, *args: Any) -> Tensor:
             events.append("store")
+            return q
 
-    monkeypatch.setattr(forward_context, "rotate", lambda x, angles: x)
     rows = torch.arange(3)
     context = ForwardContext(Pool(), rows, rows, 3, Recording(events), None)  # type: ignore[arg-type]
     q, k = torch.zeros(3, 2, 8), torch.zeros(3, 1, 8)
     for layer in range(2):
-        context.attend(layer, q, k, k, Angles(rows, rows, rows), 1.0)
+        context.attend(layer, q, (k, k), Angles(rows, rows, rows), 1.0)
     assert events == ["plan", "store", "forward"] * 2
 
 

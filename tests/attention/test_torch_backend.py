@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import move_tokens
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_slot_mapping, prefill_slot_mapping
 from attention.registry import build_backend
+from tests.support.attention_cases import heads_pool, write_tokens
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 CPU = torch.device("cpu")
@@ -26,7 +29,7 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
     """A pool with random KV for requests of these lengths on scattered pages, its table, and the KV per request."""
     generator = torch.Generator().manual_seed(seed)
     per_request = [-(-n // page_size) for n in lengths]
-    pool = KVPool(1, sum(per_request), page_size, KV_HEADS, DIM, torch.float32, CPU)
+    pool = heads_pool(1, sum(per_request), page_size, HeadsLayout(KV_HEADS, DIM, torch.float32), CPU)
     pages = (torch.randperm(sum(per_request), generator=generator) + 1).tolist()
     table = torch.zeros((len(lengths), max(per_request) + 2), dtype=torch.int32)
     keys, values = [], []
@@ -35,7 +38,7 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
         table[i, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
         k, v = torch.randn((2, n, KV_HEADS, DIM), generator=generator)
         slots = torch.tensor([mine[p // page_size] * page_size + p % page_size for p in range(n)])
-        pool.store(0, slots, k, v)
+        write_tokens(pool.layer(0), slots, k, v)
         keys.append(k)
         values.append(v)
     return pool, table, keys, values
@@ -93,7 +96,7 @@ def test_a_row_does_not_depend_on_what_its_neighbours_hold() -> None:
     for length, neighbour in ((59, others), (30, others), (0, others), (0, torch.zeros_like(others))):
         out = decoded(pool, torch.cat((q[:1], neighbour)), [8, length], table, 60)[0]
         assert torch.equal(out, expected), length
-    pool.k[:, table[1].long()] = 7.0  # its pages, and page 0, which both have behind their ends
+    pool.layer(0).k[table[1].long()] = 7.0  # its pages, and page 0, which both have after their ends
     assert torch.equal(decoded(pool, q, [8, 59], table, 60)[0], expected)
 
 
@@ -125,9 +128,9 @@ def test_an_unknown_backend_names_those_that_exist() -> None:
 
 
 def test_move_reads_everything_before_it_writes() -> None:
-    pool = KVPool(2, 2, 4, 1, 1, torch.float32, CPU)
+    pool = heads_pool(2, 2, 4, HeadsLayout(1, 1, torch.float32), CPU)
     values = torch.arange(8.0).view(8, 1, 1)
-    pool.store(1, torch.arange(4, 12), values, -values)
-    pool.move(torch.tensor([6, 5, 4]), torch.tensor([4, 6, 7]))
+    write_tokens(pool.layer(1), torch.arange(4, 12), values, -values)
+    move_tokens(pool.tensors[0], torch.tensor([6, 5, 4]), torch.tensor([4, 6, 7]))
     assert pool.layer(1).k.flatten()[4:9].tolist() == [2, 1, 1, 0, 4]
     assert pool.layer(1).v.flatten()[4:8].tolist() == [-2, -1, -1, 0]

@@ -14,9 +14,12 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 
 from attention.backends.triton_backend import TritonBackend, split_budget  # noqa: E402
 from attention.kernels import decode, prefill, rope_store, split_kv  # noqa: E402
-from attention.kv_cache.pool import KVPool, LayerKV  # noqa: E402
+from attention.kv_cache.heads import HeadsLayout, store_reference  # noqa: E402
+from attention.kv_cache.layout import LayerKV  # noqa: E402
+from attention.kv_cache.pool import KVPool  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
+from tests.support.attention_cases import heads_pool  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, MARKS  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -28,9 +31,9 @@ production = pytest.mark.gpu  # sizes that the interpreter would take minutes fo
 
 def random_pool(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVPool:
     """All pages filled, those of nobody and page 0 too: what a kernel must not read would be seen."""
-    pool = KVPool(1, num_pages, page_size, num_kv_heads, head_dim, dtype, DEVICE)
-    pool.k.normal_()
-    pool.v.normal_()
+    pool = heads_pool(1, num_pages, page_size, HeadsLayout(num_kv_heads, head_dim, dtype), DEVICE)
+    for tensor in pool.tensors[0]:
+        tensor.normal_()
     return pool
 
 
@@ -236,12 +239,12 @@ def test_rope_store_equals_its_reference(group: int, head_dim: int, dtype: torch
     positions = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=DEVICE)
     slots = torch.tensor([3, 60, 17, 0, 0, 21, 5], device=DEVICE)  # padding shares index 0
     results = []
-    for function in (rope_store.rope_store, rope_store.reference):
+    for function in (rope_store.rope_store, store_reference):
         q, k, v = packed.clone().split([group * heads, heads, heads], dim=1)
         pool = torch.zeros((2, 5, 16, heads, head_dim), dtype=dtype, device=DEVICE)
-        function(q, k, v, angles.cos(), angles.sin(), positions, LayerKV(pool[0], pool[1]), slots)
+        turned = function(q, k, v, angles.cos(), angles.sin(), positions, LayerKV(pool[0], pool[1]), slots)
         pool.view(2, -1, heads, head_dim)[:, 0] = 0
-        results += [q, pool]
+        results += [q if turned is None else turned, pool]
     # The rotation is one multiply-add in float32 rounded to the type: two units in the last place of values below 8.
     atol = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(results[0], results[2], atol=atol, rtol=0)

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.heads import store_reference
+from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.registry import build_backend
 from tests.bench.gpu_time import captured, elapsed_us
@@ -176,7 +177,7 @@ def bench_rope_store(clock: Clock, memory: Tensor, sizes: list[int]) -> list[dic
             for part, layer in zip(parts, layers, strict=True):  # noqa: B023
                 function(*part, cos, sin, row, layer, row + PAGE, **options)  # noqa: B023
 
-        graphs = [captured(lambda: run(rope_store.rope_store, pdl=True)), captured(lambda: run(rope_store.reference))]
+        graphs = [captured(lambda: run(rope_store.rope_store, pdl=True)), captured(lambda: run(store_reference))]
         fused, torch_us, _ = clock.medians(*(graph.replay for graph in graphs))
         results.append({"rows": rows, "us": round(fused / 32, 2), "torch_us": round(torch_us / 32, 2)})
         print(f"rope_store {rows} rows: {fused / 32:.2f} us; in torch {torch_us / 32:.2f} us", flush=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.backends import flashinfer_backend
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.layout import LayerKV
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, refusal

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.backend import BACKENDS, AttentionBackend, Prepared, build_backend
+from attention.backend import AttentionBackend, Prepared
 from attention.config import DraftAttention, TargetAttention
 from attention.metadata import DecodeBatch, Mode
+from attention.registry import BACKENDS, build_backend
 from speculative.backends import draft_backends
 from speculative.build import EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
@@ -22,8 +23,9 @@ from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.distributed.tp_group import SOLO
 from workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backends
+from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.build import load_parts, rounds_are_graphs
-from workers.runner.decoding import DecodingStrategy, StepBatch, StepTensors
+from workers.runner.decoding import DecodingStrategy
 from workers.runner.worker import Worker
 from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.plan import SamplingParams, TokenLogprobs
@@ -79,7 +81,7 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
 
 def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("attention.backend.find_spec", lambda package: package)
+    monkeypatch.setattr("attention.registry.find_spec", lambda package: package)
     layout = plan_layout(pair.spec(pair.chain()))
     config = dataclasses.replace(layout.target, head_dim=128)
     return ModelShape(config, 1, torch.bfloat16, 16, torch.device("cuda", 0))
@@ -122,7 +124,7 @@ def test_a_chain_s_drafting_is_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
-    monkeypatch.setattr("attention.backend.find_spec", lambda package: None)
+    monkeypatch.setattr("attention.registry.find_spec", lambda package: None)
     with pytest.raises(
         ValueError,
         match=r"flashinfer is not installed: pip install 'aerie\[cuda\]'; those that "
@@ -168,9 +170,9 @@ def test_a_round_reads_nothing_on_the_host(pair: Pair, kind: str, random: bool) 
     strategy = strategy_on_meta(pair, speculative)
     slots = torch.zeros(3, dtype=torch.int64, device=META)
     needs = SamplingNeeds(random)
-    shape = len(strategy.shapes) - 1
+    shape = strategy.shapes.default
     with torch.inference_mode():
-        out = strategy.step(StepBatch(slots, (0, 1, 2), shape, 100, None, needs, speculates=shape > 0))
+        out = strategy.step(StepBatch(slots, shape, shape, slots, 100, None, needs))
     assert out.tokens.shape == (3, strategy.shapes[shape].max_new_tokens)
 
 
@@ -186,7 +188,7 @@ def step_of(worker: Worker, shape: int) -> StepTensors:
     slots, needs = worker._slots, SamplingNeeds(random=True)
     ids = torch.full((3,), slots.padding_slot, dtype=torch.int64, device=slots.device)
     with torch.inference_mode():
-        return worker._strategy.step(StepBatch(ids, (0, 1, 2), shape, 256, None, needs, speculates=shape > 0))
+        return worker._strategy.step(StepBatch(ids, shape, shape, ids, 256, None, needs))
 
 
 class RefuseHostReads(TorchDispatchMode):

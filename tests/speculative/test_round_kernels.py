@@ -7,13 +7,14 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from attention.kernels import move_path, slot_mapping  # noqa: E402
-from attention.kv_cache.pool import KVPool  # noqa: E402
+from attention.kv_cache.heads import HeadsLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask, token_indices  # noqa: E402
 from speculative.acceptance import accept, accept_synthetic, committed  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import NO_TOKEN  # noqa: E402
 from speculative.tree_growth import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
+from tests.support.attention_cases import heads_pool  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
 from workers.layers.kernels.argmax import argmax  # noqa: E402
@@ -97,24 +98,23 @@ def test_a_path_moves_to_the_front_as_torch_moves_it(page_size: int, heads: int,
     """Sources and targets overlap, and the pages are in no order."""
     layers, batch, pages = (2, 3, 24) if INTERPRETED else (5, 7, 60)
     generator = torch.Generator().manual_seed(page_size)
-    pool = KVPool(layers, pages, page_size, heads, dim, torch.float32, torch.device("cpu"))
-    pool.k.normal_(generator=generator)
-    pool.v.normal_(generator=generator)
-    other = KVPool(layers, pages, page_size, heads, dim, torch.float32, DEVICE)
-    other.k.copy_(pool.k)
-    other.v.copy_(pool.v)
+    layout = HeadsLayout(heads, dim, torch.float32)
+    pool = heads_pool(layers, pages, page_size, layout, torch.device("cpu"))
+    other = heads_pool(layers, pages, page_size, layout, DEVICE)
+    for ours, theirs in zip(other.tensors[0], pool.tensors[0], strict=True):
+        ours.copy_(theirs.normal_(generator=generator))
     table = (torch.randperm(pages, generator=generator)[: batch * (pages // batch)] + 1).view(batch, -1).int()
     length = torch.tensor([0, 2, 1, 3, 1, 0, 2][:batch], dtype=torch.int32)
     paths = torch.tensor(
         [[0, 1, 3, 4], [0, 2, 3, 0], [0, 0, 0, 0], [0, 3, 4, 0], [0, 1, 2, 3], [0, 4, 0, 0], [0, 2, 0, 0]]
     )[:batch]
     pool.move_path(table, length, paths)
-    move_path.move_path(other.k, other.v, table.to(DEVICE), length.to(DEVICE), paths.to(DEVICE))
+    move_path.move_path(*other.tensors[0], table.to(DEVICE), length.to(DEVICE), paths.to(DEVICE))
     for b in range(batch):
         kept = int((paths[b] > 0).sum()) + 1
         positions = int(length[b]) + torch.arange(kept).unsqueeze(0)
         where = token_indices(table[b : b + 1], positions, page_size).flatten()
-        for ours, theirs in ((other.k, pool.k), (other.v, pool.v)):
+        for ours, theirs in zip(other.tensors[0], pool.tensors[0], strict=True):
             assert torch.equal(
                 ours.cpu().view(layers, -1, heads * dim)[:, where], theirs.view(layers, -1, heads * dim)[:, where]
             )

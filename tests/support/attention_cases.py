@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup, LayerKV
 from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
@@ -89,12 +91,24 @@ def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int
     )
 
 
+def heads_pool(num_layers: int, num_pages: int, page_size: int, layout: HeadsLayout, device: torch.device) -> KVPool:
+    """Empty, of layers that are all alike."""
+    return KVPool([LayerGroup(tuple(range(num_layers)), layout)], num_pages, page_size, device)
+
+
 def random_pool(shape: Shape, num_pages: int, device: torch.device) -> KVPool:
     """All pages filled, those of nobody and page 0 too: what a kernel must not read would be seen."""
-    pool = KVPool(1, num_pages, shape.page_size, NUM_KV_HEADS, shape.head_dim, shape.dtype, device)
-    pool.k.normal_()
-    pool.v.normal_()
+    layout = HeadsLayout(NUM_KV_HEADS, shape.head_dim, shape.dtype)
+    pool = heads_pool(1, num_pages, shape.page_size, layout, device)
+    for tensor in pool.tensors[0]:
+        tensor.normal_()
     return pool
+
+
+def write_tokens(kv: LayerKV, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+    """k, v [n, kv_heads, head_dim] as they are, at token indices slot_mapping [n] int64."""
+    for pages, rows in ((kv.k, k), (kv.v, v)):
+        pages.view(-1, *rows.shape[1:]).index_copy_(0, slot_mapping, rows)
 
 
 def random_table(lengths: Sequence[int], page_size: int, width: int) -> Tensor:

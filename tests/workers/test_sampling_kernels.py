@@ -9,14 +9,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from workers.sampling.kernels.topk import reference as topk_reference  # noqa: E402
-from workers.sampling.kernels.topk import topk_log_softmax  # noqa: E402
-
 from speculative.acceptance import accept  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import chain  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
+from workers.layers.kernels.topk import reference as topk_reference  # noqa: E402
+from workers.layers.kernels.topk import topk_log_softmax  # noqa: E402
 from workers.layers.vocab import VocabShard  # noqa: E402
 from workers.runner.slot_table import SlotTable  # noqa: E402
 from workers.sampling.filters import MAX_GAP, gap_limits, gaps  # noqa: E402

@@ -44,5 +44,5 @@ class Attention(AttentionLayer):
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = context.attend(self.layer, q, k, v, angles, self.scale)
+        out = context.attend(self.layer, q, (k, v), angles, self.scale)
         return self.o_proj.partial(out.flatten(1))

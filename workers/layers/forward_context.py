@@ -9,7 +9,7 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, decode_slot_mapping, prefill_slot_mapping
-from workers.layers.rotary import Angles, rotate
+from workers.layers.rotary import Angles
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,18 @@ class ForwardContext:
         """[n, ...]: of x [rows, ...] the rows that attend."""
         return x if self.attending is None else x.index_select(0, self.attending)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: Angles, scale: float) -> Tensor:
-        """Rotate q [rows, q_heads, head_dim] and k by `angles`, write k and v [rows, kv_heads, head_dim] of a layer and
-        attend to it: [n, q_heads, head_dim] of the rows that do. On a GPU q is rotated in place."""
+    def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, scale: float) -> Tensor:
+        """Turn q [rows, q_heads, head_dim] and what is kept by `angles`, keep it, and attend to the layer: [n, q_heads,
+        head_dim] of the rows that attend. On a GPU q is turned in place.
+
+        rows: what the layer's projections made for the cache, as its layout takes it (`KVLayout.store`): for K/V heads
+        k and v [rows, kv_heads, head_dim].
+        """
         kv = self.pool.layer(layer)
         for prepared in (self.decode, self.chunks):
             if prepared is not None:
                 prepared.plan(q, kv, scale)
-        if q.is_cuda:
-            from attention.kernels.pdl import supports_pdl
-            from attention.kernels.rope_store import rope_store
-
-            rope_store(q, k, v, angles.cos, angles.sin, angles.index, kv, self.slot_mapping, pdl=supports_pdl(q.device))
-        else:
-            q = rotate(q, angles)
-            self.pool.store(layer, self.slot_mapping, rotate(k, angles), v)
+        q = self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
         q = self.attending_rows(q)
         if self.chunks is None:
             assert self.decode is not None

@@ -1,15 +1,16 @@
-"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and the size of its KV pool."""
+"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and how it keeps its KV."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from attention.config import CacheConfig
-from attention.kv_cache.pool import KVPool
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import bytes_per_page
 from workers.config import ModelSource
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
@@ -89,32 +90,22 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@dataclass(frozen=True)
-class PoolSize:
-    """How one model's KV looks on one rank."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(config: ModelConfig, tensor_parallel: int, dtype: torch.dtype) -> "PoolSize":
-        first, end = kv_head_span(config.num_kv_heads, TPGroup(0, tensor_parallel))
-        return PoolSize(config.num_layers, end - first, config.head_dim, dtype)
-
-    def bytes_per_page(self, page_size: int) -> int:
-        return KVPool.bytes_per_page(self.num_layers, page_size, self.num_kv_heads, self.head_dim, self.dtype)
-
-    def make(self, num_pages: int, page_size: int, device: torch.device) -> KVPool:
-        return KVPool(self.num_layers, num_pages, page_size, self.num_kv_heads, self.head_dim, self.dtype, device)
+def kv_layout(config: ModelConfig, tensor_parallel: int, dtype: torch.dtype) -> HeadsLayout:
+    """How every layer of one model keeps its KV on one rank."""
+    first, end = kv_head_span(config.num_kv_heads, TPGroup(0, tensor_parallel))
+    return HeadsLayout(end - first, config.head_dim, dtype)
 
 
-def pages_that_fit(cache: CacheConfig, pools: list[PoolSize]) -> int:
-    """Pages per rank: cache.num_pages, or as many as memory_gb holds for all `pools` together."""
+def kv_groups(config: ModelConfig, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+    """The layers of one model by how they keep their KV on one rank: what its `KVPool` is made of."""
+    return (LayerGroup(tuple(range(config.num_layers)), kv_layout(config, tensor_parallel, dtype)),)
+
+
+def pages_that_fit(cache: CacheConfig, groups: Sequence[LayerGroup]) -> int:
+    """Pages per rank: cache.num_pages, or as many as memory_gb holds for the layers of all models together."""
     if cache.num_pages is not None:
         return cache.num_pages
-    per_page = sum(pool.bytes_per_page(cache.page_size) for pool in pools)
+    per_page = bytes_per_page(groups, cache.page_size)
     pages = int(cache.memory_gb * 1e9) // per_page - 1
     if pages < 2:
         raise ValueError(

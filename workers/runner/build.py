@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from attention.kv_cache.pool import KVPool
 from workers.config import WorkerConfig
 from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
-from workers.models.loading import PoolSize, load_target
+from workers.models.loading import kv_groups, load_target
 from workers.runner.backends import Backends, ModelShape, needs_cpu_seq_lens, target_backends
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
@@ -82,8 +83,8 @@ def load_parts(
         deterministic,
     )
     done("target loaded")
-    size = PoolSize.of(layout.target, group.size, layout.dtype)
-    pool = size.make(layout.num_pages, worker.cache.page_size, device)
+    groups = kv_groups(layout.target, group.size, layout.dtype)
+    pool = KVPool(groups, layout.num_pages, worker.cache.page_size, device)
     done("KV cache allocated")
     target = TargetRunner(model, pool, backends)
     return EngineParts(worker, layout, group, target, slots, Sampler(slots, model.lm_head.shard))

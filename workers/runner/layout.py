@@ -7,12 +7,13 @@ from typing import Protocol
 
 import torch
 
+from attention.kv_cache.layout import LayerGroup
 from attention.metadata import Mode
 from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
-from workers.models.loading import PoolSize, pages_that_fit
+from workers.models.loading import kv_groups, pages_that_fit
 from workers.runner.backends import Backends
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.model_runner import TargetRunner
@@ -42,8 +43,8 @@ class Speculation(Protocol):
     def verified_modes(self) -> Mapping[Mode, bool]:
         """The modes in which rounds run the target beside DECODE, and whether their masks branch."""
 
-    def kv_sizes(self, dtype: torch.dtype) -> Sequence[PoolSize]:
-        """Of the pools beside the target's, which have as many pages and share their ids."""
+    def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
+        """Of the layers whose KV is kept beside the target's, in as many pages of the same ids."""
 
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
         """Of the models beside the target; raises ValueError where one cannot do what it is named for."""
@@ -108,7 +109,7 @@ class NoSpeculation:
     def verified_modes(self) -> Mapping[Mode, bool]:
         return {}
 
-    def kv_sizes(self, dtype: torch.dtype) -> Sequence[PoolSize]:
+    def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return ()
 
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
@@ -125,11 +126,11 @@ def plan_layout(
 ) -> EngineLayout:
     """target: as `workers.models.loading.read_target_config` gives it. Raises ValueError where no KV page fits."""
     dtype = resolve_dtype(worker.model.dtype, target.dtype, resolve_device(worker.model.device, 0))
-    pools = [PoolSize.of(target, worker.tensor_parallel, dtype), *speculation.kv_sizes(dtype)]
+    groups = [*kv_groups(target, worker.tensor_parallel, dtype), *speculation.kv_groups(dtype)]
     return EngineLayout(
         target=target,
         dtype=dtype,
-        num_pages=pages_that_fit(worker.cache, pools),
+        num_pages=pages_that_fit(worker.cache, groups),
         max_model_len=worker.model.max_model_len or target.max_position,
         speculation=speculation,
     )
