@@ -20,8 +20,11 @@ from workers.layers.rotary import RopeConfig
 class ModelConfig(ABC):
     """What a family's own configuration adds to: the fields that every target has, and what must follow from all.
 
-    num_heads: query heads. num_kv_heads, head_dim: of the KV pool. dtype: of the checkpoint's unquantised weights.
-    quant: how its linear layers are kept."""
+    num_heads: query heads.
+    num_kv_heads, head_dim: of what is kept, on all ranks together.
+    dtype: of the checkpoint's unquantised weights.
+    quant: how its linear layers are kept.
+    """
 
     architecture: str
     hidden_size: int
