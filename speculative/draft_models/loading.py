@@ -49,8 +49,8 @@ def _target_ids(tensors: dict[str, Tensor], method: DraftMethod, device: torch.d
         return None
     if offsets is None:
         raise ValueError(
-            f"{source}: has its own vocabulary of {vocab_size} but no d2t, so its tokens cannot be "
-            "told; use a head that carries d2t"
+            f"{source}: has its own vocabulary of {vocab_size} but no d2t, so nothing says which of the target's "
+            "tokens these are; use a checkpoint that has d2t"
         )
     if offsets.shape != (vocab_size,):
         raise ValueError(f"{source}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size={vocab_size}")
