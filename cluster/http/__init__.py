@@ -18,11 +18,7 @@ answer         token deltas, cut at stop strings, as text
 detokenizer    tokens to text, one at a time
 stop_strings   where an answer's text ends
 output_parser  what of an answer is content, reasoning, a tool call
-response       what the replies of all endpoints have in common
-chat_response  replies of /v1/chat/completions
-text_response  replies of /v1/completions
-logprobs       log-probabilities in OpenAI's two forms
-streaming      server-sent events
+replies        documents and stream events, a module for each form
 errors         every error a client can see
 metrics        /metrics, Prometheus' text
 """

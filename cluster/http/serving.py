@@ -21,9 +21,9 @@ from cluster.http.config import EdgeConfig
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
 from cluster.http.output_parser import PARSERS, ReplyDelta, joined_deltas
+from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
+from cluster.http.replies.streaming import DONE, STREAM_HEADERS, event
 from cluster.http.request import EdgeRequest
-from cluster.http.response import Reply, ReplyContext, WholeAnswer
-from cluster.http.streaming import DONE, STREAM_HEADERS, event
 from cluster.http.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 """What the reply to a generation request is made of, whatever the endpoint. Driven by `cluster.http.serving`;
-implemented by `cluster.http.chat_response` and `cluster.http.text_response`."""
+implemented by `cluster.http.replies.chat` and `cluster.http.replies.text`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
