@@ -37,7 +37,7 @@ def target_runner(pair: Pair) -> TargetRunner:
 @pytest.mark.parametrize("running", [0, 2])
 def test_a_chunks_last_row_is_what_it_is_among_all_rows(pair: Pair, running: int) -> None:
     tables = torch.arange(1, 37, dtype=torch.int32).view(4, 9)
-    chunks = PrefillBatch((0, 7, 8), (0, 5), tables[2:])
+    chunks = PrefillBatch.from_lists([0, 5], [7, 1], tables[2:])
     tail = None
     if running:
         length = torch.tensor([6, 11], dtype=torch.int32)
