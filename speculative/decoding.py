@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, Mode, causal_mask, to_device
+from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.acceptance import Accepted, Committed, accept, accept_synthetic, committed
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.shapes import TreeShape
@@ -106,7 +106,7 @@ class SpeculativeDecoding:
         page_table = self._slots.page_table[batch.slots]
         out = self._run_target(batch, shape, rows, page_table)
         rounds = self._verify(batch, shape, rows, page_table, out) if batch.num_requests else None
-        finals = self._first_tokens(batch, chunks, out) if chunks is not None and chunks.finals else None
+        finals = self._first_tokens(batch, chunks, out) if chunks is not None and chunks.num_finals else None
         hidden = self._extend(batch, rounds, finals, out)
         self._draft_next(batch, hidden)
         return self._result(batch, rounds, finals)
@@ -191,7 +191,7 @@ class SpeculativeDecoding:
         """Chunks: the token after each prompt that ends."""
         begin_finals(self._slots, chunks)
         positions = self._slots.seq_len[chunks.final_slots].long().unsqueeze(1) + 1
-        logits = out.logits[out.logits.shape[0] - len(chunks.finals) :]
+        logits = out.logits[out.logits.shape[0] - chunks.num_finals :]
         sampled = self._sampler.sample(logits, Rows(chunks.final_slots, positions), batch.needs)
         ones = torch.ones_like(chunks.final_slots)
         return _Finals(sampled, self._slots.commit(chunks.final_slots, sampled.tokens, ones))
@@ -274,12 +274,13 @@ def _is_chain(shape: RoundShape) -> bool:
 
 def _next_ids(chunks: PromptChunks, finals: _Finals | None) -> Tensor:
     """[rows] int64: the token after each chunk row, which the draft pairs with the row's feature."""
-    shifted = chunks.ids.roll(-1)
-    after_chunk = to_device(torch.tensor(chunks.next_ids), shifted.device)
+    after_chunk = chunks.next_ids
     if finals is not None:
-        after_chunk[chunks.final_chunks] = finals.commit.tokens.squeeze(1)
-    shifted[chunks.batch.last_row_indices] = after_chunk
-    return shifted
+        after_chunk = torch.cat((finals.commit.tokens.squeeze(1), after_chunk[chunks.num_finals :]))
+    # not every chunk of a captured step has rows, so that rows ask for their chunk, not chunks for their row
+    chunk = chunks.batch.row_chunks().clamp_max(after_chunk.shape[0] - 1)
+    row = torch.arange(chunk.shape[0], device=chunk.device)
+    return torch.where(row == chunks.batch.last_row_indices[chunk], after_chunk[chunk], chunks.ids.roll(-1))
 
 
 def _logprobs(rounds: _Rounds | None, finals: _Finals | None, columns: int, num_logprobs: int) -> Logprobs | None:

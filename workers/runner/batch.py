@@ -14,30 +14,26 @@ from workers.sampling.sampler import Logprobs, SamplingNeeds
 
 @dataclass(frozen=True)
 class PromptChunks:
-    """The prompt chunks of a step.
+    """C prompt chunks of a step, all on the device. The first F of them end their prompts; the sizes say so, no list on
+    the host does. In a captured step F = C, and what there is too much of is padding: chunks without rows, rows that
+    belong to no chunk, and the padding slot for chunks that end no prompt.
 
     batch: their rows.
-    slots: of each chunk, on the host.
     ids: [rows] int64.
-    next_ids: per chunk the prompt token after it, -1 if it is the prompt's last chunk.
-    finals: which chunks are their prompt's last; final_chunks: [F] int64, the same on the device.
+    next_ids: [C] int64, the prompt token after each chunk; of chunks that end their prompt any.
     final_slots: [F] int64.
-    final_lengths: their prompts' lengths.
+    final_lengths: [F] int32, tokens of their prompts but for the last; 0 for the padding slot.
     """
 
     batch: PrefillBatch
-    slots: tuple[int, ...]
     ids: Tensor
-    next_ids: tuple[int, ...]
-    finals: tuple[int, ...]
-    final_chunks: Tensor
+    next_ids: Tensor
     final_slots: Tensor
-    final_lengths: tuple[int, ...]
+    final_lengths: Tensor
 
     @property
-    def final_rows(self) -> Tensor:
-        """[F] int64: the last rows of `finals`, counted from the first chunk row."""
-        return self.batch.last_row_indices[self.final_chunks]
+    def num_finals(self) -> int:
+        return self.final_slots.shape[0]
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,10 @@ class RowLayout:
         `every_row`, else the last of each."""
         if self.chunks is None:
             return x
-        finals = self.chunks.final_rows if every_row else self.chunks.final_chunks
+        num_finals = self.chunks.num_finals
+        if not every_row:
+            return x[: self.num_round_rows + num_finals]
+        finals = self.chunks.batch.last_row_indices[:num_finals]
         return torch.cat((x[: self.num_round_rows], x[self.num_round_rows + finals]))
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, Mode, causal_mask, to_device
+from attention.metadata import DecodeBatch, Mode, causal_mask
 from workers.config import RoundShapes
 from workers.layers.vocab import LMHead
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
@@ -28,9 +28,8 @@ class DecodingStrategy(Protocol):
 
 def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
     """Prepare slots whose prompt ends in this step: its last token takes the place of a round's root."""
-    if chunks.finals:
-        lengths = torch.tensor(chunks.final_lengths, dtype=torch.int32) - 1
-        slots.seq_len[chunks.final_slots] = to_device(lengths, slots.device)
+    if chunks.num_finals:
+        slots.seq_len[chunks.final_slots] = chunks.final_lengths
 
 
 class Autoregressive:
