@@ -93,7 +93,7 @@ def test_requests_that_need_counts_are_admitted_without_waiting(monkeypatch: pyt
     vocab = 128256
     slots = SlotTable(4, 8, vocab, strict_device.DEVICE)
     inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
-    plan = StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits)
+    plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits)
     with strict_device.strict_device(monkeypatch, slot_table) as copied:
         slots.apply_plan(plan)
     assert len(copied) >= 3 and sum(copied) < 3 * 4096
@@ -105,7 +105,7 @@ def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
     device = torch.device("cuda")
     slots = SlotTable(4, 8, 128256, device)
     inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
-    plan = StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits)
+    plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits)
     slots.apply_plan(plan)  # allocates and loads kernels
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
