@@ -51,7 +51,7 @@ def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
 
 
 def engine_spec(config: AerieConfig) -> "EngineSpec":
-    """What the layers below are told about one engine."""
+    """One engine, as the layers below read it."""
     from speculative.build import EngineSpec
 
     return EngineSpec(config.worker, config.speculative, config.draft_attention)

@@ -1,5 +1,6 @@
-"""EAGLE speculation as a `workers.runner.decoding.DecodingStrategy`.
+"""Speculation as a `workers.runner.decoding.DecodingStrategy`.
 
+shapes: of the trees that a round drafts and verifies.
 decoding: a step, from verification to the next tree.
 tree, tree_growth, acceptance: pure functions on tensors.
 tree_table: the tree of every slot.

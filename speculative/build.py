@@ -21,7 +21,7 @@ from speculative.shapes import TreeShape, shapes_of
 from workers.config import RoundShapes, WorkerConfig
 from workers.distributed.tp_group import SOLO
 from workers.models.config import ModelConfig
-from workers.models.loading import kv_groups, read_target_config
+from workers.models.loading import read_target_config
 from workers.runner.backends import Backends, ModelShape
 from workers.runner.build import PhaseReport
 from workers.runner.build import build_worker as build_rank
@@ -72,7 +72,7 @@ class DraftSpeculation:
         return any(isinstance(shape, TreeShape) and not shape.is_chain for shape in self.shapes.shapes)
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        return kv_groups(self.draft.model, self.draft_tp, dtype)
+        return self.draft.model.kv_groups(self.draft_tp, dtype)
 
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
         shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device)

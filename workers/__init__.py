@@ -1,11 +1,13 @@
-"""One engine replica without Ray: requests become steps, steps become tokens. Knows no EAGLE and no HTTP.
+"""One engine replica without Ray: requests become steps, steps become tokens. Knows no speculation and no HTTP.
 
-config       what an engine is told
-scheduling   which requests run in a step, on which KV pages; the plan and the result of a step
-runner       one rank that executes plans: slots, decoding strategies, CUDA graphs; an engine without transport
-sampling     which token comes next, the same on every rank
-models       targets, from a checkpoint's folder to a module
-layers       the tensor-parallel layers they are made of
-distributed  how ranks talk
-device       which device a rank computes on, and in which type
+scheduling   what each step runs: queues, pages, the plan that travels to the ranks and the result that comes back
+runner       one rank: a plan as tensors, a step of rounds and prompts, rounds as graphs; an engine assembled, and run
+             without transport
+sampling     which token comes next, on the device
+models       targets: a checkpoint's folder to a module on this rank, by its architecture's family
+layers       the tensor-parallel layers that models are made of
+distributed  how the ranks of an engine talk
+config, device   what an engine is configured with; the device and type that follow
+
+Rooms import downwards in this order: runner, models, layers, distributed.
 """

@@ -68,12 +68,25 @@ Wrapper = Any  # flashinfer has no types
 
 @dataclass(frozen=True)
 class Extent:
-    """Rows and lengths of prompt chunks, on the host. q_lens, kv_lens: rows, and KV positions with those of this pass,
-    of each. page_table: [C, max_pages] int32 on the device."""
+    """Prompt chunks that have rows, on the host.
 
+    chunks: their lines in the page table.
+    q_lens: rows of each.
+    kv_lens: KV positions of each, with those of this pass.
+    page_table: [C, max_pages] int32 on the device.
+    """
+
+    chunks: Sequence[int]
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
     page_table: Tensor
+
+    @staticmethod
+    def of(batch: PrefillBatch) -> "Extent":
+        starts, counts = batch.known.starts, batch.known.counts
+        chunks = [c for c, count in enumerate(counts) if count]
+        lengths = [starts[c] + counts[c] for c in chunks]
+        return Extent(chunks, [counts[c] for c in chunks], lengths, batch.page_table)
 
 
 @dataclass(frozen=True)
@@ -145,9 +158,7 @@ class FlashInferBackend(AttentionBackend):
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
         if isinstance(batch, DecodeBatch):
             return _PreparedRound(self, batch)
-        q_lens = [end - first for first, end in zip(batch.qo_indptr, batch.qo_indptr[1:], strict=False)]
-        kv_lens = [start + n for start, n in zip(batch.starts, q_lens, strict=True)]
-        return _PreparedPrefill(self, Extent(q_lens, kv_lens, batch.page_table))
+        return _PreparedPrefill(self, Extent.of(batch))
 
     def turn(self, device: torch.device, group: int) -> _Turn:
         """The wrapper of prompt chunks whose last plan is the older one."""
@@ -237,6 +248,12 @@ class _PreparedPrefill(_Prepared):
     def __init__(self, backend: FlashInferBackend, extent: Extent) -> None:
         super().__init__(backend)
         self.extent = extent
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        num_rows = sum(self.extent.q_lens)
+        out = super().forward(q[:num_rows], kv, scale)
+        padding = q.shape[0] - num_rows
+        return torch.cat((out, out.new_zeros((padding, *out.shape[1:])))) if padding else out
 
     def _plan(self, heads: Heads) -> Callable[..., object]:
         device = self.extent.page_table.device
@@ -386,9 +403,9 @@ def paged(extent: Extent, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     device, table = extent.page_table.device, extent.page_table
     counts = torch.tensor([-(-length // page_size) for length in extent.kv_lens])
     ends = counts.cumsum(0)
-    rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    column = torch.arange(int(ends[-1])) - (ends - counts)[rows]
-    flat = to_device(rows * table.shape[1] + column, device)
+    chunk = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    column = torch.arange(int(ends[-1])) - (ends - counts)[chunk]
+    flat = to_device(torch.tensor(extent.chunks)[chunk] * table.shape[1] + column, device)
     last_page_len = [(length - 1) % page_size + 1 for length in extent.kv_lens]
     return _pinned([0, *ends.tolist()], device), table.flatten()[flat], _pinned(last_page_len, device)
 

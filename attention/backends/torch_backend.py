@@ -74,10 +74,12 @@ class _PreparedPrefill(Prepared):
     batch: PrefillBatch
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        out = torch.empty_like(q)
-        for c, start in enumerate(self.batch.starts):
-            first, end = self.batch.qo_indptr[c], self.batch.qo_indptr[c + 1]
-            out[first:end] = _attend_chunk(q[first:end], kv, self.batch.page_table[c], start, scale)
+        out, end, chunks = torch.empty_like(q), 0, self.batch.known
+        for c, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
+            first, end = end, end + count
+            if count:
+                out[first:end] = _attend_chunk(q[first:end], kv, self.batch.page_table[c], start, scale)
+        out[end:] = 0.0  # padding
         return out
 
 

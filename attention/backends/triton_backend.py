@@ -27,7 +27,8 @@ from attention.kernels.decode import (
     partial_rows,
 )
 from attention.kernels.pdl import supports_pdl
-from attention.kernels.prefill import PrefillTiles, attend_prefill, list_tiles, prefill_tiles
+from attention.kernels.prefill import PrefillTiles, attend_prefill, prefill_tiles
+from attention.kernels.prefill_plan import plan_tiles
 from attention.kernels.split_kv import plan_items, plan_spans
 from attention.kv_cache.layout import LayerKV
 from attention.limits import triton_head_dim_refusal
@@ -184,15 +185,14 @@ class _PreparedPrefill(Prepared):
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         tiles, tile_list = self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
-        return attend_prefill(q, kv, self.batch.page_table, tile_list, tiles, scale)
+        return attend_prefill(q, kv, self.batch, tile_list, tiles, scale)
 
     def _plan(self, group: int, head_dim: int, itemsize: int) -> tuple[PrefillTiles, Tensor]:
         key = (group, head_dim, itemsize)
         if key not in self.plans:
             _check_head_dim(head_dim)
-            tiles, device = prefill_tiles(group, head_dim, itemsize), self.batch.page_table.device
-            host = torch.tensor(list_tiles(self.batch, tiles.block_m // group), dtype=torch.int32)
-            self.plans[key] = (tiles, to_device(host, device))
+            tiles = prefill_tiles(group, head_dim, itemsize)
+            self.plans[key] = (tiles, plan_tiles(self.batch, tiles.block_m // group))
         return self.plans[key]
 
 
@@ -216,7 +216,8 @@ class _PreparedPieces(Prepared):
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         self.plan(q, kv, scale)
         group = q.shape[1] // kv.k.shape[2]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        make = torch.zeros if self.batch.is_padded else torch.empty
+        out = make(q.shape, dtype=q.dtype, device=q.device)
         for suffix_len, places in self.plans[group]:
             out[places] = suffix_len.forward(q[places], kv, scale)
         return out
@@ -248,9 +249,9 @@ class _PreparedPieces(Prepared):
 def list_pieces(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
     """The chunks' rows in pieces of `rows`, as (chunk, first row, its position, rows). The last piece of a chunk may
     have some of the one before again; chunks of fewer rows come one by one."""
-    pieces = []
-    for chunk, start in enumerate(batch.starts):
-        first, end = batch.qo_indptr[chunk], batch.qo_indptr[chunk + 1]
+    pieces, end, chunks = [], 0, batch.known
+    for chunk, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
+        first, end = end, end + count
         size = rows if end - first >= rows else 1
         for row in range(first, end, size):
             row = min(row, end - size)

@@ -58,7 +58,7 @@ class Coordinator:
 
     def detach(self, reason: str) -> None:
         """The worker group is lost or about to be killed; what ran on it is resumed or ended, as the settings say."""
-        self._call(lambda: self._loop.let_go(reason))
+        self._call(lambda: self._loop.detach(reason))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait until all others have ended; False if that took longer than `timeout_s`."""

@@ -109,8 +109,8 @@ class CoordinatorLoop:
             self._on_idle = None
 
     def attach(self, endpoints: Sequence[str], epoch: int) -> None:
-        """Take a worker group into use, letting go of a former one."""
-        self.let_go("another worker group takes its place")
+        """Take a worker group into use, in place of a former one."""
+        self.detach("another worker group takes its place")
         self._scheduler.requeue_all(epoch)
         self._worker_group = WorkerLinks(
             self._context,
@@ -126,7 +126,7 @@ class CoordinatorLoop:
         if self.status != "draining":
             self.status, self._detail = "ready", ""
 
-    def let_go(self, reason: str) -> None:
+    def detach(self, reason: str) -> None:
         """Detach the worker group: what ran on it goes back to the queue, or ends with an error."""
         if self._worker_group is None:
             return
@@ -209,7 +209,7 @@ class CoordinatorLoop:
 
     def _worker_group_lost(self, reason: str) -> None:
         logger.error("worker group of epoch %d lost: %s", self._scheduler.epoch, reason)
-        self.let_go(reason)
+        self.detach(reason)
         self._on_worker_group_lost(reason)
 
     def _housekeep(self, now: float) -> None:

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from cluster.coordinator.publisher import Stream, TokenPublisher
-from cluster.transport.channel import BadMessageError, Context, Inbox, IngressLink, Refused, decode
-from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal
+from cluster.transport.channel import Context, Inbox, IngressLink
+from cluster.transport.encoding import BadMessageError, decode
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, Refused
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.plan import unpack_i32

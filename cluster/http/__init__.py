@@ -17,11 +17,8 @@ engine_client  what is needed from an engine
 answer         token deltas, cut at stop strings, as text
 detokenizer    tokens to text, one at a time
 stop_strings   where an answer's text ends
-response       what the replies of all endpoints have in common
-chat_response  replies of /v1/chat/completions
-text_response  replies of /v1/completions
-logprobs       log-probabilities in OpenAI's two forms
-streaming      server-sent events
+output_parser  what of an answer is content, reasoning, a tool call
+replies        documents and stream events, a module for each form
 errors         every error a client can see
 metrics        /metrics, Prometheus' text
 """

@@ -1,8 +1,9 @@
 """One answer: the engine's token deltas, cut at stop strings and turned into text. Pure; no HTTP, no clock."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from cluster.http.detokenizer import Detokenizer
 from cluster.http.stop_strings import StopMatcher
@@ -17,9 +18,8 @@ class EngineFailedError(Exception):
     """The engine ended the answer before its time; the message is for the log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a delta adds to an answer.
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What a delta adds to an answer. A msgspec struct, because one is made per chunk: 0.2 us, a frozen dataclass 1 us.
 
     offsets: where each token's text begins in the answer's text.
     finish: with the last piece.
@@ -37,13 +37,15 @@ class Piece:
 class Answer:
     """State of one choice while it is generated.
 
-    include_stop: show the stop string, or the stop token's text, too. min_tokens: stop strings are looked for in what
-    comes after that many tokens. eos_token_ids: reported as plain end of sequence.
+    include_stop: show the stop string, or the stop token's text, too.
+    min_tokens: stop strings are looked for in what comes after that many tokens.
+    eos_token_ids: reported as plain end of sequence.
 
-    num_tokens counts every token up to and including the one that ended the answer, as vLLM counts usage. The text of
-    a stop token is not shown. Nothing after the end leaks: the tokens of an accepted run behind a stop string are
-    dropped from text, tokens, logprobs and counts. cached_tokens and speculation are the last that a delta told, the
-    round that brought a stop string included; None: not told yet, or no draft.
+    num_tokens: up to and including the one that ended the answer, as vLLM counts usage.
+    cached_tokens, speculation: of the last delta that had them, the round that brought a stop string included.
+
+    The text of a stop token is not shown. Nothing after the end leaks: accepted tokens after a stop string are dropped
+    from text, tokens, logprobs and counts.
     """
 
     def __init__(

@@ -29,9 +29,10 @@ ROUTES = (generation, tokenization, models, status, prefix_cache)
 def build_app(
     config: EdgeConfig, tokenizer: ChatTokenizer, engine: EngineClient, echo_request_id: bool = True
 ) -> FastAPI:
-    """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down. echo_request_id: send
-    X-Request-Id with each reply; False under Ray Serve, whose server (2.60) adds the header itself: clients would read
-    "id, id".
+    """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down.
+
+    echo_request_id: send X-Request-Id with each reply; False under Ray Serve, whose server (2.60) adds the header
+        itself: clients would read "id, id".
 
     Raises ValueError for a configuration without model name or length, which only its builder can know.
     """

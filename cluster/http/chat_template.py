@@ -20,7 +20,11 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """source: Jinja text. special_tokens: names and texts that the template may use ("bos_token" -> "<s>")."""
+    """Renders messages.
+
+    source: Jinja text.
+    special_tokens: names and texts that the template may use ("bos_token" -> "<s>").
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(

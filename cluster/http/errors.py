@@ -124,7 +124,7 @@ def internal(request_id: str) -> ApiError:
 
 
 def refused(refusal: Refusal) -> ApiError:
-    """What the engine said at its door."""
+    """Why the engine did not take a request."""
     match refusal.kind:
         case "too_large":
             return too_long(refusal.message, "prompt")

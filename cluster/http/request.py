@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.config import EdgeConfig
+from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from cluster.http.prompts import chat_prompt, check_token_ids, listed_prompts
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
@@ -54,6 +54,7 @@ class EdgeRequest:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    output_parser: OutputParserName
 
 
 async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
@@ -144,6 +145,7 @@ def _request(
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
+        output_parser=config.output_parser if chat else "text",
     )
 
 

@@ -1,7 +1,7 @@
 """Carries out one generation request: drives its choices on the engine, sends the reply, stops when the client leaves.
 
 The reply's status is decided by the first delta: until then an error has its own status, afterwards a stream ends with
-an error event. A stream is never cut without a word.
+an error event. A stream never just breaks off.
 """
 
 import asyncio
@@ -20,12 +20,16 @@ from cluster.http.answer import Answer, EngineFailedError, Piece, joined
 from cluster.http.config import EdgeConfig
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
+from cluster.http.output_parser import PARSERS, ReplyDelta, joined_deltas
+from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
+from cluster.http.replies.streaming import DONE, STREAM_HEADERS, event
 from cluster.http.request import EdgeRequest
-from cluster.http.response import Reply, ReplyContext
-from cluster.http.streaming import DONE, STREAM_HEADERS, event
 from cluster.http.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
+
+
+Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # of choice, piece, and what the parser made of it
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class GenerationResponse(Response):
         self._reply_id = reply_id
         self._request_id = request_id
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
+        self._parsers = [PARSERS[request.output_parser](request, edge.tokenizer) for _ in request.choices]
         self._reply = reply_form(
             ReplyContext(
                 request, self._answers, reply_id, int(time.time()), edge.config.served_model_name, edge.tokenizer
@@ -96,13 +101,13 @@ class GenerationResponse(Response):
         lock = asyncio.Lock()  # several choices send; the head goes first
         opened: set[int] = set()
 
-        async def emit(index: int, piece: Piece) -> None:
-            events = reply.piece_event(index, piece)
+        async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
+            events = reply.piece_event(index, piece, delta)
             if index not in opened:
                 opened.add(index)
                 events = reply.first_event(index) + events
             if piece.finish is not None:
-                events += reply.finish_event(index)
+                events += reply.finish_event(index, delta.finish)
             async with lock:
                 if not self._started:
                     await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
@@ -117,15 +122,18 @@ class GenerationResponse(Response):
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One document. Raises ApiError."""
         pieces: list[list[Piece]] = [[] for _ in self._answers]
+        deltas: list[list[ReplyDelta]] = [[] for _ in self._answers]
 
-        async def keep(index: int, piece: Piece) -> None:
+        async def keep(index: int, piece: Piece, delta: ReplyDelta) -> None:
             pieces[index].append(piece)
+            deltas[index].append(delta)
 
         await self._generate(keep)
-        document = self._reply.document([joined(parts) for parts in pieces])
+        answers = zip(pieces, deltas, strict=True)
+        document = self._reply.document([WholeAnswer(joined(piece), *joined_deltas(delta)) for piece, delta in answers])
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
 
-    async def _generate(self, emit: Callable[[int, Piece], Awaitable[None]]) -> None:
+    async def _generate(self, emit: Emit) -> None:
         """Run all choices to their ends; every failure becomes an ApiError, after all of them are aborted."""
         limit_s = self._edge.config.request_timeout_s
         try:
@@ -143,10 +151,10 @@ class GenerationResponse(Response):
             logger.exception("request %s: unexpected", self._request_id)
             raise internal(self._request_id) from None
 
-    async def _run_choice(self, index: int, emit: Callable[[int, Piece], Awaitable[None]]) -> None:
+    async def _run_choice(self, index: int, emit: Emit) -> None:
         """One choice to its end. A stop string ends it before the engine does: leaving the block aborts it there."""
         choice = self._request.choices[index]
-        answer = self._answers[index]
+        answer, parser = self._answers[index], self._parsers[index]
         prompt = self._request.prompts[choice.prompt]
         # Where a stop string may end the answer, the last delta read may be any.
         running_stats = bool(self._request.stops)
@@ -156,10 +164,10 @@ class GenerationResponse(Response):
                 piece = answer.push(delta)
                 if piece.finish is not None:
                     break
-                await emit(index, piece)
+                await emit(index, piece, parser.push(piece))
             else:
                 raise EngineFailedError("the engine's stream ended without a last delta")
-        await emit(index, piece)
+        await emit(index, piece, parser.push(piece))
 
 
 def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answer:

@@ -24,8 +24,9 @@ from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
 from cluster.http.tokenizer import ChatTokenizer
 from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
-from cluster.transport.channel import bind_ingress, decode_tokens
+from cluster.transport.channel import bind_ingress
 from cluster.transport.discovery import coordinator_prefix, find_coordinators
+from cluster.transport.encoding import decode_tokens
 from cluster.transport.keys import make_transport
 from cluster.transport.messages import EngineStats, FlushOutcome
 

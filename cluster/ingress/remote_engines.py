@@ -43,7 +43,7 @@ class EngineCalls(Protocol):
         ...
 
     async def flush_cache(self) -> list[FlushOutcome]:
-        """What every engine that is known did when told to empty its prefix cache, within a time limit."""
+        """Have every engine that is known empty its prefix cache, within a time limit."""
         ...
 
 
@@ -114,8 +114,12 @@ class TokenInbox:
 
 
 class RemoteEngines:
-    """EngineClient over Serve and ZeroMQ. reply_to: where engines send tokens, read by whoever feeds `inbox`. resume:
-    continue a request once on another engine if its engine fails."""
+    """EngineClient over Serve and ZeroMQ.
+
+    inbox: fed with what arrives at `reply_to`.
+    reply_to: where engines send tokens.
+    resume: continue a request once on another engine if its engine fails.
+    """
 
     def __init__(
         self,
@@ -215,7 +219,7 @@ class RemoteEngines:
 
 
 class _EngineFailed(Exception):
-    """The engine that ran a request is gone, or its tokens are."""
+    """The engine that ran a request is lost, or tokens of it are."""
 
 
 def _outcome(call: "asyncio.Future[bytes]") -> GenerateSummary:

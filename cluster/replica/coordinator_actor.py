@@ -17,7 +17,8 @@ from cluster.transport.sockets import Transport
 
 
 class EagleCoordinator:
-    """The scheduler's loop in an actor. Starts empty, so that it can say "starting" while the workers load."""
+    """The scheduler's loop in an actor. Starts without a loop, so that it can answer "starting" while the
+    workers load."""
 
     async def __init__(self, config: AerieConfig, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
         self._config = config
@@ -40,15 +41,15 @@ class EagleCoordinator:
                 max_resumes=engine.max_resumes,
                 step_timeout_s=engine.step_timeout_s,
             ),
-            on_worker_group_lost=lambda reason: self._tell(self._worker_group_lost.put_nowait, reason),
-            on_death=lambda reason: self._tell(self._die, reason),
+            on_worker_group_lost=lambda reason: self._report(self._worker_group_lost.put_nowait, reason),
+            on_death=lambda reason: self._report(self._die, reason),
         )
         coordinator.start()
         self._coordinator = coordinator
         return coordinator.endpoint
 
     async def attach(self, endpoints: list[str], epoch: int) -> None:
-        """Use a new worker group; what the former one was lost for is forgotten."""
+        """Use a new worker group; the loss of a former one is not reported any more."""
         assert self._coordinator is not None
         self._worker_group_lost = asyncio.Queue()
         self._coordinator.attach(endpoints, epoch)
@@ -58,11 +59,11 @@ class EagleCoordinator:
         self._coordinator.detach(reason)
 
     async def worker_group_lost(self) -> str:
-        """Waits until the attached worker group is lost; why."""
+        """Waits until the attached worker group is lost; returns why."""
         return await self._worker_group_lost.get()
 
     async def death(self) -> str:
-        """Waits until the loop itself fails; why. The actor's own death ends this call with an error."""
+        """Waits until the loop itself fails; returns why. If the actor's process ends, this call raises."""
         return await self._death
 
     async def stats(self) -> bytes:
@@ -90,10 +91,10 @@ class EagleCoordinator:
             await asyncio.to_thread(self._coordinator.fail_all, reason)
 
     async def loop_age_s(self) -> float:
-        """Seconds since the loop last came round; answers even if it hangs."""
+        """Seconds since the last turn of the loop; answers even if it hangs."""
         return 0.0 if self._coordinator is None else self._coordinator.health().loop_age_s
 
-    def _tell(self, listener: Callable[[str], None], reason: str) -> None:
+    def _report(self, listener: Callable[[str], None], reason: str) -> None:
         self._loop.call_soon_threadsafe(listener, reason)
 
     def _die(self, reason: str) -> None:

@@ -65,7 +65,7 @@ class Worker:
         return self._channel.endpoint
 
     def run(self) -> str:
-        """Execute plans until told to stop or until the coordinator is gone; says which."""
+        """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
         return run_worker_loop(self._executor, self._channel)
 
     def _report(self, phase: str, seconds: float) -> None:

@@ -92,7 +92,7 @@ class WorkerGroup:
         return f"rank {rank}: {first_line(error) if error is not None else self._runs[rank].result()}"
 
     def kill(self, hung: bool = True) -> None:
-        """End every rank at once; nothing is left to say goodbye to. hung: some may not listen any more."""
+        """End every rank at once. hung: some may not answer any more."""
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         own_node = ray.get_runtime_context().get_node_id()

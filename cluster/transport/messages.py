@@ -1,8 +1,9 @@
-"""What travels between ingresses, the engine replica and its coordinator, as msgpack (`msgspec`), never pickle.
+"""What travels between ingresses, engine replicas, coordinators and ranks, besides the plans and results of
+`workers.scheduling.plan`.
 
-A request is one unary Serve call that carries a `GenerateRequest` and returns a `GenerateSummary`. Its tokens go from
-the coordinator straight to the ingress's ZeroMQ socket (`reply_to`): one `TokenBatch` a step with the tokens of all
-requests of that ingress.
+A request is one unary Serve call that carries a `GenerateRequest` and returns an `EngineAnswer`. Its tokens go from the
+coordinator straight to the ingress's ZeroMQ socket (`reply_to`): one `TokenBatch` a step with the tokens of all its
+requests.
 """
 
 from typing import Annotated
@@ -14,10 +15,15 @@ from workers.scheduling.stats import Metric, SchedulerStats
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """request_id: unique. prompt: int32 little-endian token ids. reply_to: endpoint of the ingress that reads tokens.
+    """One generation.
+
+    request_id: unique.
+    prompt: int32 little-endian token ids.
+    reply_to: endpoint of the ingress that reads the tokens.
     output: int32 token ids already delivered to the client (a stream that is resumed on another engine); they count
-    against sampling.max_tokens. running_stats: fill the statistics of every delta, because the ingress may end the
-    answer at any of them."""
+        against sampling.max_tokens.
+    running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
+    """
 
     request_id: str
     prompt: bytes
@@ -28,8 +34,12 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):
-    """num_rounds: rounds that verified drafts. histogram[k]: rounds that accepted k draft tokens. num_draft_tokens:
-    tokens drafted per round. Acceptance length = 1 + accepted / num_rounds."""
+    """Speculation in one request. Acceptance length = 1 + accepted / num_rounds.
+
+    num_rounds: rounds that verified drafts.
+    histogram: [k] rounds that accepted k draft tokens.
+    num_draft_tokens: tokens drafted per round.
+    """
 
     num_rounds: int
     histogram: tuple[int, ...]
@@ -37,9 +47,13 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request. finish: None while it runs, else "stop", "length", "abort" or "error" (then `error`
-    says why). cached_tokens and speculation, so far, are filled with the last delta, with `running_stats` with every
-    one; None: not told, or no draft."""
+    """New tokens of one request.
+
+    finish: None while it runs, else "stop", "length", "abort" or "error".
+    error: why, with finish="error".
+    cached_tokens: prompt tokens found in the prefix cache; in the last delta, with `running_stats` in every one.
+    speculation: so far; in the same deltas, None without a draft.
+    """
 
     request_id: str
     tokens: tuple[int, ...]
@@ -51,8 +65,11 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One step's tokens for one ingress. source: the coordinator's id; sequence counts from 0 per (source, ingress)
-    and shows a lost message."""
+    """One step's tokens for one ingress.
+
+    source: the coordinator's id.
+    sequence: counts from 0 per (source, ingress) and shows a lost message.
+    """
 
     source: str
     sequence: int
@@ -60,7 +77,7 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerateSummary(msgspec.Struct, frozen=True):
-    """What the unary call returns: how the request ended. Tokens do not travel here."""
+    """How a request ended. Its tokens travel in `TokenBatch`es."""
 
     request_id: str
     finish: str
@@ -89,9 +106,40 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
 
 
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's loop runs. num_steps: steps it has finished."""
+
+    rank: int
+    epoch: int
+    num_steps: int
+
+
+class RankFailure(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's executor raised; its loop has ended. message: the traceback."""
+
+    rank: int
+    epoch: int
+    message: str
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True):
+    """The rank shall end its loop."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator did not take a request."""
+
+    request_id: str
+    refusal: Refusal
+
+
 class FlushOutcome(msgspec.Struct, frozen=True):
-    """What an engine replica did when told to empty its prefix cache. num_pages: how many it had. unfinished: which
-    requests kept it from doing so; fault: it could not be asked."""
+    """What became of an order to empty an engine's prefix cache.
+
+    num_pages: pages it had.
+    unfinished: which requests kept it from doing so.
+    fault: why it could not be asked.
+    """
 
     engine_id: str
     num_pages: int = 0

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workers.models.config import ModelConfig
+from workers.models.config import ModelConfig, architecture_of
 from workers.models.llama import LlamaConfig, read_config
 
 _REFUSED_FLAGS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
 
-def architecture_of(raw: Mapping[str, Any]) -> str:
-    """As transformers' model classes are called; published EAGLE heads do not always say."""
-    return str((raw.get("architectures") or ["LlamaForCausalLM"])[0])
+def draft_architecture(raw: Mapping[str, Any]) -> str:
+    """A Llama's where the checkpoint does not say, as some published EAGLE heads do not."""
+    return architecture_of(dict(raw), "LlamaForCausalLM")
 
 
 def read_layer(path: str, raw: Mapping[str, Any]) -> LlamaConfig:

@@ -8,14 +8,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from speculative.draft_models.config import architecture_of, check_fit, read_layer
+from speculative.draft_models.config import check_fit, draft_architecture, read_layer
 from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
+from workers.layers.rotary import RotaryTable
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
+from workers.models.llama import LlamaConfig
 from workers.models.name_map import NameMap
 
 
@@ -24,12 +26,13 @@ class Eagle(DraftMethod):
     """projection_bias: whether its projection has a bias, as published ones do."""
 
     name: ClassVar[str] = "eagle"
+    model: LlamaConfig
     projection_bias: bool
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
         """Its config.json is that of a decoder of one layer, which says nothing of EAGLE."""
-        architecture = architecture_of(raw)
+        architecture = draft_architecture(raw)
         is_decoder = architecture.endswith("ForCausalLM") or "Eagle" in architecture
         return is_decoder and "eagle3" not in architecture.lower() and "draft_vocab_size" not in raw
 
@@ -53,7 +56,8 @@ class EagleModel(DraftModel):
     reads_last_layer: ClassVar[bool] = True
 
     def __init__(self, method: Eagle, group: TPGroup, max_position: int, device: torch.device) -> None:
-        super().__init__(method, group, max_position, device)
+        super().__init__(method, group)
+        self.rotary = RotaryTable(method.model.rope, method.model.head_dim, max_position, device)
         size = method.model.hidden_size
         self.fc = ReplicatedLinear(2 * size, size, method.projection_bias)
         self.layers = nn.ModuleList([DraftLayer(method.model, group, size)])

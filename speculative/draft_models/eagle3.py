@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from speculative.draft_models.config import architecture_of, check_fit, read_layer
+from speculative.draft_models.config import check_fit, draft_architecture, read_layer
 from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
+from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import VocabEmbedding
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
@@ -27,11 +28,12 @@ class Eagle3(DraftMethod):
     """projection_bias: whether the projection of the captured layers has a bias; published ones have none."""
 
     name: ClassVar[str] = "eagle3"
+    model: LlamaConfig
     projection_bias: bool
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return "eagle3" in architecture_of(raw).lower() or "draft_vocab_size" in raw
+        return "eagle3" in draft_architecture(raw).lower() or "draft_vocab_size" in raw
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
@@ -71,7 +73,8 @@ class Eagle3Model(DraftModel):
     """Its recurrent state takes the place of the projected features in the next step."""
 
     def __init__(self, method: Eagle3, group: TPGroup, max_position: int, device: torch.device) -> None:
-        super().__init__(method, group, max_position, device)
+        super().__init__(method, group)
+        self.rotary = RotaryTable(method.model.rope, method.model.head_dim, max_position, device)
         model = method.model
         self.fc = ReplicatedLinear(len(method.capture) * model.hidden_size, model.hidden_size, method.projection_bias)
         self.midlayer = Eagle3Layer(model, group)

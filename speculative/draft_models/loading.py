@@ -10,6 +10,7 @@ from workers.layers.linear import finish_weights
 from workers.layers.weighted import WeightKey
 from workers.models.decoder import Decoder
 from workers.models.loading import allocate
+from workers.models.registry import family_of
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
 
 
@@ -49,8 +50,8 @@ def _target_ids(tensors: dict[str, Tensor], method: DraftMethod, device: torch.d
         return None
     if offsets is None:
         raise ValueError(
-            f"{source}: has its own vocabulary of {vocab_size} but no d2t, so its tokens cannot be "
-            "told; use a head that carries d2t"
+            f"{source}: has its own vocabulary of {vocab_size} but no d2t, so nothing says which of the target's "
+            "tokens these are; use a checkpoint that has d2t"
         )
     if offsets.shape != (vocab_size,):
         raise ValueError(f"{source}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size={vocab_size}")
@@ -85,8 +86,11 @@ def _share_with_target(
         if "lm_head" in lacking:
             model.lm_head = target.lm_head
         return frozenset(lacking)
-    names = {"model.embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
-    found = {names[name]: tensor for name, tensor in checkpoint_tensors(source.path) if name in names}
+    family = family_of(target.config.architecture, f"model {source.path}")
+    names = family.weight_names(target.config)
+    wanted = {names.tensor_name(name, WeightKey("weight")): name for name in ("embed_tokens", "lm_head")}
+    named = ((names.canonical(name), tensor) for name, tensor in checkpoint_tensors(source.path))
+    found = {wanted[name]: tensor for name, tensor in named if name in wanted}
     for name in lacking:
         full = found.get(name, found.get("embed_tokens"))  # a tied target has no lm_head of its own
         if full is None:

@@ -7,8 +7,8 @@ acceptance, commit and the growth of trees are the same for every method.
 What other families would fill in (`docs/add-a-draft-method.md` has EAGLE as the example):
 
 MTP (DeepSeek's NextN and its like): `folder` is the target's, `recognises` asks for num_nextn_predict_layers,
-`weight_names` maps the names under model.layers.<num_hidden_layers> and drops the copies of embedding and head, which
-are then the target's. `features` are the target's final hidden states; `step` is
+`weight_names` maps the names under model.layers.<num_hidden_layers> and ignores all others and the copies of embedding
+and head, which are then the target's. `features` are the target's final hidden states; `step` is
 norm(layer(eh_proj(enorm(embedding), hnorm(hidden)))), one module for every step, and its state is what left that last
 norm, so that `logits` is the vocabulary head alone.
 
@@ -29,11 +29,9 @@ from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
-from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
-from workers.models.llama import LlamaConfig
 from workers.models.name_map import NameMap
 
 
@@ -54,7 +52,7 @@ class DraftMethod(ABC):
     lookahead: ClassVar[int] = 1
 
     path: str
-    model: LlamaConfig
+    model: ModelConfig
     vocab_size: int
     capture: tuple[int, ...]
 
@@ -76,12 +74,13 @@ class DraftMethod(ABC):
 
     @abstractmethod
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DraftModel":
-        """The model, its weights not yet loaded. max_position: rows of its rotary table, which is on `device`."""
+        """The model, its weights not yet loaded. max_position: more than any position in a step. device: of what it
+        computes by itself, as a rotary table is."""
 
     @property
     @abstractmethod
     def weight_names(self) -> NameMap:
-        """The model's names of the tensors of the checkpoint."""
+        """What the checkpoint calls the model's tensors. One that comes with its target ignores the target's."""
 
 
 class DraftModel(nn.Module, ABC):
@@ -102,11 +101,10 @@ class DraftModel(nn.Module, ABC):
     lm_head: LMHead
     target_ids: Tensor | None
 
-    def __init__(self, method: DraftMethod, group: TPGroup, max_position: int, device: torch.device) -> None:
+    def __init__(self, method: DraftMethod, group: TPGroup) -> None:
         super().__init__()
         model = method.model
         self.group = group
-        self.rotary = RotaryTable(model.rope, model.head_dim, max_position, device)
         self.embed_tokens = VocabEmbedding(model.vocab_size, model.hidden_size, group)
         self.lm_head = LMHead(method.vocab_size, model.hidden_size, group)
         self.target_ids = None

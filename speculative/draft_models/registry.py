@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from speculative.draft_models.config import architecture_of
+from speculative.draft_models.config import draft_architecture
 from speculative.draft_models.eagle import Eagle
 from speculative.draft_models.eagle3 import Eagle3
 from speculative.draft_models.method import DraftMethod
@@ -30,10 +30,8 @@ def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig
 
 def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
     """Run as what it is not, a draft would load or nearly so, and then accept nothing and say nothing."""
-    draft = f"speculative.method={name}: draft {path}"
+    draft, architecture = f"speculative.method={name}: draft {path}", draft_architecture(raw)
     right = [other.name for other in METHODS.values() if other.recognises(raw)]
     if not right:
-        return (
-            f"{draft} (architecture {architecture_of(raw)}) is of no method that exists; those are {', '.join(METHODS)}"
-        )
-    return f"{draft} is an {right[0]} head (architecture {architecture_of(raw)}); set method: {right[0]}"
+        return f"{draft} (architecture {architecture}) is of no method that exists; those are {', '.join(METHODS)}"
+    return f"{draft} is an {right[0]} head (architecture {architecture}); set method: {right[0]}"

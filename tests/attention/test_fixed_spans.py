@@ -2,6 +2,7 @@
 Triton's interpreter, see `test_triton_backend`."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_s
 from attention.kernels import decode, split_kv  # noqa: E402
 from attention.kv_cache.pool import KVPool  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from tests.attention.test_triton_backend import (  # noqa: E402
+from tests.attention.test_triton_prefill import check_prefill  # noqa: E402
+from tests.support.triton_cases import (  # noqa: E402
     assert_close,
-    check_prefill,
     random_decode,
     random_pool,
     random_rows,
@@ -54,8 +55,8 @@ class Text:
 
     def chunks(self, cuts: list[int]) -> Tensor:
         """All rows, as the chunks between `cuts` in one batch."""
-        starts = tuple(cuts[:-1])
-        batch = PrefillBatch(tuple(cuts), starts, self.table.expand(len(starts), -1))
+        starts, counts = cuts[:-1], [end - start for start, end in pairwise(cuts)]
+        batch = PrefillBatch.from_lists(starts, counts, self.table.expand(len(starts), -1))
         return attend(self.pool, batch, self.q)
 
 
@@ -174,7 +175,8 @@ def test_prompts_equal_decoding_however_they_are_cut() -> None:
 
 
 def test_pieces_cover_every_row() -> None:
-    batch = PrefillBatch((0, 3, 43, 43 + 16), (9, 0, 100), torch.zeros((3, 8), dtype=torch.int32, device=DEVICE))
+    table = torch.zeros((3, 8), dtype=torch.int32, device=DEVICE)
+    batch = PrefillBatch.from_lists([9, 0, 100], [3, 40, 16], table)
     pieces = list_pieces(batch, 16)
     assert [p for p in pieces if p[0] == 0] == [(0, 0, 9, 1), (0, 1, 10, 1), (0, 2, 11, 1)]
     assert [p for p in pieces if p[0] == 1] == [(1, 3, 0, 16), (1, 19, 16, 16), (1, 27, 24, 16)]
@@ -184,5 +186,5 @@ def test_pieces_cover_every_row() -> None:
 def test_chunks_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for few pieces at once."""
     monkeypatch.setattr("attention.backends.triton_backend.MAX_PIECE_SLOTS", 3)
-    monkeypatch.setattr("tests.attention.test_triton_backend.build_backend", lambda *_: TritonBackend(SPAN))
+    monkeypatch.setattr("tests.attention.test_triton_prefill.build_backend", lambda *_: TritonBackend(SPAN))
     check_prefill([0, 40, 3], [50, 2, 2 * SPAN], GROUP, KV_HEADS, HEAD_DIM, PAGE, DTYPE)

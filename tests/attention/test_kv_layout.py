@@ -13,7 +13,7 @@ from attention.config import CacheConfig
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import KVLayout, LayerGroup, LayerKV, PerToken
 from attention.kv_cache.pool import KVPool, bytes_per_page
-from attention.metadata import DecodeBatch, Mode, causal_mask, decode_slot_mapping
+from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places
 from attention.registry import BACKENDS, limit
 from attention.rotation import rotate
 from tests.support.attention_cases import WORKS, Shape, use_of
@@ -159,7 +159,7 @@ def test_latent_rows_are_stored_attended_to_and_moved() -> None:
     pool.layer(1)[5, :3] = history
     batch = DecodeBatch(Mode.VERIFY, 5, 5, length, causal_mask(1, 5, CPU), table, 8)
     positions = batch.kv_positions().flatten()
-    slots = decode_slot_mapping(batch, PAGE)
+    slots = decode_places(batch, PAGE)[1]
     context = ForwardContext(pool, positions, slots, 5, LatentAttention(batch, 24), None)
     q, row = torch.randn(5, 3, 32), torch.randn(5, 32)
     out = context.attend(1, q, (row,), angles(positions, 8), 0.2)

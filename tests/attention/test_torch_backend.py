@@ -7,7 +7,7 @@ from torch import Tensor
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import move_tokens
 from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_slot_mapping, prefill_slot_mapping
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_places, prefill_places
 from attention.registry import build_backend
 from tests.support.attention_cases import heads_pool, write_tokens
 
@@ -70,7 +70,7 @@ def test_chunk_rows_see_all_before_them(page_size: int) -> None:
     starts, counts = [0, 5, 33], [7, 1, 20]
     pool, table, keys, values = paged([s + n for s, n in zip(starts, counts, strict=True)], page_size, seed=3)
     q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(1))
-    batch = PrefillBatch((0, 7, 8, 28), tuple(starts), table)
+    batch = PrefillBatch.from_lists(starts, counts, table)
     out = build_backend("torch", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
     row = 0
     for c, start in enumerate(starts):
@@ -117,9 +117,9 @@ def test_kv_slots_follow_the_page_table() -> None:
         Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8
     )
     # columns 1 and 2 of the tail: positions 4, 5 and 5, 6 on pages of 4
-    assert decode_slot_mapping(suffix_len, 4).tolist() == [4, 5, 37, 38]
-    chunks = PrefillBatch((0, 2, 5), (3, 0), table)
-    assert prefill_slot_mapping(chunks, 4).tolist() == [15, 4, 8, 9, 10]
+    assert decode_places(suffix_len, 4)[1].tolist() == [4, 5, 37, 38]
+    chunks = PrefillBatch.from_lists([3, 0], [2, 3], table)
+    assert prefill_places(chunks, 4)[1].tolist() == [15, 4, 8, 9, 10]
 
 
 def test_an_unknown_backend_names_those_that_exist() -> None:

@@ -12,7 +12,15 @@ import pytest
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from attention.backends.triton_backend import FIXED_TILES  # noqa: E402
-from attention.kernels import decode, merge_states, prefill, rope_store, split_kv  # noqa: E402
+from attention.kernels import (  # noqa: E402
+    decode,
+    merge_states,
+    prefill,
+    prefill_plan,
+    rope_store,
+    slot_mapping,
+    split_kv,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -156,6 +164,11 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_
 def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     constants: dict[str, Any] = {"TILE": 64, "MAX_SPLITS": 64, "REQUESTS": 512, "ITEMS": 1024}
     assert compiled(split_kv._plan_items, tmp_path, {}, constants, 4, 1)[0] == 0
+    constants = {"BLOCK": prefill_plan.BLOCK, "CHUNKS": prefill_plan.CHUNKS}
+    assert compiled(prefill_plan._plan_tiles, tmp_path, {}, constants, 4, 1)[0] == 0
+    constants = {"BLOCK": slot_mapping.BLOCK, "CHUNKS": slot_mapping.CHUNKS}
+    pointers = {"position_ptr": "i64", "slot_ptr": "i64"}
+    assert compiled(slot_mapping._prefill_places, tmp_path, pointers, constants, 4, 1)[0] == 0
     constants = {
         "ROWS": 4,
         "GROUP": 4,

@@ -127,7 +127,7 @@ def bench_prefill(clock: Clock, memory: Tensor, shapes: list[tuple[int, int]]) -
     for chunks, length in shapes:
         pages = -(-length // PAGE)
         table = random_table([length] * chunks, PAGE, pages).to(memory.device)
-        batch = PrefillBatch(tuple(range(0, chunks * length + 1, length)), (0,) * chunks, table)
+        batch = PrefillBatch.from_lists([0] * chunks, [length] * chunks, table)
         q = torch.randn((chunks * length, HEADS, DIM), device=memory.device, dtype=memory.dtype)
         kv = layer_views(memory, 1, chunks * pages)[0]
         prepared = build_backend("triton", Mode.PREFILL).prepare(batch)

@@ -137,7 +137,7 @@ class Bench:
         for count, rows, start in CHUNKS:
             pages = -(-(start + rows) // PAGE)
             table = random_table([start + rows] * count, PAGE, pages).to(self.memory.device)
-            batch = PrefillBatch(tuple(range(0, count * rows + 1, rows)), (start,) * count, table)
+            batch = PrefillBatch.from_lists([start] * count, [rows] * count, table)
             q = torch.randn((count * rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
             layer = layer_views(self.memory, 1, count * pages)[0]
             runs = {"triton": self._chunks("triton", batch, q, layer)}

@@ -18,7 +18,8 @@ from attention.config import CacheConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
+from cluster.transport.encoding import decode, decode_tokens, encode
 from cluster.transport.messages import GenerateRequest
 from cluster.transport.sockets import Transport
 from tests.bench.coordinator import TOKENS_PER_ROUND, TREE

@@ -18,7 +18,7 @@ from workers.distributed.tp_group import SOLO
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.mlp import GatedMLP
 from workers.models.decoder import Decoder
-from workers.models.loading import kv_groups, load_target, read_target_config
+from workers.models.loading import load_target, read_target_config
 from workers.runner.model_runner import TargetRunner
 from workers.scheduling.plan import SamplingParams
 
@@ -30,14 +30,14 @@ def target_runner(pair: Pair) -> TargetRunner:
     source = ModelSource(path=str(pair.target), device="cpu")
     config = read_target_config(source, 1)
     model = load_target(source, config, SOLO, CPU, 128, capture=(1,))
-    pool = KVPool(kv_groups(config, 1, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
+    pool = KVPool(config.kv_groups(1, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
     return TargetRunner(model, pool, dict.fromkeys(Mode, TorchBackend()))
 
 
 @pytest.mark.parametrize("running", [0, 2])
 def test_a_chunks_last_row_is_what_it_is_among_all_rows(pair: Pair, running: int) -> None:
     tables = torch.arange(1, 37, dtype=torch.int32).view(4, 9)
-    chunks = PrefillBatch((0, 7, 8), (0, 5), tables[2:])
+    chunks = PrefillBatch.from_lists([0, 5], [7, 1], tables[2:])
     tail = None
     if running:
         length = torch.tensor([6, 11], dtype=torch.int32)

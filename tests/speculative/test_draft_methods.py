@@ -22,9 +22,10 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
+from workers.layers.rotary import RotaryTable
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.decoder import DecoderOutput
-from workers.models.llama import make_layer, read_config
+from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.loading import read_target_config
 from workers.models.name_map import NameMap
 from workers.scheduling.plan import SamplingParams
@@ -36,6 +37,7 @@ class NextN(DraftMethod):
     """A module that comes with its target, in a folder beside the target's weights."""
 
     name: ClassVar[str] = "nextn"
+    model: LlamaConfig
 
     @classmethod
     def folder(cls, draft_path: str, target_path: str) -> str:
@@ -72,7 +74,8 @@ class NextNModel(DraftModel):
     reads_last_layer: ClassVar[bool] = True
 
     def __init__(self, method: NextN, group: TPGroup, max_position: int, device: torch.device) -> None:
-        super().__init__(method, group, max_position, device)
+        super().__init__(method, group)
+        self.rotary = RotaryTable(method.model.rope, method.model.head_dim, max_position, device)
         model = method.model
         self.enorm, self.hnorm, self.norm = (RMSNorm(model.hidden_size, model.rms_eps) for _ in range(3))
         self.eh_proj = ReplicatedLinear(2 * model.hidden_size, model.hidden_size, bias=False)

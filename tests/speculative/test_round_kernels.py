@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from attention.kernels import move_path, slot_mapping  # noqa: E402
 from attention.kv_cache.heads import HeadsLayout  # noqa: E402
-from attention.metadata import DecodeBatch, Mode, causal_mask, token_indices  # noqa: E402
+from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places, token_indices  # noqa: E402
 from speculative.acceptance import accept, accept_synthetic, committed  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import NO_TOKEN  # noqa: E402
@@ -89,7 +89,7 @@ def test_rows_of_a_tail_are_where_torch_puts_them(rows: int, tail: int, page_siz
     prefix = torch.tensor([0, 3, 17, 54], dtype=torch.int32, device=DEVICE)
     table = torch.randint(0, 90, (4, 80), dtype=torch.int32, device=DEVICE)[:, :70]
     batch = DecodeBatch(Mode.VERIFY, rows, tail, prefix, causal_mask(4, rows, DEVICE), table, 70)
-    ours, expected = slot_mapping.decode_rows(batch, page_size), slot_mapping.reference(batch, page_size)
+    ours, expected = slot_mapping.decode_places(batch, page_size), decode_places(batch, page_size)
     assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
 
 

@@ -164,12 +164,10 @@ def _draft_mask(work: Work, num_requests: int) -> Tensor:
 
 
 def prefill_batch(shape: Shape, device: torch.device) -> PrefillBatch:
-    indptr = [0]
-    for _, rows in CHUNKS:
-        indptr.append(indptr[-1] + rows)
     lengths = [start + rows for start, rows in CHUNKS]
     table = random_table(lengths, shape.page_size, MAX_LENGTH // shape.page_size)
-    return PrefillBatch(tuple(indptr), tuple(start for start, _ in CHUNKS), table.to(device))
+    starts, counts = zip(*CHUNKS, strict=True)
+    return PrefillBatch.from_lists(starts, counts, table.to(device))
 
 
 def num_pages(page_size: int, suffix_len: int) -> int:

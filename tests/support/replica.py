@@ -22,7 +22,7 @@ from workers.runner.slot_table import SlotTable
 
 NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them
 MAX_TOKENS = 60
-ROOM = MAX_TOKENS + 8  # tokens that max_model_len must leave behind the longest context
+ROOM = MAX_TOKENS + 8  # tokens that max_model_len must leave after the longest context
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,12 @@ def write_config(folder: Path, size: Dimensions, max_position: int, capture: Seq
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of engine. tree: (num_steps, top_k, width), None decodes plainly. acceptance: synthetic, None is real.
-    longest: the longest context that a request has when it comes."""
+    """One kind of engine.
+
+    tree: (num_steps, top_k, width), None decodes plainly.
+    acceptance: synthetic, None is real.
+    longest: the longest context that a request has when it comes.
+    """
 
     tree: tuple[int, int, int] | None
     page_size: int
@@ -102,7 +106,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Replica:
-    """An engine's rank, opened up. strategy: as it was built, with graphs on a GPU. inner: what it captures."""
+    """An engine's rank, opened up.
+
+    strategy: as it was built, with graphs on a GPU.
+    inner: what it captures.
+    """
 
     strategy: DecodingStrategy
     inner: Autoregressive | SpeculativeDecoding

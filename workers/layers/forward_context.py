@@ -8,7 +8,8 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
 from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, decode_slot_mapping, prefill_slot_mapping
+from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from attention.slot_mapping import row_places
 from workers.layers.rotary import Angles
 
 
@@ -81,12 +82,13 @@ def make_context(
     all rows."""
     positions, slots = [], []
     if decode is not None:
-        own_positions, own_slots = _decode_rows(decode, pool.page_size)
+        own_positions, own_slots = row_places(decode, pool.page_size)
         positions.append(own_positions if decode_positions is None else decode_positions)
         slots.append(own_slots)
     if chunks is not None:
-        positions.append(chunks.kv_positions())
-        slots.append(prefill_slot_mapping(chunks, pool.page_size))
+        chunk_positions, chunk_slots = row_places(chunks, pool.page_size)
+        positions.append(chunk_positions)
+        slots.append(chunk_slots)
     if attending is not None:
         decode, chunks = attending.decode, attending.chunks
     return ForwardContext(
@@ -98,12 +100,3 @@ def make_context(
         chunks=backends[Mode.PREFILL].prepare(chunks) if chunks is not None else None,
         attending=attending.rows if attending is not None else None,
     )
-
-
-def _decode_rows(decode: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """KV positions and token indices that the rows of `tail` write, [B * R] int64 each."""
-    if decode.prefix_len.is_cuda:
-        from attention.kernels.slot_mapping import decode_rows
-
-        return decode_rows(decode, page_size)
-    return decode.kv_positions().flatten(), decode_slot_mapping(decode, page_size)

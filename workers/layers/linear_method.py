@@ -118,7 +118,8 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, options: GEMMOptions) -> None:
-        """Once, when the weights are final and before the first product; again if they are changed."""
+        """Once, when the weights are final and before they are multiplied by; again if they are changed. Raises
+        ValueError if the method cannot do what `options.deterministic` asks for."""
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

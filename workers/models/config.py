@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from attention.kv_cache.layout import LayerGroup
+from workers.distributed.tp_group import TPGroup
+from workers.layers.linear import kv_head_span
 from workers.layers.quantization import QuantMethod
 from workers.layers.rotary import RopeConfig
 
@@ -17,8 +20,11 @@ from workers.layers.rotary import RopeConfig
 class ModelConfig(ABC):
     """What a family's own configuration adds to: the fields that every target has, and what must follow from all.
 
-    num_heads: query heads. num_kv_heads, head_dim: of the KV pool. dtype: of the checkpoint's unquantised weights.
-    quant: how its linear layers are kept."""
+    num_heads: query heads.
+    num_kv_heads, head_dim: of what is kept, on all ranks together.
+    dtype: of the checkpoint's unquantised weights.
+    quant: how its linear layers are kept.
+    """
 
     architecture: str
     hidden_size: int
@@ -38,6 +44,16 @@ class ModelConfig(ABC):
     def check_shards(self, tensor_parallel: int, source: str) -> None:
         """Raises ValueError, with sizes that work, if the model cannot be cut into `tensor_parallel` shards; `source`
         names it."""
+
+    @abstractmethod
+    def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        """The layers by how they keep their KV on one rank: what the model's `KVPool` is made of. dtype: of what the
+        model computes."""
+
+    def num_kv_heads_per_rank(self, tensor_parallel: int) -> int:
+        """Of num_kv_heads; with more ranks than heads each head is held by several ranks."""
+        first, end = kv_head_span(self.num_kv_heads, TPGroup(0, tensor_parallel))
+        return end - first
 
     @abstractmethod
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
 from workers.distributed.tp_group import TPGroup
 from workers.layers.attention import Attention
 from workers.layers.decoder_layer import DecoderLayer
@@ -44,6 +46,10 @@ class LlamaConfig(ModelConfig):
                 f"tensor_parallel={tensor_parallel}: does not divide {source} (num_attention_heads={heads}, "
                 f"num_key_value_heads={kv}, intermediate_size={intermediate}); try one of {works}"
             )
+
+    def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        layout = HeadsLayout(self.num_kv_heads_per_rank(tensor_parallel), self.head_dim, dtype)
+        return (LayerGroup(tuple(range(self.num_layers)), layout),)
 
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         return {

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and how it keeps its KV."""
+"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and the pages that fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from attention.config import CacheConfig
-from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
 from workers.config import ModelSource
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import LinearBase, finish_weights, kv_head_span
+from workers.layers.linear import LinearBase, finish_weights
 from workers.layers.quantization import QuantMethod
 from workers.models.config import ModelConfig, architecture_of, read_config_json
 from workers.models.decoder import Decoder
@@ -88,17 +87,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def kv_layout(config: ModelConfig, tensor_parallel: int, dtype: torch.dtype) -> HeadsLayout:
-    """How every layer of one model keeps its KV on one rank."""
-    first, end = kv_head_span(config.num_kv_heads, TPGroup(0, tensor_parallel))
-    return HeadsLayout(end - first, config.head_dim, dtype)
-
-
-def kv_groups(config: ModelConfig, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-    """The layers of one model by how they keep their KV on one rank: what its `KVPool` is made of."""
-    return (LayerGroup(tuple(range(config.num_layers)), kv_layout(config, tensor_parallel, dtype)),)
 
 
 def pages_that_fit(cache: CacheConfig, groups: Sequence[LayerGroup]) -> int:

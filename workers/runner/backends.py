@@ -13,7 +13,6 @@ from attention.limits import AttentionUse
 from attention.metadata import Mode
 from attention.registry import Choice, choose_backends
 from workers.models.config import ModelConfig
-from workers.models.loading import kv_layout
 
 Backends = dict[Mode, AttentionBackend]
 
@@ -30,19 +29,20 @@ class ModelShape:
 
     def use(self, mode: Mode, tree: bool = False) -> AttentionUse:
         """tree: whether masks branch in this mode."""
-        layout = kv_layout(self.config, self.tensor_parallel, self.dtype)
+        kinds = {group.layout.kind for group in self.config.kv_groups(self.tensor_parallel, self.dtype)}
+        assert len(kinds) == 1, "a mode has one backend, which reads one kind of view"
         cuda = self.device.type == "cuda"
         return AttentionUse(
             mode=mode,
             num_heads=self.config.num_heads // self.tensor_parallel,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
+            num_kv_heads=self.config.num_kv_heads_per_rank(self.tensor_parallel),
+            head_dim=self.config.head_dim,
             page_size=self.page_size,
             dtype=self.dtype,
             device=self.device.type,
             capability=torch.cuda.get_device_capability(self.device) if cuda else None,
             tree=tree,
-            layout=layout.kind,
+            layout=kinds.pop(),
         )
 
 

@@ -11,7 +11,7 @@ from attention.kv_cache.pool import KVPool
 from workers.config import WorkerConfig
 from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
-from workers.models.loading import kv_groups, load_target
+from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, needs_cpu_seq_lens, target_backends
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
@@ -83,7 +83,7 @@ def load_parts(
         deterministic,
     )
     done("target loaded")
-    groups = kv_groups(layout.target, group.size, layout.dtype)
+    groups = layout.target.kv_groups(group.size, layout.dtype)
     pool = KVPool(groups, layout.num_pages, worker.cache.page_size, device)
     done("KV cache allocated")
     target = TargetRunner(model, pool, backends)

@@ -13,7 +13,7 @@ from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
-from workers.models.loading import kv_groups, pages_that_fit
+from workers.models.loading import pages_that_fit
 from workers.runner.backends import Backends
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.model_runner import TargetRunner
@@ -126,7 +126,7 @@ def plan_layout(
 ) -> EngineLayout:
     """target: as `workers.models.loading.read_target_config` gives it. Raises ValueError where no KV page fits."""
     dtype = resolve_dtype(worker.model.dtype, target.dtype, resolve_device(worker.model.device, 0))
-    groups = [*kv_groups(target, worker.tensor_parallel, dtype), *speculation.kv_groups(dtype)]
+    groups = [*target.kv_groups(worker.tensor_parallel, dtype), *speculation.kv_groups(dtype)]
     return EngineLayout(
         target=target,
         dtype=dtype,

@@ -5,7 +5,8 @@ exactly as the cluster's coordinator does, two steps in flight.
     with local_engine(worker, plan_layout(worker, target)) as engine:
         requests = engine.generate(prompts, SamplingParams(64, 0.0))
 
-`speculative.local` does the same for an engine with a draft."""
+`speculative.local` does the same for an engine with a draft.
+"""
 
 import contextlib
 import time
@@ -16,7 +17,7 @@ from workers.runner.build import build_worker
 from workers.runner.executor import StepExecutor
 from workers.runner.layout import EngineLayout
 from workers.runner.rank_processes import RankProcesses
-from workers.scheduling.plan import SamplingParams, StepResult
+from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
 from workers.scheduling.scheduler import Scheduler
 
@@ -36,12 +37,9 @@ class LocalEngine:
         if plan is not None:
             self.executor.submit(plan)
         if self.executor.num_pending == 2 or (plan is None and self.executor.num_pending):
-            return self.scheduler.apply(self._take())
+            return self.scheduler.apply(self.executor.take())
         assert plan is not None or self.scheduler.num_waiting == 0, "requests wait but no step can run"
         return []
-
-    def _take(self) -> StepResult:
-        return self.executor.take()
 
     def run(self, requests: Iterable[Request], concurrency: int, listener: Listener = lambda output: None) -> None:
         """Run `requests` with at most `concurrency` at a time until all have finished."""
@@ -55,7 +53,7 @@ class LocalEngine:
                 listener(output)
                 running -= output.finish_reason is not None
         while self.executor.num_pending:
-            self.scheduler.apply(self._take())
+            self.scheduler.apply(self.executor.take())
 
     def generate(
         self,

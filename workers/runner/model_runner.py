@@ -1,4 +1,5 @@
-"""A model, its KV pool and its attention backends: one forward pass over a tail batch and prompt chunks."""
+"""A model, its KV pool and its attention backends: one forward pass over a decode batch and prompt
+chunks. Used by decoding strategies, which own the order of passes."""
 
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -43,8 +44,8 @@ class TargetRunner(ModelRunner[Decoder]):
         chunks: PrefillBatch | None,
         every_row: bool = False,
     ) -> DecoderOutput:
-        """ids: [rows] int64, tail rows first. Of chunks each one's last row alone goes through the whole last layer and
-        has a hidden state in the output, unless every_row."""
+        """ids: [rows] int64, those of `decode` first. Of chunks each one's last row alone goes through the whole last
+        layer and has a hidden state in the output, unless every_row."""
         context = self.context(decode, decode_positions, chunks)
         if chunks is not None and not every_row:
             ends = context.num_decode_rows + chunks.last_row_indices

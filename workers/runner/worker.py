@@ -155,9 +155,6 @@ class Worker:
     def _chunks(self, plan: StepPlan) -> PromptChunks:
         device = self._slots.device
         ids = [unpack_i32(chunk.tokens) for chunk in plan.chunks]
-        indptr = [0]
-        for tokens in ids:
-            indptr.append(indptr[-1] + len(tokens))
         slots = tuple(chunk.slot for chunk in plan.chunks)
         finals = tuple(c for c, chunk in enumerate(plan.chunks) if chunk.next_token < 0)
 
@@ -166,7 +163,7 @@ class Worker:
 
         starts = tuple(chunk.start for chunk in plan.chunks)
         return PromptChunks(
-            batch=PrefillBatch(tuple(indptr), starts, self._slots.page_table[as_tensor(slots)]),
+            batch=PrefillBatch.from_lists(starts, [len(t) for t in ids], self._slots.page_table[as_tensor(slots)]),
             slots=slots,
             ids=as_tensor([token for tokens in ids for token in tokens.tolist()]),
             next_ids=tuple(chunk.next_token for chunk in plan.chunks),

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.chat_response import ChatReply
 from cluster.http.endpoint import Endpoint, post
+from cluster.http.replies.chat import ChatReply
+from cluster.http.replies.reply import Reply, ReplyContext
+from cluster.http.replies.text import TextReply
 from cluster.http.request import EdgeRequest, chat_request, text_request
-from cluster.http.response import Reply, ReplyContext
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.schema.response import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from cluster.http.serving import Edge, GenerationResponse
-from cluster.http.text_response import TextReply
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:

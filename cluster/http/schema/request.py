@@ -129,7 +129,11 @@ class _SamplingRequest(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """include_usage: an event with the usage before the last. continuous_usage_stats: the usage in every event."""
+    """What a stream carries besides the answer.
+
+    include_usage: an event with the usage before the last.
+    continuous_usage_stats: the usage in every event.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -80,10 +80,31 @@ class RequestMetrics(Struct):
     speculative_decoding: SpeculationMetrics
 
 
+class FunctionCall(Struct):
+    """arguments: a JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(Struct, kw_only=True):
+    """The answer of a chat.
+
+    content: null where there are only tool calls.
+    reasoning_content: what the model thought before.
+    """
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -108,9 +129,33 @@ class ChatCompletion(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    """What an event adds to a call.
+
+    name: with the call's first delta.
+    arguments: more of its JSON text.
+    """
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """index: of the call in the answer. id and type: with its first delta."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(Struct):
+    """What an event adds to the message."""
+
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[ToolCallDelta, ...] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -180,7 +225,11 @@ class CompletionChunk(Struct, kw_only=True):
 
 
 class ErrorDetail(Struct):
-    """param: the parameter that must change. code: for programs."""
+    """Why a request failed.
+
+    param: the parameter that must change.
+    code: for programs.
+    """
 
     message: str
     type: str

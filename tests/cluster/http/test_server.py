@@ -1,4 +1,4 @@
-"""The application behind a real server: OpenAI's client, clients that leave, many at once, and a corpus of nonsense."""
+"""The application in a real server: OpenAI's client, clients that leave, many at once, and a corpus of nonsense."""
 
 import asyncio
 import json
@@ -157,6 +157,43 @@ async def test_request_id_is_the_clients_or_new_and_echoed_everywhere() -> None:
     assert len({call.request_id for call in engine.calls}) == 3, "the engine's own ids are unique"
 
 
+FIELDS = [
+    "model",
+    "messages",
+    "prompt",
+    "n",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "stream",
+    "stream_options",
+    "tools",
+    "response_format",
+    "echo",
+    "best_of",
+    "user",
+    "metadata",
+    "request_id",
+    "suffix",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "presence_penalty",
+    "speculative",
+    "ignore_eos",
+    "tokens",
+]
+
+
 def _nonsense(rng: random.Random, depth: int = 0) -> Any:
     """A JSON value that looks for trouble."""
     simple = [
@@ -200,41 +237,6 @@ def _nonsense(rng: random.Random, depth: int = 0) -> Any:
 async def test_nonsense_is_never_a_server_error() -> None:
     """600 valid bodies with one or two fields replaced, 200 bodies cut or with a byte changed. Seeded."""
     rng = random.Random(7)
-    fields = [
-        "model",
-        "messages",
-        "prompt",
-        "n",
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "stop",
-        "stop_token_ids",
-        "seed",
-        "logprobs",
-        "top_logprobs",
-        "logit_bias",
-        "stream",
-        "stream_options",
-        "tools",
-        "response_format",
-        "echo",
-        "best_of",
-        "user",
-        "metadata",
-        "request_id",
-        "suffix",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "presence_penalty",
-        "speculative",
-        "ignore_eos",
-        "tokens",
-    ]
     bases: list[tuple[str, dict[str, Any]]] = [
         (CHAT, HELLO),
         (TEXT, PROMPT),
@@ -247,7 +249,7 @@ async def test_nonsense_is_never_a_server_error() -> None:
         for i in range(800):
             route, base = rng.choice(bases)
             body = dict(base)
-            for field in rng.sample(fields, rng.choice([1, 1, 2])):
+            for field in rng.sample(FIELDS, rng.choice([1, 1, 2])):
                 body[field] = _nonsense(rng)
             raw = bytearray(json.dumps(body if i < 600 else base).encode())
             if i >= 600:

@@ -1,4 +1,4 @@
-"""Statistics of answers that a stop string ends before the engine does: told with every delta of such a request."""
+"""Statistics of answers that a stop string ends before the engine does: every delta of such a request has them."""
 
 from collections.abc import Iterable
 from pathlib import Path

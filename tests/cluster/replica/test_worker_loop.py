@@ -8,14 +8,16 @@ import pytest
 import zmq
 
 from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import Heartbeat, RankChannel, RankFailure, RankLink, Stop, encode
+from cluster.transport.channel import RankChannel, RankLink
+from cluster.transport.encoding import encode
+from cluster.transport.messages import Heartbeat, RankFailure, Stop
 from cluster.transport.sockets import Transport
 from tests.support.cluster import until
 from workers.scheduling.plan import StepPlan, StepResult
 
 
 class Recorder:
-    """An executor whose steps are done when told."""
+    """An executor whose steps are done when the test says so."""
 
     def __init__(self):
         self.done = threading.Event()
@@ -153,15 +155,15 @@ def test_the_coordinators_end_is_the_loops_end(make_bench, busy):
 def test_an_exception_travels_up_and_ends_the_loop(make_bench):
     bench = make_bench()
 
-    def boom(plan):
-        raise RuntimeError("the printer is on fire")
+    def fail(plan):
+        raise RuntimeError("out of memory")
 
-    bench.executor.submit = boom
+    bench.executor.submit = fail
     bench.send(0)
     until(lambda: len(bench.read(RankFailure)) == 1)
     failure = bench.read(RankFailure)[0]
     assert (failure.rank, failure.epoch) == (0, 1)
-    assert "in boom" in failure.message and "the printer is on fire" in failure.message
+    assert "in fail" in failure.message and "out of memory" in failure.message
     until(lambda: bench.end is not None)
     assert isinstance(bench.end, RuntimeError)
 

@@ -6,21 +6,20 @@ import time
 import pytest
 import zmq
 
-from cluster.transport.channel import (
-    BadMessageError,
+from cluster.transport.channel import IngressLink, RankChannel, RankLink, bind_ingress
+from cluster.transport.encoding import BadMessageError, decode, decode_tokens, encode
+from cluster.transport.messages import (
+    Abort,
+    GenerateRequest,
+    GenerateSummary,
     Heartbeat,
-    IngressLink,
-    RankChannel,
     RankFailure,
-    RankLink,
+    Refusal,
     Refused,
     Stop,
-    bind_ingress,
-    decode,
-    decode_tokens,
-    encode,
+    TokenBatch,
+    TokenDelta,
 )
-from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
 from cluster.transport.sockets import PeerMonitor, Transport, new_keys, open_socket
 from tests.support.cluster import until
 from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, TokenLogprobs, pack_i32

@@ -1,17 +1,26 @@
 """What the reply to a generation request is made of, whatever the endpoint. Driven by `cluster.http.serving`;
-implemented by `cluster.http.chat_response` and `cluster.http.text_response`."""
+implemented by `cluster.http.replies.chat` and `cluster.http.replies.text`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import UNSET, UnsetType
 
 from cluster.http.answer import Answer, Piece
+from cluster.http.output_parser import ReplyDelta
 from cluster.http.request import EdgeRequest
-from cluster.http.schema.response import CachedTokens, RequestMetrics, SpeculationMetrics, Usage
+from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, ToolCall, Usage
 from cluster.http.tokenizer import ChatTokenizer
 from cluster.transport.messages import SpeculationStats
+
+
+class WholeAnswer(NamedTuple):
+    """A finished choice: all its pieces as one, and what the parser made of them."""
+
+    piece: Piece
+    delta: ReplyDelta
+    tool_calls: list[ToolCall]
 
 
 class Reply(Protocol):
@@ -20,17 +29,17 @@ class Reply(Protocol):
     def first_event(self, index: int) -> bytes:
         """What the stream of choice `index` begins with; b"" for nothing."""
 
-    def piece_event(self, index: int, piece: Piece) -> bytes:
-        """The event of a piece; b"" if it has nothing to show."""
+    def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        """The event of a piece, of which the parser made `delta`; b"" if there is nothing to show."""
 
-    def finish_event(self, index: int) -> bytes:
+    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
         """The last event of a choice."""
 
     def usage_event(self) -> bytes:
         """The event in front of [DONE] for `stream_options.include_usage`."""
 
-    def document(self, pieces: Sequence[Piece]) -> bytes:
-        """The whole reply to a request that does not stream. pieces: one per choice, each a whole answer."""
+    def document(self, answers: Sequence[WholeAnswer]) -> bytes:
+        """The whole reply to a request that does not stream. answers: one per choice."""
 
 
 @dataclass(frozen=True)

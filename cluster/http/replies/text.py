@@ -7,14 +7,22 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.http.answer import Piece
-from cluster.http.logprobs import text_logprobs
-from cluster.http.response import ReplyContext
-from cluster.http.schema.response import Completion, CompletionChunk, TextChoice, TextChunkChoice, TextLogprobs
-from cluster.http.streaming import TextEvents, chunk_event
+from cluster.http.output_parser import ReplyDelta
+from cluster.http.replies.logprobs import text_logprobs
+from cluster.http.replies.reply import ReplyContext, WholeAnswer
+from cluster.http.replies.streaming import TextEvents, chunk_event
+from cluster.http.schema.response import (
+    Completion,
+    CompletionChunk,
+    FinishReason,
+    TextChoice,
+    TextChunkChoice,
+    TextLogprobs,
+)
 
 
 class TextReply:
-    """See `cluster.http.response.Reply`."""
+    """See `cluster.http.replies.reply.Reply`."""
 
     def __init__(self, context: ReplyContext) -> None:
         self._context = context
@@ -32,21 +40,19 @@ class TextReply:
             choice.prompt_token_ids = request.prompts[prompt]
         return chunk_event(self._chunk(choice))
 
-    def piece_event(self, index: int, piece: Piece) -> bytes:
+    def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         if self._text_events:
-            return self._text_events[index].event(piece.text) if piece.text else b""
-        if not piece.text and not piece.tokens:
+            return self._text_events[index].event(delta.content) if delta.content else b""
+        if not delta.content and not piece.tokens:
             return b""
-        choice = TextChunkChoice(index=index, text=piece.text, logprobs=self._logprobs(index, piece))
+        choice = TextChunkChoice(index=index, text=delta.content, logprobs=self._logprobs(index, piece))
         if self._context.request.return_token_ids:
             choice.token_ids = piece.tokens
         return chunk_event(self._chunk(choice))
 
-    def finish_event(self, index: int) -> bytes:
+    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
         answer = self._context.answers[index]
-        chunk = self._chunk(
-            TextChunkChoice(index=index, text="", finish_reason=answer.finish, stop_reason=answer.stop_reason)
-        )
+        chunk = self._chunk(TextChunkChoice(index=index, text="", finish_reason=finish, stop_reason=answer.stop_reason))
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)
 
@@ -55,28 +61,29 @@ class TextReply:
         chunk.usage, chunk.metrics = self._context.usage(), self._context.metrics()
         return chunk_event(chunk)
 
-    def document(self, pieces: Sequence[Piece]) -> bytes:
+    def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         context = self._context
         return msgspec.json.encode(
             Completion(
                 id=context.reply_id,
                 created=context.created,
                 model=context.model,
-                choices=[self._choice(index, piece) for index, piece in enumerate(pieces)],
+                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
                 usage=context.usage(),
                 metrics=context.metrics(),
             )
         )
 
-    def _choice(self, index: int, piece: Piece) -> TextChoice:
+    def _choice(self, index: int, answer: WholeAnswer) -> TextChoice:
+        piece, delta, _ = answer
         request = self._context.request
         prompt = request.choices[index].prompt
-        assert piece.finish is not None
+        assert delta.finish is not None
         return TextChoice(
             index=index,
-            text=request.echo[prompt] + piece.text if request.echo else piece.text,
+            text=request.echo[prompt] + delta.content if request.echo else delta.content,
             logprobs=self._logprobs(index, piece),
-            finish_reason=piece.finish,
+            finish_reason=delta.finish,
             stop_reason=piece.stop_reason,
             token_ids=piece.tokens if request.return_token_ids else UNSET,
             prompt_token_ids=request.prompts[prompt] if request.return_token_ids else UNSET,

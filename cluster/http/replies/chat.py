@@ -7,8 +7,10 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.http.answer import Piece
-from cluster.http.logprobs import chat_logprobs
-from cluster.http.response import ReplyContext
+from cluster.http.output_parser import ReplyDelta
+from cluster.http.replies.logprobs import chat_logprobs
+from cluster.http.replies.reply import ReplyContext, WholeAnswer
+from cluster.http.replies.streaming import TextEvents, chunk_event
 from cluster.http.schema.response import (
     AssistantMessage,
     ChatChoice,
@@ -17,12 +19,12 @@ from cluster.http.schema.response import (
     ChatCompletionChunk,
     ChatDelta,
     ChatLogprobs,
+    FinishReason,
 )
-from cluster.http.streaming import TextEvents, chunk_event
 
 
 class ChatReply:
-    """See `cluster.http.response.Reply`."""
+    """See `cluster.http.replies.reply.Reply`."""
 
     def __init__(self, context: ReplyContext) -> None:
         self._context = context
@@ -36,22 +38,29 @@ class ChatReply:
             choice.prompt_token_ids = request.prompts[request.choices[index].prompt]
         return chunk_event(self._chunk(choice))
 
-    def piece_event(self, index: int, piece: Piece) -> bytes:
-        if self._text_events:
-            return self._text_events[index].event(piece.text) if piece.text else b""
-        if not piece.text and not piece.tokens:
+    def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        other = bool(delta.reasoning or delta.tool_calls)  # than content
+        if self._text_events and not other:
+            return self._text_events[index].event(delta.content) if delta.content else b""
+        if not (delta.content or other or piece.tokens):
             return b""
         choice = ChatChunkChoice(
-            index=index, delta=ChatDelta(content=piece.text), logprobs=self._logprobs(index, piece)
+            index=index,
+            delta=ChatDelta(
+                content=delta.content if delta.content or not other else UNSET,
+                reasoning_content=delta.reasoning or UNSET,
+                tool_calls=delta.tool_calls or UNSET,
+            ),
+            logprobs=self._logprobs(index, piece),
         )
         if self._context.request.return_token_ids:
             choice.token_ids = piece.tokens
         return chunk_event(self._chunk(choice))
 
-    def finish_event(self, index: int) -> bytes:
+    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
         answer = self._context.answers[index]
         chunk = self._chunk(
-            ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=answer.finish, stop_reason=answer.stop_reason)
+            ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish, stop_reason=answer.stop_reason)
         )
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)
@@ -61,27 +70,32 @@ class ChatReply:
         chunk.usage, chunk.metrics = self._context.usage(), self._context.metrics()
         return chunk_event(chunk)
 
-    def document(self, pieces: Sequence[Piece]) -> bytes:
+    def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         context = self._context
         return msgspec.json.encode(
             ChatCompletion(
                 id=context.reply_id,
                 created=context.created,
                 model=context.model,
-                choices=[self._choice(index, piece) for index, piece in enumerate(pieces)],
+                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
                 usage=context.usage(),
                 metrics=context.metrics(),
                 prompt_token_ids=context.request.prompts[0] if context.request.return_token_ids else UNSET,
             )
         )
 
-    def _choice(self, index: int, piece: Piece) -> ChatChoice:
-        assert piece.finish is not None
+    def _choice(self, index: int, answer: WholeAnswer) -> ChatChoice:
+        piece, delta, tool_calls = answer
+        assert delta.finish is not None
         return ChatChoice(
             index=index,
-            message=AssistantMessage(content=piece.text),
+            message=AssistantMessage(
+                content=delta.content if delta.content or not tool_calls else None,
+                reasoning_content=delta.reasoning or UNSET,
+                tool_calls=tool_calls or UNSET,
+            ),
             logprobs=self._logprobs(index, piece),
-            finish_reason=piece.finish,
+            finish_reason=delta.finish,
             stop_reason=piece.stop_reason,
             token_ids=piece.tokens if self._context.request.return_token_ids else UNSET,
         )
