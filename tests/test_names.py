@@ -9,7 +9,18 @@ from typing import get_args
 import pytest
 
 from cluster.config import AerieConfig
-from tests.support.names import PACKAGES, bindings, classes, files, has_attribute, is_defined, is_path, prose, ticked
+from tests.support.names import (
+    PACKAGES,
+    ROOT,
+    bindings,
+    classes,
+    files,
+    has_attribute,
+    is_defined,
+    is_path,
+    prose,
+    ticked,
+)
 
 SOURCES = sorted(name for name in files() if name.endswith((".py", ".md", ".yaml")))
 MAPS = sorted(name for name in files() if name.endswith("/__init__.py") and name.split("/")[0] in PACKAGES)
@@ -57,6 +68,18 @@ def test_names_in_prose_exist(name: str) -> None:
     assert not list(_absent(name))
 
 
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.endswith(".md")])
+def test_links_lead_somewhere(name: str) -> None:
+    """Links of a document to files of the repository, and to headings of documents."""
+    text = (ROOT / name).read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, heading = link.partition("#")
+        if ":" not in link:
+            target = (ROOT / name).parent / path if path else ROOT / name
+            assert target.exists(), f"{name}: {link}"
+            assert not heading or heading in _headings(target.read_text()), f"{name}: {link}"
+
+
 @pytest.mark.parametrize("name", MAPS)
 def test_package_map_names_what_the_package_has(name: str) -> None:
     """In the head of an `__init__.py`, a bare word in backticks, or at the start of a line of a list (`name  what it is
@@ -69,6 +92,12 @@ def test_package_map_names_what_the_package_has(name: str) -> None:
     for match in (_LISTED.match(line) for _, text in prose(name) for line in text.splitlines()):
         words |= set(match.group(1).split(", ")) if match else set()
     assert not sorted(words - known - set(PACKAGES))
+
+
+def _headings(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_names_are_told_apart() -> None:

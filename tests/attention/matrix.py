@@ -1,4 +1,4 @@
-"""The README's matrix of attention backends, from the facts that refuse a start: `python -m tests.attention.matrix`.
+"""The tables of docs/attention-backends.md, from the facts that refuse a start: `python -m tests.attention.matrix`.
 
 Asked are the conformance suite's uses, one fact changed at a time. What a backend needs installed does not count."""
 

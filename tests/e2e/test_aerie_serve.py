@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.e2e.serving import free_port
-from tests.support.wheel import environment
+from tests.support.wheel import ROOT, environment
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 AERIE = [sys.executable, "-m", "deploy.cli"]
@@ -65,6 +65,8 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert answer["choices"][0]["message"]["content"]
     # The draft was trained for this target: two tokens a round on ordinary text, 1 if it were not used.
     assert answer["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2
+    example = [sys.executable, str(ROOT / "examples" / "openai_client.py"), url]
+    assert "pens" in subprocess.run(example, capture_output=True, text=True, check=True, timeout=60).stdout
     missing = httpx.get(f"{url}/no/such/route", timeout=10)
     assert missing.status_code == 404 and "error" in missing.json()
 
