@@ -54,7 +54,7 @@ class TrtllmBackend(AttentionBackend):
     def _mask(self, batch: DecodeBatch, kernel: str) -> Tensor | None:
         """The mask words of `batch`, in a buffer of its shape that lives on; None where rows see all before them."""
         if batch.rows == 1:
-            return None  # sees its whole tail in every mode: a round's single row has no siblings
+            return None  # sees its whole suffix in every mode: a round's single row has no siblings
         if batch.mode is Mode.DRAFT_DECODE or batch.suffix_len != batch.rows:
             raise ValueError(
                 f"attention backend 'trtllm': {batch.mode.value} with {batch.rows} rows that see "
