@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The input of an EAGLE-3 layer, both norms side by side, in one launch instead of four. Called by
-`speculative.draft_models.eagle` on GPUs."""
+`speculative.draft_models.eagle3` on GPUs."""
 
 import torch
 import triton

@@ -17,9 +17,9 @@ from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places
 from attention.registry import BACKENDS, limit
 from attention.rotation import rotate
 from tests.support.attention_cases import WORKS, Shape, use_of
+from workers.layers.forward_context import ForwardContext
 from workers.layers.rotary import Angles
 from workers.models.loading import pages_that_fit
-from workers.runner.forward_context import ForwardContext
 
 CPU = torch.device("cpu")
 PAGE = 4

@@ -21,9 +21,9 @@ from speculative.kernels import head_input  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
 from tests.attention.test_triton_compile import compiled, decode_constants  # noqa: E402
 from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
+from workers.layers.forward_context import ForwardContext  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
-from workers.runner.forward_context import ForwardContext  # noqa: E402
 
 CPU = torch.device("cpu")
 BF16 = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "x_ptr", "weight_ptr", "residual_ptr"), "bf16")

@@ -9,26 +9,27 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from attention.kernels import move_path, slot_mapping  # noqa: E402
 from attention.kv_cache.heads import HeadsLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places, token_indices  # noqa: E402
-from speculative.acceptance import accept, accept_synthetic, verdict_of  # noqa: E402
+from speculative.acceptance import accept, accept_synthetic, committed  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
-from speculative.tree import best_tree  # noqa: E402
+from speculative.tree import NO_TOKEN  # noqa: E402
+from speculative.tree_growth import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
 from tests.support.attention_cases import heads_pool  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
+from workers.layers.kernels.argmax import argmax  # noqa: E402
 from workers.runner.slot_table import SlotTable  # noqa: E402
-from workers.sampling.kernels.argmax import argmax  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit  # noqa: E402
 
 pytestmark = MARKS
 
 
 def filled_table(batch: int, seed: int) -> SlotTable:
-    """Requests near their limits, with stop tokens, some finished, some that do not speculate."""
+    """Requests near their limits, with stop tokens, one of them finished."""
     torch.manual_seed(seed)
     table = SlotTable(batch + 2, 4, 128, DEVICE)
     for slot in range(batch):
-        sampling = SamplingParams(9, 0.0, seed=slot * 7919, stop_token_ids=(slot % 99, 50), speculative=slot % 5 != 3)
+        sampling = SamplingParams(9, 0.0, seed=slot * 7919, stop_token_ids=(slot % 99, 50))
         table._init_slot(SlotInit(slot, 20 + slot, 10, 22 + slot + slot % 7, sampling))
     table.finished[1] = True
     return table
@@ -40,6 +41,7 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
     batch = 24
     candidates = random_candidates(batch, top_k, steps, seed=width)
     tree = best_tree(torch.arange(batch) % 100, candidates, width)
+    tree.tokens[3::5, 1:] = NO_TOKEN  # requests that were not drafted for
     generator = torch.Generator().manual_seed(steps)
     for turn in range(4):
         chosen = torch.randint(0, 99, tree.tokens.shape, generator=generator)
@@ -48,7 +50,7 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
                 children = (tree.parents[b] == node).nonzero().flatten().tolist()
                 children = [c for c in children if c]
                 if children and (b + node + turn) % 4:
-                    chosen[b, node] = tree.tokens[b, children[turn % len(children)]]
+                    chosen[b, node] = tree.tokens[b, children[turn % len(children)]].clamp_min(0)
         tree_on = type(tree)(*(f.contiguous().to(DEVICE) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
         slots = torch.cat((torch.arange(batch), torch.tensor([batch + 2, batch + 2]))).to(DEVICE)  # two padding rows
         pad = type(tree)(
@@ -56,9 +58,9 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         )
         chosen_on = torch.cat((chosen, chosen[:2])).to(DEVICE)
         fused, plain = filled_table(batch, turn), filled_table(batch, turn)
-        verdict = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
-        accepted, commit = verdict.accepted, verdict.commit
-        enabled = plain.speculative[slots] & ~plain.finished[slots]
+        done = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
+        accepted, commit = done.accepted, done.commit
+        enabled = ~plain.finished[slots]
         if synthetic is None:
             expected = accept(pad, chosen_on, enabled, steps)
         else:
@@ -68,12 +70,13 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         wanted = plain.commit(slots, expected.tokens, expected.num_drafts + 1)
         assert torch.equal(accepted.num_drafts, expected.num_drafts)
         assert torch.equal(commit.counts, wanted.counts) and torch.equal(commit.finish, wanted.finish)
-        judged = verdict_of(expected, wanted, width, plain.speculative[slots], before)
-        assert torch.equal(verdict.newest, judged.newest) and torch.equal(verdict.reported, judged.reported)
-        assert torch.equal(verdict.newest_position, judged.newest_position)
+        reference = committed(pad, expected, wanted, before)
+        assert torch.equal(done.newest, reference.newest) and torch.equal(done.reported, reference.reported)
+        assert torch.equal(done.newest_position, reference.newest_position)
+        assert (done.reported[3:batch:5] == -1).all() and int(done.reported.max()) >= 0
         valid = torch.arange(steps + 1, device=DEVICE) <= expected.num_drafts.unsqueeze(1)
         assert torch.equal(accepted.path[valid], expected.path[valid])
-        assert torch.equal(verdict.path_rows[valid], judged.path_rows[valid])
+        assert torch.equal(done.path_rows[valid], reference.path_rows[valid])
         assert torch.equal(accepted.tokens[valid], expected.tokens[valid])
         for name in ("seq_len", "bonus", "finished"):
             assert torch.equal(getattr(fused, name), getattr(plain, name)), name

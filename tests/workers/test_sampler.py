@@ -119,6 +119,25 @@ def test_filters_of_a_greedy_request_change_nothing() -> None:
     assert torch.equal(sampler._filter(logits, rows), logits)
 
 
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 1}, {"top_p": 0.0}, {"top_k": 1, "top_p": 0.3}, {"top_p": 0.0, "min_p": 0.1}]
+)
+@pytest.mark.parametrize("shaping", [{}, {"presence_penalty": 1e-9}])
+def test_one_token_kept_is_greedy_ties_included(filters: dict[str, float], shaping: dict[str, float]) -> None:
+    """Logits of few values: of equals the lowest id is taken, whatever the seed, by the target and the draft."""
+    logits = torch.randint(0, 3, (200, VOCAB), generator=torch.Generator().manual_seed(5)).bfloat16()
+    greedy = logits.float().argmax(-1)
+    rows = Rows(torch.zeros(1, dtype=torch.int64), torch.arange(200).unsqueeze(0))
+    for seed in range(3):
+        kept = SamplingParams(1, 1.3, seed=seed, **filters, **shaping)  # type: ignore[arg-type]
+        sampler, _, needs = sampler_with(kept)
+        assert not needs.random and not needs.filtered
+        for captured in (needs, needs.captured, SamplingNeeds(True), SamplingNeeds(True, True)):
+            assert torch.equal(sampler.sample(logits, rows, captured).tokens.flatten(), greedy)
+        drafted = sampler.perturb(logits, rows, torch.arange(VOCAB))
+        assert torch.equal(drafted.argmax(-1), greedy)
+
+
 def test_captured_rounds_come_in_six_kinds() -> None:
     """A graph may do more than its requests need, never less."""
     kinds = set()

@@ -14,6 +14,8 @@ from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import chain  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
+from workers.layers.kernels.topk import reference as topk_reference  # noqa: E402
+from workers.layers.kernels.topk import topk_log_softmax  # noqa: E402
 from workers.layers.vocab import VocabShard  # noqa: E402
 from workers.runner.slot_table import SlotTable  # noqa: E402
 from workers.sampling.filters import MAX_GAP, gap_limits, gaps  # noqa: E402
@@ -39,8 +41,9 @@ FILTERS = [
     (1.0, 0, 0.95, 0.1),
     (0.5, 7, 0.5, 0.01),
     (1.0, 10**6, 0.999, 0.0),
+    (1.0, 2, 1.0, 0.0),
+    (1.0, 0, 1e-6, 0.0),
     (1.0, 1, 1.0, 0.0),
-    (1.0, 0, 0.0, 0.0),
     (1.0, 0, 1.0, 1.0),
 ]
 SIZES = [17, 5000] if INTERPRETED else [17, 4096, 5000, 32000, 128256, 151936]
@@ -215,6 +218,32 @@ def test_top_log_probabilities_are_those_of_torch(size: int, k: int) -> None:
     assert all(len(set(row)) == k for row in ids.tolist())
 
 
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_a_shard_of_padding_gives_no_nan(size: int) -> None:
+    """Rows of minus infinity alone beside others, in every reduction over a shard."""
+    logits = logits_of(5, size, 9)
+    logits[[0, 3]] = float("-inf")
+    for k in (1, 5):
+        best, _, norms = topk_log_softmax(logits, k)
+        expected, _, expected_norms = topk_reference(logits, k)
+        # float32 sums of up to 5000 exponentials in another order
+        torch.testing.assert_close(best, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(norms, expected_norms, atol=1e-5, rtol=1e-5)
+        assert bool((best[[0, 3]] == float("-inf")).all()) and not norms.isnan().any()
+    slots = table(size)
+    draws = Draws(
+        torch.zeros(5, dtype=torch.int64, device=DEVICE) + 1,
+        torch.arange(5, device=DEVICE).unsqueeze(1),
+        slots.temperature,
+        slots.seed,
+    )
+    value, column = choose(logits, draws, 0)
+    assert bool((value[[0, 3]] == float("-inf")).all()) and column[[0, 3]].tolist() == [0, 0]
+    assert bool(torch.isfinite(value[[1, 2, 4]]).all())
+    norms, top, _ = norms_and_top(logits, 1)
+    assert bool((norms[[0, 3]] == float("-inf")).all()) and bool((top[[0, 3]] == float("-inf")).all())
+
+
 def test_fused_acceptance_counts_what_it_emits() -> None:
     """Counts of output tokens after a round, with requests that stop, finish and do not speculate among them."""
     batch, steps, size = 9, 3, 50
@@ -228,7 +257,7 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
     def filled() -> SlotTable:
         slots = SlotTable(batch, 4, size, DEVICE)
         for i in range(batch):
-            sampling = SamplingParams(9, 0.0, frequency_penalty=1.0, stop_token_ids=(i % 6,), speculative=i != 4)
+            sampling = SamplingParams(9, 0.0, frequency_penalty=1.0, stop_token_ids=(i % 6,))
             slots._init_slot(SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
         slots.finished[2] = True
         return slots
@@ -236,7 +265,7 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
     fused, plain = filled(), filled()
     who = torch.arange(batch, device=DEVICE)
     accept_commit(who, tree, chosen, fused, steps)
-    accepted = accept(tree, chosen, plain.speculative[who] & ~plain.finished[who], steps)
+    accepted = accept(tree, chosen, ~plain.finished[who], steps)
     plain.commit(who, accepted.tokens, accepted.num_drafts + 1)
     assert fused.output_counts is not None and plain.output_counts is not None
     assert torch.equal(fused.output_counts, plain.output_counts)

@@ -1,7 +1,11 @@
 """Committing tokens to slots: stops, limits, finished and padding slots."""
 
+import pytest
 import torch
+from msgspec.structs import replace
 
+from tests.support import strict_device
+from workers.runner import slot_table
 from workers.runner.slot_table import SlotTable
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
 
@@ -13,7 +17,7 @@ def table(*limits: int) -> SlotTable:
     slots = SlotTable(len(limits), 4, 16, CPU)
     sampling = SamplingParams(100, 0.0, stop_token_ids=(9,))
     inits = tuple(SlotInit(i, 10, 5, limit, sampling) for i, limit in enumerate(limits))
-    slots.apply_plan(StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits))
+    slots.apply_plan(StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits))
     return slots
 
 
@@ -46,7 +50,7 @@ def test_a_new_owner_does_not_inherit_pages() -> None:
     slots = table(100, 100)
     assert slots.page_table[:2].tolist() == [[0, 7, 0, 0], [3, 0, 0, 0]]
     init = SlotInit(0, 0, 5, 50, SamplingParams(1))
-    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, pack_i32([0, 0, 2]), (init,)))
+    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, page_updates=pack_i32([0, 0, 2]), inits=(init,)))
     assert slots.page_table[:2].tolist() == [[2, 0, 0, 0], [3, 0, 0, 0]]
 
 
@@ -54,3 +58,84 @@ def test_seeds_keep_all_64_bits() -> None:
     slots = SlotTable(1, 1, 16, CPU)
     slots._init_slot(SlotInit(0, 0, 1, 2, SamplingParams(1, seed=(1 << 64) - 5)))
     assert slots.seed[0] == -5
+
+
+COUNTED = SamplingParams(
+    9,
+    0.0,
+    presence_penalty=0.5,
+    repetition_penalty=1.2,
+    logit_bias={4: 2.0, 15: -100.0},
+    min_tokens=2,
+    stop_token_ids=(3,),
+)
+
+
+def counted_init(slot: int, prompt: list[int], output: list[int]) -> SlotInit:
+    return SlotInit(slot, 0, 5, 14, COUNTED, pack_i32(prompt), pack_i32(output))
+
+
+def test_what_shapes_logits_is_counted() -> None:
+    """Of prompts and outputs with repeated tokens and with none, over what a request left before."""
+    slots = SlotTable(3, 4, 16, CPU)
+    for prompt, output in (([1, 2, 2, 15], [2, 3, 3, 3, 0]), ([7], []), ([], [15, 15])):
+        slots.apply_plan(StepPlan(0, 0, b"", 0, 0, inits=(counted_init(1, prompt, output),)))
+        assert slots.output_counts is not None and slots.in_prompt is not None and slots.bias is not None
+        assert slots.output_counts[1].tolist() == [output.count(token) for token in range(16)]
+        assert slots.in_prompt[1].tolist() == [token in prompt for token in range(16)]
+        assert slots.bias[1].tolist() == [COUNTED.logit_bias.get(token, 0.0) for token in range(16)]
+    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, inits=(SlotInit(0, 0, 5, 9, replace(COUNTED, logit_bias={})),)))
+    assert not slots.output_counts[0].any() and not slots.in_prompt[0].any() and not slots.bias[0].any()
+
+
+def test_requests_that_need_counts_are_admitted_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read back and every copy goes through pinned memory; a row of the vocabulary is never sent."""
+    vocab = 128256
+    slots = SlotTable(4, 8, vocab, strict_device.DEVICE)
+    inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
+    plan = StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits)
+    with strict_device.strict_device(monkeypatch, slot_table) as copied:
+        slots.apply_plan(plan)
+    assert len(copied) >= 3 and sum(copied) < 3 * 4096
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
+    """torch raises at every synchronising operation and blocking copy, and the profiler sees no call that waits."""
+    device = torch.device("cuda")
+    slots = SlotTable(4, 8, 128256, device)
+    inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
+    plan = StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits)
+    slots.apply_plan(plan)  # allocates and loads kernels
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            slots.apply_plan(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    # the profiler's own end synchronises the device
+    names = [event.key for event in profile.key_averages()]
+    assert "cudaStreamSynchronize" not in names and "cudaMemcpy" not in names
+    assert "cudaMemcpyAsync" in names
+    assert slots.output_counts is not None and slots.output_counts[1, 5].item() == 40
+
+
+def test_the_strict_device_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, mask = (torch.zeros(8, dtype=kind, device=strict_device.DEVICE) for kind in (torch.int64, torch.bool))
+    waits = {
+        "bincount": lambda: torch.bincount(table, minlength=9),
+        "item": lambda: table[0].item(),
+        "mask": lambda: table[mask],
+        "masked write": lambda: table.__setitem__(mask, 1),
+        "copy in": lambda: table.copy_(torch.ones(8, dtype=torch.int64)),
+        "copy across": lambda: torch.ones(8).to(strict_device.DEVICE),
+        "tensor": lambda: torch.tensor([1, 2], device=strict_device.DEVICE),
+    }
+    for name, wait in waits.items():
+        with strict_device.strict_device(monkeypatch), pytest.raises(strict_device.WouldWaitError):
+            wait()
+            pytest.fail(name)
+    with strict_device.strict_device(monkeypatch):
+        table[2] = 5
+        table[table] = table + 1

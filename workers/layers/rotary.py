@@ -6,7 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.models.config import RopeConfig
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions. kind "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides by factor."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
 
 
 @dataclass(frozen=True)

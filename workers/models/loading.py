@@ -1,29 +1,35 @@
-"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and how it keeps its KV."""
+"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and the pages that fit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from attention.config import CacheConfig
-from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
 from workers.config import ModelSource
+from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import kv_head_span
-from workers.layers.linear_method import pack_all
-from workers.models.config import ModelConfig, model_config_from_hf, read_config_json
+from workers.layers.linear import LinearBase, finish_weights
+from workers.layers.quantization import QuantMethod
+from workers.models.config import ModelConfig, architecture_of, read_config_json
 from workers.models.decoder import Decoder
-from workers.models.registry import check_target, check_tensor_parallel
-from workers.models.weights import checkpoint_tensors, fill_dummy, load_parameters
-from workers.runner.model_runner import resolve_dtype
+from workers.models.name_map import NameMap
+from workers.models.registry import family_of
+from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def read_target_config(source: ModelSource, tensor_parallel: int) -> ModelConfig:
     """The target's configuration, checked; raises ValueError naming what is wrong and what would work."""
-    config = model_config_from_hf(read_config_json(source.path), f"model {source.path}")
-    check_target(config, f"model {source.path}")
-    check_tensor_parallel(config, tensor_parallel, f"model {source.path}")
+    raw, name = read_config_json(source.path), f"model {source.path}"
+    family = family_of(architecture_of(raw), name)
+    config: ModelConfig = family.read_config(raw, name)
+    config.check_shards(tensor_parallel, name)
     limit = source.max_model_len
     if limit is not None and not 2 <= limit <= config.max_position:
         raise ValueError(
@@ -43,30 +49,44 @@ def load_target(
     deterministic: bool = False,
 ) -> Decoder:
     """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
-    deterministic: see `pack_all`."""
-    with torch.device("meta"):
-        model = Decoder(config, group, max_position, device, capture)
+    deterministic: see `finish_weights`."""
+    name = f"model {source.path}"
+    family = family_of(config.architecture, name)
+    names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
-    model.to(dtype).to_empty(device=device)
+    model = allocate(
+        lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
+    )
     if source.load_format == "dummy":
         fill_dummy(model, source.seed)
     else:
-        optional = {"rotary_emb.inv_freq", "lm_head"} if config.tie_embeddings else {"rotary_emb.inv_freq"}
-        tensors = checkpoint_tensors(source.path)
-        load_parameters(model, tensors, f"model {source.path}", strip="model.", optional=frozenset(optional))
-    pack_all(model, deterministic)
+        load_weights(model, checkpoint_tensors(source.path), names, name)
+    finish_weights(model, deterministic)
     return model.eval()
 
 
-def kv_layout(config: ModelConfig, tensor_parallel: int, dtype: torch.dtype) -> HeadsLayout:
-    """How every layer of one model keeps its KV on one rank."""
-    first, end = kv_head_span(config.num_kv_heads, TPGroup(0, tensor_parallel))
-    return HeadsLayout(end - first, config.head_dim, dtype)
+def allocate(
+    make: Callable[[], ModuleT], names: NameMap, quant: QuantMethod, dtype: torch.dtype, device: torch.device
+) -> ModuleT:
+    """What `make` makes, with linear methods by the checkpoint's quantisation and parameters in memory of `device`, not
+    yet filled. dtype: of parameters that have no type of their own. names: of the checkpoint."""
+    with torch.device("meta"), _default_dtype(dtype):
+        model = make()
+        for path, layer in model.named_modules():
+            if isinstance(layer, LinearBase) and layer.method.kinds:  # a tied head has none
+                modules = [names.module_name(path, part.name) for part in layer.shape.parts]
+                layer.method = quant.linear_method(modules, layer.shape)
+    return model.to_empty(device=device)
 
 
-def kv_groups(config: ModelConfig, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-    """The layers of one model by how they keep their KV on one rank: what its `KVPool` is made of."""
-    return (LayerGroup(tuple(range(config.num_layers)), kv_layout(config, tensor_parallel, dtype)),)
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def pages_that_fit(cache: CacheConfig, groups: Sequence[LayerGroup]) -> int:

@@ -1,31 +1,26 @@
 """A strategy's rounds as CUDA graphs: one graph per (round shape, batch bucket, kind of sampling).
 
 `GraphedDecoding` wraps any `DecodingStrategy`, which it knows nothing about: what a step reads and writes lives in
-device tensors by slot, so a captured round needs one input, the slots, and its outputs are tensors it always writes to
-the same place. Greedy and random rounds are captured at start. Those with filters, penalties or log-probabilities are
-captured when the first batch wants them, on every rank in the same step, as all have the same plan. Steps that carry
-prompt chunks run eagerly.
+device tensors by slot, so a captured round needs two inputs, the slots and those that draft, and its outputs are
+tensors it always writes to the same place. Greedy and random rounds are captured at start. Those with filters,
+penalties or log-probabilities are captured when the first batch wants them, on every rank in the same step, as all have
+the same plan. Steps that carry prompt chunks run eagerly.
 
 Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
 and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
-
-A round can also be three graphs, its stages, one after another: that is how others run it, and here a means to measure
-what one graph brings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from workers.config import GraphScope, RoundShape
-from workers.runner.decoding import DecodingStrategy, StagedStrategy, StepBatch, StepTensors
+from workers.config import RoundShapes
+from workers.runner.batch import StepBatch, StepTensors
+from workers.runner.decoding import DecodingStrategy
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Logprobs, SamplingNeeds
-
-T = TypeVar("T")
 
 _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
 
@@ -33,28 +28,35 @@ _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and m
 @dataclass(frozen=True)
 class _Key:
     shape: int
+    next_shape: int
     bucket: int
     needs: SamplingNeeds
 
 
 @dataclass
 class _Captured:
-    """run: replays the round. slots: its input. output: what it emitted, at the same place after every replay. filled:
-    the batch's slots that the input was last filled from. kept: what one graph hands to another, so must not be freed.
-    """
+    """A graph, its inputs, and its output, which is at the same place after every replay."""
 
-    run: Callable[[], None]
-    slots: Tensor
+    graph: torch.cuda.CUDAGraph
+    slots: "_SlotInput"
+    draft_slots: "_SlotInput"
     output: StepTensors
-    filled: Tensor | None = None
-    kept: object = None
 
-    def fill(self, slots: Tensor, padding_slot: int) -> None:
+
+class _SlotInput:
+    """An input of a graph: [bucket] int64 slots."""
+
+    def __init__(self, bucket: int, padding_slot: int, device: torch.device) -> None:
+        self.tensor = torch.full((bucket,), padding_slot, dtype=torch.int64, device=device)
+        self._padding_slot = padding_slot
+        self._filled: Tensor | None = None
+
+    def fill(self, slots: Tensor) -> None:
         """Take over a batch's slots, which nobody changes in place: the same tensor need not be copied again."""
-        if self.filled is not slots:
-            self.slots[: slots.shape[0]] = slots
-            self.slots[slots.shape[0] :] = padding_slot
-            self.filled = slots
+        if self._filled is not slots:
+            self.tensor[: slots.shape[0]] = slots
+            self.tensor[slots.shape[0] :] = self._padding_slot
+            self._filled = slots
 
 
 def bucket_sizes(max_running: int) -> tuple[int, ...]:
@@ -68,7 +70,8 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
 
 
 class GraphedDecoding:
-    """Runs `inner`'s pure rounds as graphs. max_kv_len: longest length that a request can have, tail included."""
+    """Runs `inner`'s pure rounds as graphs. max_kv_len: longest length that a request can have, with what its rounds in
+    flight may write."""
 
     def __init__(
         self,
@@ -76,25 +79,23 @@ class GraphedDecoding:
         slots: SlotTable,
         buckets: Sequence[int],
         max_kv_len: int,
-        scope: GraphScope = "round",
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._buckets = tuple(sorted(buckets))
         self._max_kv_len = max_kv_len
-        self._scope = scope
         self._captured: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
-    def shapes(self) -> Sequence[RoundShape]:
+    def shapes(self) -> RoundShapes:
         return self._inner.shapes
 
     def capture(self, random: bool) -> None:
         """Capture every bucket of every shape, largest first so that smaller ones reuse its memory."""
         for bucket in reversed(self._buckets):
             for shape in range(len(self.shapes)):
-                self._round(_Key(shape, bucket, SamplingNeeds(random)))
+                self._round(_Key(shape, shape, bucket, SamplingNeeds(random)))
 
     def _round(self, key: _Key) -> _Captured:
         """The graph of `key`, captured now if this is its first use; running requests wait for it."""
@@ -105,63 +106,40 @@ class GraphedDecoding:
     def _capture(self, key: _Key) -> _Captured:
         # a graph that shapes logits must count tokens, and the counts' addresses must not change any more
         assert self._slots.output_counts is not None or not key.needs.shaping
-        slots = torch.full((key.bucket,), self._slots.padding_slot, dtype=torch.int64, device=self._slots.device)
-        batch = StepBatch(slots, (), key.shape, self._max_kv_len, None, key.needs, speculates=key.shape > 0)
+        slots, draft_slots = (
+            _SlotInput(key.bucket, self._slots.padding_slot, self._slots.device) for _ in ("slots", "draft_slots")
+        )
+        batch = StepBatch(
+            slots.tensor, key.shape, key.next_shape, draft_slots.tensor, self._max_kv_len, None, key.needs
+        )
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_EAGER_RUNS):
                 self._inner.step(batch)
         torch.cuda.current_stream().wait_stream(stream)
-        if self._scope != "round" and isinstance(self._inner, StagedStrategy):
-            return self._stages(self._inner, batch)
-        graph, output = self._graph(lambda: self._inner.step(batch))
-        return _Captured(graph.replay, slots, output)
-
-    def _graph(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of what `function` does, and what it returned: tensors that each replay writes."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog thread queries events while this thread captures
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = function()
-        return graph, output
-
-    def _stages(self, inner: StagedStrategy, batch: StepBatch) -> _Captured:
-        """The stages of a round one by one; what one returns stays where it is, for the next."""
-        verify, judged = self._graph(lambda: inner.verify(batch))
-        if self._scope == "eager_extend":
-            hidden = torch.empty_like(inner.extend(batch, judged))
-
-            def extend() -> None:
-                hidden.copy_(inner.extend(batch, judged))
-        else:
-            graph, hidden = self._graph(lambda: inner.extend(batch, judged))
-            extend = graph.replay
-        draft, output = self._graph(lambda: inner.draft(batch, judged, hidden))
-
-        def run() -> None:
-            for stage in (verify.replay, extend, draft.replay):
-                stage()
-
-        return _Captured(run, batch.slots, output, kept=(judged, hidden))
+            output = self._inner.step(batch)
+        return _Captured(graph, slots, draft_slots, output)
 
     def step(self, batch: StepBatch) -> StepTensors:
         key = self._key(batch)
         if key is None:
             return self._inner.step(batch)
         captured, num_requests = self._round(key), batch.num_requests
-        captured.fill(batch.slots, self._slots.padding_slot)
-        captured.run()
+        captured.slots.fill(batch.slots)
+        captured.draft_slots.fill(batch.draft_slots)
+        captured.graph.replay()
         return _first(captured.output, num_requests)
 
     def _key(self, batch: StepBatch) -> _Key | None:
         """Which graph runs `batch`, or None if it must run eagerly."""
-        if batch.chunks is not None:
-            return None
-        if batch.speculates != (batch.shape > 0) and len(self.shapes) > 1:
+        if batch.chunks is not None or batch.shape != batch.next_shape:
             return None
         bucket = next((size for size in self._buckets if size >= batch.num_requests), None)
-        return None if bucket is None else _Key(batch.shape, bucket, batch.needs.captured)
+        return None if bucket is None else _Key(batch.shape, batch.next_shape, bucket, batch.needs.captured)
 
 
 def _first(out: StepTensors, count: int) -> StepTensors:

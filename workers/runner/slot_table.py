@@ -6,6 +6,8 @@ device from the host, except that per-slot facts the host already knows (from `S
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +33,10 @@ class SlotFacts:
 
     @property
     def is_random(self) -> bool:
-        return self.sampling.temperature > 0
+        """Whether its seed decides. Where filters are to keep one token it is greedy's, of equals the lowest id:
+        bfloat16 logits tie often."""
+        s = self.sampling
+        return s.temperature > 0 and s.top_k != 1 and s.top_p > 0
 
     @property
     def is_filtered(self) -> bool:
@@ -102,7 +107,7 @@ class SlotTable:
         min_len = init.prompt_len + sampling.min_tokens
         ints = [0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k]
         floats = [
-            sampling.temperature,
+            sampling.temperature if facts.is_random else 0.0,
             sampling.top_p,
             sampling.min_p,
             sampling.presence_penalty,
@@ -121,21 +126,23 @@ class SlotTable:
             self._init_shaping(init)
 
     def _init_shaping(self, init: SlotInit) -> None:
-        """Counts, prompt marks and biases of a request that changes its logits."""
+        """Counts, prompt marks and biases of a request that changes its logits. Only ids are sent, through pinned
+        memory, and counted on the device by an operation whose result has a known size: nothing waits."""
         if self.output_counts is None or self.in_prompt is None or self.bias is None:
             shape = (self.finished.shape[0], self.vocab_size)
             self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        slot, sampling = init.slot, init.sampling
-        output = torch.tensor(unpack_i32(init.output).astype("int64"), device=self.device)
-        prompt = torch.tensor(unpack_i32(init.prompt).astype("int64"), device=self.device)
-        self.output_counts[slot] = torch.bincount(output, minlength=self.vocab_size).int()
-        self.in_prompt[slot] = torch.bincount(prompt, minlength=self.vocab_size) > 0
-        self.bias[slot] = 0.0
-        if sampling.logit_bias:
-            ids = torch.tensor(list(sampling.logit_bias), device=self.device)
-            self.bias[slot, ids] = torch.tensor(list(sampling.logit_bias.values()), device=self.device)
+        slot, bias = init.slot, init.sampling.logit_bias
+        output, prompt = (self._token_ids(unpack_i32(raw)) for raw in (init.output, init.prompt))
+        self.output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self.in_prompt[slot].zero_().scatter_(0, prompt, True)
+        values = to_device(torch.tensor(list(bias.values()), dtype=torch.float32), self.device)
+        self.bias[slot].zero_().scatter_(0, self._token_ids(np.array(list(bias), np.int32)), values)
+
+    def _token_ids(self, ids: npt.NDArray[np.int32]) -> Tensor:
+        """[n] int64: `ids` on the device."""
+        return to_device(torch.from_numpy(ids.astype(np.int64)), self.device)
 
     def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
         """Append tokens [B, M] int64, of which counts [B] int64 (>= 1) are valid, to slots [B] int64.

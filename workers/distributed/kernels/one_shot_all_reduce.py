@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.norm_activation import add_rms_norm_reference
 
 
 @triton.jit(do_not_specialize=["rank"])  # one kernel on all ranks: the same operations in the same order
@@ -167,4 +166,6 @@ def one_shot_all_reduce_reference(parts: Sequence[Tensor], norm: tuple[Tensor, T
     if norm is None:
         return total
     residual, weight, eps = norm
-    return add_rms_norm_reference(total, residual, weight, eps)
+    residual += total
+    full = residual.float()
+    return (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(total.dtype) * weight

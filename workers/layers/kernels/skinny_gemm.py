@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading the weights is most of the work.
-Called by `workers.layers.linear_method` on GPUs.
+Called by `workers.layers.gemm` on GPUs.
 
 Between two products of a library memory rests: the next one starts its reads when the kernel before it has ended, and
 waits a microsecond for the first of them. Here a program is launched while the kernels before still run (see

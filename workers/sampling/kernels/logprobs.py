@@ -23,7 +23,9 @@ def _summarize(x_ptr, x_stride, size, norm_ptr, peak_ptr, PART: tl.constexpr, BL
     peaks = tl.max(x, 1)
     peak = tl.max(peaks, 0)
     shifted = tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))
-    tl.store(norm_ptr + row * tl.num_programs(1) + part, peak + tl.log(tl.sum(tl.sum(shifted, 1), 0)))
+    # the largest counts 1, so that this bound is for a part of minus infinity alone
+    total = tl.maximum(tl.sum(tl.sum(shifted, 1), 0), 1.0)
+    tl.store(norm_ptr + row * tl.num_programs(1) + part, peak + tl.log(total))
     block += part * (PART // BLOCK)
     blocks = tl.cdiv(size, BLOCK)
     tl.store(peak_ptr + row * blocks + block, peaks, mask=block < blocks)

@@ -1,0 +1,87 @@
+"""Vocabularies that are small beside the number of ranks: shards with padding, and shards that are all padding."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.thread_group import on_ranks
+from workers.distributed.tp_group import SOLO, TPGroup
+from workers.layers.vocab import VocabShard
+from workers.runner.slot_table import SlotTable
+from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
+from workers.scheduling.plan import SamplingParams, SlotInit
+
+CPU = torch.device("cpu")
+ROWS = 40
+CASES = [(2, 5), (4, 5), (8, 9), (8, 3), (3, 1)]  # ranks, tokens: of the last four some ranks have none
+PARAMS = (
+    SamplingParams(9, 0.0),
+    SamplingParams(9, 1.0, seed=3),
+    SamplingParams(9, 0.7, top_k=2, seed=4),
+    SamplingParams(9, 1.5, top_p=0.8, min_p=0.05, seed=5),
+)
+
+
+def shard_of(logits: Tensor, shard: VocabShard) -> Tensor:
+    """A rank's columns, as its head would give them."""
+    mine = logits.new_zeros((logits.shape[0], shard.size))
+    mine[:, : shard.end - shard.first] = logits[:, shard.first : shard.end]
+    return shard.mask_padding(mine)
+
+
+def logits_of(vocab: int, dtype: torch.dtype) -> Tensor:
+    """With ties, and with rows far from zero on either side."""
+    logits = torch.randint(-3, 4, (ROWS, vocab), generator=torch.Generator().manual_seed(vocab)).to(dtype)
+    logits[::4] *= 20
+    logits[1::4] -= 200
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks,vocab", CASES)
+def test_the_likeliest_of_all_shards(ranks: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = logits_of(vocab, dtype)
+    expected = torch.log_softmax(logits.float(), -1)
+
+    def run(group: TPGroup) -> list[tuple[Tensor, Tensor]]:
+        shard = VocabShard(vocab, group)
+        mine = shard_of(logits, shard)
+        assert torch.equal(shard.argmax(mine), logits.float().argmax(-1))
+        assert torch.equal(shard.gather_logits(mine), logits)
+        return [shard.topk_log_softmax(mine, k) for k in range(1, vocab + 3)]
+
+    ours = on_ranks(ranks, run)
+    for k in range(1, vocab + 3):
+        kept = min(k, vocab)
+        for best, ids in (each[k - 1] for each in ours):
+            assert best.shape == ids.shape == (ROWS, kept)
+            assert torch.isfinite(best).all() and int(ids.max()) < vocab
+            torch.testing.assert_close(best, expected.topk(kept, -1).values, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(best, expected.gather(1, ids), atol=1e-5, rtol=1e-5)
+            assert all(len(set(row)) == kept for row in ids.tolist())
+            assert torch.equal(ids, ours[0][k - 1][1])
+
+
+@pytest.mark.parametrize("ranks,vocab", CASES)
+def test_draws_from_all_shards(ranks: int, vocab: int) -> None:
+    """The tokens of one rank with the whole vocabulary; drafts see no NaN either."""
+    logits = logits_of(vocab, torch.float32)
+    rows = Rows(torch.arange(len(PARAMS)), torch.arange(ROWS).view(len(PARAMS), -1))
+    kinds = (SamplingNeeds(False), SamplingNeeds(True), SamplingNeeds(True, True))
+
+    def run(group: TPGroup) -> list[Tensor]:
+        slots = SlotTable(len(PARAMS), 4, vocab, CPU)
+        for i, sampling in enumerate(PARAMS):
+            slots._init_slot(SlotInit(i, 0, 5, 14, sampling))
+        shard = VocabShard(vocab, group)
+        sampler, mine = Sampler(slots, shard), shard_of(logits, shard)
+        ids = torch.arange(shard.first, shard.first + shard.size).clamp_max(vocab - 1)
+        noisy = sampler.perturb(mine, rows, ids)
+        assert not noisy.isnan().any()
+        best, _ = shard.topk_log_softmax(noisy, 2)
+        assert torch.isfinite(best).all()
+        return [sampler.sample(mine, rows, needs).tokens for needs in kinds]
+
+    expected = run(SOLO)
+    for tokens in on_ranks(ranks, run):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(tokens, expected, strict=True))
