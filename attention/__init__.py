@@ -3,6 +3,7 @@
 config           what is configured: page size and memory, backends by name
 metadata         the ragged shapes of a forward pass: requests in a round, prompt chunks
 slot_mapping     where the rows of a pass write
+views            what backends see of one layer's KV
 rotation         rotary position embedding in torch
 backend          what an attention backend is
 registry         the table of backends, the choice, refusals; `limits` says what each can serve

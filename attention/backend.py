@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, PrefillBatch
+from attention.views import LayerKV
 
 
 class Prepared(ABC):

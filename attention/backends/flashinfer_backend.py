@@ -22,8 +22,8 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
 from attention.kernels.flashinfer_plan import mask_bytes
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, to_device
+from attention.views import LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
 # fa2 keeps partial results of 264 tiles of 128 rows x 128 dimensions in float32 for each query head of a KV head

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attention.kernels.flashinfer_plan import TILE_ARRAYS, Grid, PlanArrays, write_mask, write_plan
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch
+from attention.views import LayerKV
 
 MAX_CUDA_CORE_GROUP = 2  # from 3 query heads a KV head on, decoding goes through tensor cores
 SAMPLE_PAGES = 300  # of the request that FlashInfer plans too; long enough to be cut

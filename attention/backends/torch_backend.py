@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, PrefillBatch
+from attention.views import LayerKV
 
 
 class TorchBackend(AttentionBackend):

@@ -31,9 +31,9 @@ from attention.kernels.pdl import supports_pdl
 from attention.kernels.prefill import PrefillTiles, attend_prefill, prefill_tiles
 from attention.kernels.prefill_plan import plan_tiles
 from attention.kernels.split_kv import plan_items, plan_spans
-from attention.kv_cache.layout import LayerKV
 from attention.limits import triton_head_dim_refusal
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, to_device
+from attention.views import LayerKV
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.kv_cache.layout import LayerKV
 from attention.limits import TRTLLM_GEN_MAJOR
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.views import LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
 COUNTER_BYTES = 1 << 20  # trtllm-gen: four for each request and query head

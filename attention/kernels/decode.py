@@ -25,8 +25,8 @@ from attention.kernels.merge_states import merge_by_the_last, merge_rows
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kernels.pdl import pdl_wait
 from attention.kernels.split_kv import ITEM_FIELDS
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode
+from attention.views import LayerKV
 
 TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in others a row's path lies in its columns as a chain does
 

@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
 from attention.kernels import decode, decode_plan, merge_states, pdl, rope_store  # noqa: E402
-from attention.kv_cache.layout import LayerKV  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
+from attention.views import LayerKV  # noqa: E402
 from speculative.kernels import head_input  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
 from tests.attention.test_triton_compile import compiled, decode_constants  # noqa: E402

@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 from attention.backends.triton_backend import TritonBackend, split_budget  # noqa: E402
 from attention.kernels import decode, decode_plan, rope_store, split_kv  # noqa: E402
 from attention.kv_cache.heads import store_reference  # noqa: E402
-from attention.kv_cache.layout import LayerKV  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
+from attention.views import LayerKV  # noqa: E402
 from tests.support.triton_cases import (  # noqa: E402
     HALF_TYPES,
     assert_close,

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.kv_cache.heads import store_reference
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.registry import build_backend
+from attention.views import LayerKV
 from tests.bench.gpu_time import captured, elapsed_us
 from tests.support.attention_cases import random_table
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.backends import flashinfer_backend
-from attention.kv_cache.layout import LayerKV
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, refusal
+from attention.views import LayerKV
 from tests.bench.attention import (
     BYTES_PER_TOKEN,
     DIM,

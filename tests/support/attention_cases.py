@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import LayerGroup, LayerKV
+from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.views import LayerKV
 
 NUM_KV_HEADS = 2
 ROWS = 6  # of a verified tree or an accepted path
