@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, PrefillBatch
+from attention.views import LayerKV
 
 
 class Prepared(ABC):
@@ -47,8 +47,8 @@ class AttentionBackend(ABC):
 
     def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
         """The memory from which this backend reads the masks of trees of `rows` nodes, for whoever reads the trees to
-        fill: [num_requests, rows, words] uint16, words even, bit j of word w of a row says whether it sees tail column
-        16 w + j. It lives on, where it is. None: `DecodeBatch.mask` is all that it reads."""
+        fill: [num_requests, rows, words] uint16, words even. Bit j of word w of a row says whether it sees suffix
+        column 16 w + j. It lives on, where it is. None: `DecodeBatch.mask` is all that it reads."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""What the KV cache and the attention backends are told. Plain values; validated at the edge by `cluster.config`."""
+"""Configuration of the KV cache and of attention backends. Plain values, validated at the edge by `cluster.config`."""
 
 from dataclasses import dataclass
 

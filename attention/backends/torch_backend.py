@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, PrefillBatch
+from attention.views import LayerKV
 
 
 class TorchBackend(AttentionBackend):
@@ -63,9 +63,9 @@ def _prepare_decode(batch: DecodeBatch) -> _PreparedDecode:
 def _hidden_positions(batch: DecodeBatch, length: int) -> Tensor:
     """[B, 1, 1, R, length] bool: True where a row must not look."""
     column = torch.arange(length, device=batch.mask.device) - batch.prefix_len.long().unsqueeze(1)
-    in_tail = (column >= 0) & (column < batch.suffix_len)
+    in_suffix = (column >= 0) & (column < batch.suffix_len)
     bits = (batch.mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
-    seen = (column < 0).unsqueeze(1) | (in_tail.unsqueeze(1) & bits.bool())
+    seen = (column < 0).unsqueeze(1) | (in_suffix.unsqueeze(1) & bits.bool())
     return ~seen.view(batch.num_requests, 1, 1, batch.rows, length)
 
 

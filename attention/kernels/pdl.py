@@ -1,25 +1,25 @@
 """Early launch (programmatic dependent launch, PDL; compute capability 9 or later): whether the device has it, how a
 kernel asks for it, the rule, and what every kernel that is launched early reads before it waits.
 
-A kernel launched early may start when every program of the kernel in front of it has triggered its dependents
-(`gdc_launch_dependents`) or ended. Its `gdc_wait` returns when the kernel in front has ended and what that wrote can be
-seen. Before the wait nothing of the kernel in front is promised, even if it never triggers: that its programs have
-ended does not say that their writes have arrived (PTX ISA, griddepcontrol; CUDA C++ Programming Guide, Programmatic
-Dependent Launch and Synchronization).
+A kernel launched early may start when every program of its predecessor, the kernel just before it on the stream, has
+triggered its dependents (`gdc_launch_dependents`) or ended. Its `gdc_wait` returns when the predecessor has ended and
+what that wrote can be seen. Before the wait nothing of the predecessor is promised, even if it never triggers: that its
+programs have ended does not say that their writes have arrived (PTX ISA, griddepcontrol; CUDA C++ Programming Guide,
+Programmatic Dependent Launch and Synchronization).
 
 The rule:
-1. A kernel launched early waits, in every program that does anything. So when a kernel has ended, all in front of it
-   have, and after its wait a kernel may read and write whatever they did.
+1. A kernel launched early waits, in every program that does anything. So when a kernel has ended, all before it have,
+   and after its wait a kernel may read and write whatever they did.
 2. Before its wait it writes nothing. It reads constants (weights, addresses: written before the first step), or what
-   was written in front of a *fence*: a kernel between the writer and itself that is launched normally, or that waits
-   before it triggers. A fence starts, or triggers, only when all in front of it have ended; and whatever follows it
-   starts only then, however many kernels in between trigger before they wait. The writer itself is no fence, even
-   where it is launched normally: it has to be complete, not only the kernels in front of it.
-3. So the kernel right in front counts last: it never is both the writer and the only kernel in between.
+   was written before a *fence*: a kernel between the writer and itself that is launched normally, or that waits before
+   it triggers. A fence starts, or triggers, only when all before it have ended; and whatever comes after it starts only
+   then, however many kernels in between trigger before they wait.
+3. The writer itself is no fence, even where it is launched normally: it has to be complete, not only the kernels before
+   it. So what the predecessor wrote is never read before the wait.
 
     kernel                  first      reads before its wait          written by, and the fence after that
     rope_store              waits      nothing                        (is a fence)
-    attend_decode           waits      items of the plan              split_kv's planner, in front of the layer's store,
+    attend_decode           waits      items of the plan              split_kv's planner, before the layer's store,
                                                                       which is the fence: see `Prepared.plan`. A forward
                                                                       that has to plan itself is launched normally
                                        masks, prefix lengths, pages   kernels before the pass; the store is the fence

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kernels.prefill_plan import TILE_FIELDS
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import PrefillBatch
+from attention.views import LayerKV
 
 
 @triton.jit

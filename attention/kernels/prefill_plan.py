@@ -46,13 +46,13 @@ def _plan_tiles(
         c, first_row, end_row, start, count = _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS)
         ends = total + tl.cumsum(count, 1)
         mine = (ends - count <= tile) & (tile < ends)
-        before = (tile - ends + count) * rows  # rows of the chunk in tiles in front of this one
+        before = (tile - ends + count) * rows  # rows of the chunk in earlier tiles
         chunk += tl.sum(tl.where(mine, c, 0), 1)[:, None]
         first += tl.sum(tl.where(mine, first_row + before, 0), 1)[:, None]
         end += tl.sum(tl.where(mine, end_row, 0), 1)[:, None]
         position += tl.sum(tl.where(mine, start + before, 0), 1)[:, None]
         total += tl.sum(count)
-    # The place of a tile is the number of those whose context is longer, or as long and of a chunk in front.
+    # The place of a tile is the number of those whose context is longer, or as long and of an earlier chunk.
     place = tile * 0
     for low in range(0, num_chunks, CHUNKS):
         c, _, _, start, count = _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS)

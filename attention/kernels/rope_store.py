@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.pdl import pdl_wait
-from attention.kv_cache.layout import LayerKV
+from attention.views import LayerKV
 
 
 @triton.jit

@@ -1,7 +1,8 @@
-"""Pages of KV: who holds them (plain Python), and the tensors they lie in.
+"""Pages and what is in them.
 
-page_allocator  who holds which page
-prefix_cache    the pages of an earlier prompt with the same beginning
-layout          how layers keep their KV: the interface; heads: keys and values by KV heads, the first layout
-pool            the memory of one model on one rank
+page_allocator   who holds which page (pure Python)
+prefix_cache     which pages an earlier prompt with the same beginning left (pure Python)
+layout           how layers keep their KV: the interface
+heads            the layout of keys and values by heads
+pool             the memory of one model on one rank
 """

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.kv_cache.layout import KVLayout, LayerKV, PerToken
+from attention.kv_cache.layout import KVLayout, PerToken
 from attention.rotation import rotate
+from attention.views import LayerKV
 
 
 @dataclass(frozen=True)

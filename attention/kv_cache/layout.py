@@ -1,4 +1,4 @@
-"""How the layers of a model keep their KV: the interface of a layout, and what backends see of one layer.
+"""How the layers of a model keep their KV: the interface of a layout.
 
 A layout is a plain value. It says what a token's KV takes in one layer, how the rows of a pass get in, how the KV of an
 accepted path gets to the front of its tree, and what a backend reads. `attention.kv_cache.pool` holds the memory and
@@ -18,17 +18,6 @@ from torch import Tensor
 from attention.metadata import token_indices
 
 View = TypeVar("View")
-
-
-@dataclass(frozen=True)
-class LayerKV:
-    """One layer that keeps keys and values by heads, as backends see it.
-
-    k, v: [num_pages + 1, page_size, kv_heads, head_dim], contiguous; page 0 takes the writes of padding rows.
-    """
-
-    k: Tensor
-    v: Tensor
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 `python -m tests.attention.pdl_stress --launches 1000000`.
 
 A pass takes the next row of a list of lengths, poisons the KV that it is about to store, plans, and runs layers as
-production does: norm, store, attention, all launched early, with nothing in between that a race could hide behind. What
+production does: norm, store, attention, all launched early, with nothing in between that would hide a race. What
 attention should give is known beforehand for every length, and the largest difference stays on the device until the
 end. A CUDA graph holds several passes and is replayed; where a plan, a length or the store were read too early, a
 launch would see those of the replay before. Half of the passes plan in `forward`, as callers without a context do.

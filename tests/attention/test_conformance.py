@@ -20,9 +20,9 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.backends.torch_backend import TorchBackend
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, needs_cpu_seq_lens, refusal
+from attention.views import LayerKV
 from tests.bench.gpu_time import captured
 from tests.support.attention_cases import (
     LENGTHS,

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
-from attention.kernels import decode, split_kv  # noqa: E402
+from attention.kernels import decode, decode_plan, split_kv  # noqa: E402
 from attention.kv_cache.pool import KVPool  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
 from tests.attention.test_triton_prefill import check_prefill  # noqa: E402
@@ -30,7 +30,7 @@ SPAN = 128 if INTERPRETED else FIXED_SPAN
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUP, KV_HEADS, HEAD_DIM, PAGE = (4, 1, 16, 16) if INTERPRETED else (4, 8, 128, 16)
 SCALE = HEAD_DIM**-0.5
-# of a request and its tail: short, at a tile's end and a span's, one of which the tail reaches across
+# of a request and its suffix: short, at a tile's end and a span's, one of which the suffix reaches across
 PREFIXES = [0, 1, 57, SPAN - 3, SPAN + 60] if INTERPRETED else [0, 1, 61, 640, 1021, 1023, 1024, 2047, 5000]
 
 
@@ -67,7 +67,7 @@ def attend(pool: KVPool, batch: DecodeBatch | PrefillBatch, q: Tensor, backend: 
 def test_spans_hold_the_longest_context() -> None:
     for length, span in ((2, 1024), (8192, 1024), (32768, 1024), (32769, 2048), (131072, 4096)):
         assert fixed_span(length) == span
-        assert span * decode.MAX_SPLITS >= 2 * length
+        assert span * decode_plan.MAX_SPLITS >= 2 * length
 
 
 def test_contexts_are_cut_at_the_same_places_in_every_batch() -> None:
@@ -185,6 +185,6 @@ def test_pieces_cover_every_row() -> None:
 
 def test_chunks_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for few pieces at once."""
-    monkeypatch.setattr("attention.backends.triton_backend.MAX_PIECE_SLOTS", 3)
+    monkeypatch.setattr("attention.backends.triton_backend.MAX_PIECE_PARTIALS", 3)
     monkeypatch.setattr("tests.attention.test_triton_prefill.build_backend", lambda *_: TritonBackend(SPAN))
     check_prefill([0, 40, 3], [50, 2, 2 * SPAN], GROUP, KV_HEADS, HEAD_DIM, PAGE, DTYPE)

@@ -11,11 +11,12 @@ from torch import Tensor
 from attention.backend import Prepared
 from attention.config import CacheConfig
 from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import KVLayout, LayerGroup, LayerKV, PerToken
+from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
 from attention.kv_cache.pool import KVPool, bytes_per_page
 from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places
 from attention.registry import BACKENDS, limit
 from attention.rotation import rotate
+from attention.views import LayerKV
 from tests.support.attention_cases import WORKS, Shape, use_of
 from workers.layers.forward_context import ForwardContext
 from workers.layers.rotary import Angles

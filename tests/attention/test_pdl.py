@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
-from attention.kernels import decode, merge_states, pdl, rope_store  # noqa: E402
-from attention.kv_cache.layout import LayerKV  # noqa: E402
+from attention.kernels import decode, decode_plan, merge_states, pdl, rope_store  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
+from attention.views import LayerKV  # noqa: E402
 from speculative.kernels import head_input  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
 from tests.attention.test_triton_compile import compiled, decode_constants  # noqa: E402
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "attend_decode": (
         decode._attend_decode,
         BF16 | {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"},
-        decode_constants(4, 4, 128, 16, decode.decode_tiles(16, 128, 2, 0.5)),
+        decode_constants(4, 4, 128, 16, decode_plan.decode_tiles(16, 128, 2, 0.5)),
         True,
         {"items_ptr", "mask_ptr", "prefix_ptr", "table_ptr"},
     ),

@@ -46,7 +46,7 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 @pytest.mark.parametrize("rows,suffix_len", [(1, 1), (4, 4), (3, 9), (7, 7)])
-def test_tail_rows_see_their_prefix_and_their_mask(page_size: int, rows: int, suffix_len: int) -> None:
+def test_decode_rows_see_their_prefix_and_their_mask(page_size: int, rows: int, suffix_len: int) -> None:
     prefixes = [0, 1, 17, 54]
     pool, table, keys, values = paged([n + suffix_len for n in prefixes], page_size, seed=rows)
     generator = torch.Generator().manual_seed(suffix_len)
@@ -111,13 +111,11 @@ def test_a_row_alone_is_close_to_what_it_is_beside_others() -> None:
         torch.testing.assert_close(alone, beside, atol=2e-6, rtol=1e-5)
 
 
-def test_kv_slots_follow_the_page_table() -> None:
+def test_token_indices_follow_the_page_table() -> None:
     table = torch.tensor([[3, 1, 7], [2, 9, 0]], dtype=torch.int32)
-    suffix_len = DecodeBatch(
-        Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8
-    )
-    # columns 1 and 2 of the tail: positions 4, 5 and 5, 6 on pages of 4
-    assert decode_places(suffix_len, 4)[1].tolist() == [4, 5, 37, 38]
+    batch = DecodeBatch(Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8)
+    # columns 1 and 2 of the suffix: positions 4, 5 and 5, 6 on pages of 4
+    assert decode_places(batch, 4)[1].tolist() == [4, 5, 37, 38]
     chunks = PrefillBatch.from_lists([3, 0], [2, 3], table)
     assert prefill_places(chunks, 4)[1].tolist() == [15, 4, 8, 9, 10]
 

@@ -9,11 +9,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from attention.backends.triton_backend import TritonBackend, split_budget  # noqa: E402
-from attention.kernels import decode, rope_store, split_kv  # noqa: E402
+from attention.kernels import decode, decode_plan, rope_store, split_kv  # noqa: E402
 from attention.kv_cache.heads import store_reference  # noqa: E402
-from attention.kv_cache.layout import LayerKV  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
+from attention.views import LayerKV  # noqa: E402
 from tests.support.triton_cases import (  # noqa: E402
     HALF_TYPES,
     assert_close,
@@ -88,11 +88,11 @@ def test_both_ways_to_merge(apart: bool, longest: int) -> None:
     pool = random_pool(330, 16, 2, 16, torch.float32)
     batch = random_decode(Mode.VERIFY, 3, 3, [longest, 100, 1500], 16, 320)
     q = random_rows(9, 4, 16, torch.float32)
-    tiles = decode.DecodeTiles(16, 32, 4, 2, 1, 64)
-    items = split_kv.plan_items(batch.prefix_len, 3, 60, 100, 32, decode.MAX_SPLITS)
-    assert (items.requests[0, 1] > decode.FAN) == (longest > 1000)  # then two levels, or several rounds
-    workspace = decode.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
-    plan = decode.DecodePlan(tiles, items, workspace, apart, 8, pdl=False)
+    tiles = decode_plan.DecodeTiles(16, 32, 4, 2, 1, 64)
+    items = split_kv.plan_items(batch.prefix_len, 3, 60, 100, 32, decode_plan.MAX_SPLITS)
+    assert (items.requests[0, 1] > decode_plan.FAN) == (longest > 1000)  # then two levels, or several rounds
+    workspace = decode_plan.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
+    plan = decode_plan.DecodePlan(tiles, items, workspace, apart, 8, pdl=False)
     expected = decode.reference(q, pool.layer(0), batch, 0.25)
     for _ in range(2):
         assert_close(decode.attend_decode(q, pool.layer(0), batch, plan, 0.25), expected, torch.float32)
@@ -150,7 +150,7 @@ def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budg
     assert [row[:6] for row in items[: len(expected)]] == expected
     assert all(row[0] == split_kv.IDLE.value for row in items[len(expected) :])
     assert len(expected) <= len(items) == len(lengths) + budget
-    assert max(slot + count for _, _, _, _, slot, count in expected) <= 2 * budget + 1
+    assert max(first + count for _, _, _, _, first, count in expected) <= 2 * budget + 1
 
 
 def test_equal_requests_get_equal_numbers_of_items() -> None:

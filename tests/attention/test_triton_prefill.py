@@ -91,7 +91,7 @@ def test_a_chunk_without_rows_between_others() -> None:
 CHUNKS = [
     ([0], [1]),
     ([0, 5, 33, 0], [7, 1, 20, 30]),
-    ([64, 0, 64, 32], [100, 64, 0, 33]),  # equal positions: the chunk in front comes first
+    ([64, 0, 64, 32], [100, 64, 0, 33]),  # equal positions: the earlier chunk comes first
     (list(range(0, 40 * 16, 16)), [n % 23 for n in range(40)]),  # more chunks than are looked at together
     ([4096, 0], [3000, 5]),
 ]

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.kv_cache.heads import store_reference
-from attention.kv_cache.layout import LayerKV
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.registry import build_backend
+from attention.views import LayerKV
 from tests.bench.gpu_time import captured, elapsed_us
 from tests.support.attention_cases import random_table
 
@@ -63,14 +63,14 @@ def layer_views(memory: Tensor, num_layers: int, num_pages: int) -> list[LayerKV
     return [LayerKV(pool[0], pool[1]) for pool in pools]
 
 
-def tail_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Callable[[], None], int]:
+def decode_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Callable[[], None], int]:
     """A pass of verify attention, and its number of layers."""
     pages = -(-(context + rows) // PAGE)
     bytes_per_layer = 2 * (batch * pages + 1) * PAGE * KV_HEADS * DIM * 2
     num_layers = min(NUM_LAYERS, memory.nbytes // bytes_per_layer)
     layers = layer_views(memory, num_layers, batch * pages)
     table, device = random_table([context + rows] * batch, PAGE, max(MAX_PREFIX // PAGE, pages)), memory.device
-    suffix_len = DecodeBatch(
+    decode = DecodeBatch(
         Mode.VERIFY,
         rows,
         rows,
@@ -83,7 +83,7 @@ def tail_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Ca
     backend = build_backend("triton", Mode.VERIFY)
 
     def run() -> None:
-        prepared = backend.prepare(suffix_len)
+        prepared = backend.prepare(decode)
         for layer in layers:
             prepared.forward(q, layer, SCALE)
 
@@ -98,7 +98,7 @@ def bench_decode(
         for batch in batches:
             if batch * (context + PAGE * 2) * BYTES_PER_TOKEN * 2 > memory.nbytes:
                 continue
-            passes = [tail_layers(memory, batch, rows, context) for rows in widths]
+            passes = [decode_layers(memory, batch, rows, context) for rows in widths]
             graphs = [captured(run) for run, _ in passes]
             *times, copy = clock.medians(*(graph.replay for graph in graphs))
             rate = clock.copy_rate(copy)
@@ -208,7 +208,7 @@ def main() -> None:
         json.dumps(
             {
                 "device": torch.cuda.get_device_name(),
-                "tail": bench_decode(clock, memory, args.batches, args.widths, args.contexts),
+                "decode": bench_decode(clock, memory, args.batches, args.widths, args.contexts),
                 "prefill": bench_prefill(clock, memory, [(64, 512), (8, 4096), (1, 16384)]),
                 "rope_store": bench_rope_store(clock, memory, [4, 256, 8192]),
             }

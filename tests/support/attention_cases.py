@@ -1,5 +1,5 @@
 """The uses that every attention backend is compared on, and batches of them as production makes them: pages in any
-order, zeros in a page table behind a request's end, and the padding rows of a captured bucket, whose prefix is 0 and
+order, zeros in a page table after a request's end, and the padding rows of a captured bucket, whose prefix is 0 and
 whose page table is the dummy page's. Used by the conformance suite, its matrix and the benchmark."""
 
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import LayerGroup, LayerKV
+from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.views import LayerKV
 
 NUM_KV_HEADS = 2
 ROWS = 6  # of a verified tree or an accepted path
@@ -28,7 +29,7 @@ MAX_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Work:
-    """A mode with its mask: rows of a request and columns behind its prefix."""
+    """A mode with its mask: rows of a request and columns after its prefix."""
 
     name: str
     mode: Mode
@@ -112,7 +113,7 @@ def write_tokens(kv: LayerKV, slot_mapping: Tensor, k: Tensor, v: Tensor) -> Non
 
 
 def random_table(lengths: Sequence[int], page_size: int, width: int) -> Tensor:
-    """[len(lengths), width] int32 of distinct pages in random order, zeros behind a request's end. 0: padding."""
+    """[len(lengths), width] int32 of distinct pages in random order, zeros after a request's end. 0: padding."""
     counts = [-(-n // page_size) for n in lengths]
     table = torch.zeros((len(lengths), width), dtype=torch.int32)
     pages = (torch.randperm(sum(counts)) + 1).int().split(counts)

@@ -27,7 +27,7 @@ def random_pool(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
 
 
 def random_table(lengths: list[int], page_size: int, num_pages: int, width: int | None = None) -> Tensor:
-    """[len(lengths), width] int32 of distinct random pages; zeros behind a request's end."""
+    """[len(lengths), width] int32 of distinct random pages; zeros after a request's end."""
     counts = [-(-n // page_size) for n in lengths]
     table = torch.zeros((len(lengths), width or max(counts) + 1), dtype=torch.int32)
     pages = (torch.randperm(num_pages)[: sum(counts)] + 1).int().split(counts)

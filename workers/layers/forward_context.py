@@ -16,8 +16,11 @@ from workers.layers.rotary import Angles
 @dataclass(frozen=True)
 class Attending:
     """The rows of a pass whose output is wanted of its last layer, where the others are there for their KV alone: these
-    attend, and go on to what is behind attention. rows: [n] int64. tail, chunks: the same rows as batches, tail's
-    first."""
+    attend, and go on to what comes after attention.
+
+    rows: [n] int64.
+    decode, chunks: the same rows as batches, those of decode first.
+    """
 
     rows: Tensor
     decode: DecodeBatch | None
@@ -26,11 +29,12 @@ class Attending:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Rows are those of a tail batch, then those of a chunk batch (see `attention.metadata`).
+    """Rows are those of a decode batch, then those of a chunk batch (see `attention.metadata`).
 
-    positions: [rows] int64 for rotary embedding. slot_mapping: [rows] int64 where each row's KV is written. attending:
-    [n] int64, the rows that attend, None for all; num_decode_rows, tail and chunks are of these. last: of the last
-    layer, if fewer rows attend there.
+    positions: [rows] int64 for rotary embedding.
+    slot_mapping: [rows] int64 where each row's KV is written.
+    attending: [n] int64, the rows that attend, None for all; num_decode_rows, decode and chunks are of these.
+    last: of the last layer, if fewer rows attend there.
     """
 
     pool: KVPool
@@ -77,9 +81,12 @@ def make_context(
     chunks: PrefillBatch | None,
     attending: Attending | None = None,
 ) -> ForwardContext:
-    """The context of a pass over `tail` and `chunks`. decode_positions: [B * R] int64, the rotary positions of tail
-    rows (a tree's rows are deeper than their column tells); None where they equal the columns. attending: None for
-    all rows."""
+    """The context of a pass over `decode` and `chunks`.
+
+    decode_positions: [B * R] int64, the rotary positions of decode rows (a tree's rows are deeper than their column
+        says); None where they equal the columns.
+    attending: None for all rows.
+    """
     positions, slots = [], []
     if decode is not None:
         own_positions, own_slots = row_places(decode, pool.page_size)

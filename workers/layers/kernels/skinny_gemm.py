@@ -2,9 +2,9 @@
 """y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading the weights is most of the work.
 Called by `workers.layers.gemm` on GPUs.
 
-Between two products of a library memory rests: the next one starts its reads when the kernel in front of it has ended,
-and waits a microsecond for the first of them. Here a program is launched while the kernels in front still run
-(see `attention.kernels.pdl`). For the fewest rows it brings the first columns of its rows of W into shared memory at
+Between two products of a library memory rests: the next one starts its reads when the kernel before it has ended, and
+waits a microsecond for the first of them. Here a program is launched while the kernels before still run (see
+`attention.kernels.pdl`). For the fewest rows it brings the first columns of its rows of W into shared memory at
 once, since weights depend on nothing; then it waits for x. Both come through tensor maps, whose copies need no
 registers, so that a multiprocessor's whole shared memory can be on its way.
 
