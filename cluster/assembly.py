@@ -88,15 +88,25 @@ def with_checkpoints(config: AerieConfig) -> AerieConfig:
     """The configuration with what only the checkpoints know: model.max_model_len. Reads config.json of target and draft
     and the tokenizer, and matches them; raises ConfigError. Takes the seconds of importing torch."""
     try:
-        # On the CPU, whatever the workers use: the machine that checks need not have their GPUs.
-        model = dataclasses.replace(config.model, device="cpu")
-        rank = DeviceRank(config.model_copy(update={"model": model}), 0)
+        rank = DeviceRank(_on_cpu(config), 0)
         layout = rank.layout()
         rank.check_tokenizer()
     except ValueError as error:
         raise ConfigError(str(error)) from None
     model = dataclasses.replace(config.model, max_model_len=layout.max_model_len)
     return config.model_copy(update={"model": model})
+
+
+def slot_bytes(config: AerieConfig) -> int:
+    """Memory of the tables of running requests on each rank, of a configuration that `with_checkpoints` gave."""
+    from speculative.build import plan_layout
+
+    return plan_layout(engine_spec(_on_cpu(config))).slot_bytes
+
+
+def _on_cpu(config: AerieConfig) -> AerieConfig:
+    """Whatever the workers use: the machine that checks need not have their GPUs."""
+    return config.model_copy(update={"model": dataclasses.replace(config.model, device="cpu")})
 
 
 class DeviceRank:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from workers.runner.worker import Worker
 from workers.sampling.sampler import Sampler
 from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 
+if TYPE_CHECKING:
+    from workers.runner.cuda_graph import GraphedDecoding
+
 WARM_UP_TOKENS = 16
 
 logger = logging.getLogger(__name__)
@@ -47,23 +51,21 @@ class EngineSpec:
 class EngineLayout:
     """What follows from a spec and the checkpoints' config.json, the same on every rank and in the scheduler.
 
-    shapes: kinds of round, index 0 plain. num_pages: per rank. max_model_len: prompt and answer tokens. lookahead:
-    tokens beyond a page that its KV depends on (the prefix cache's keys): 1 with a draft.
+    shapes: kinds of round, index 0 plain. num_pages, slot_bytes: per rank, of the KV and of running requests' tables.
+    max_model_len: prompt and answer tokens. max_position: positions that a step may touch. lookahead: tokens beyond a
+    page that its KV depends on (the prefix cache's keys): 1 with a draft.
     """
 
     target: ModelConfig
     draft: DraftConfig | None
     shapes: tuple[RoundShape, ...]
     num_pages: int
+    slot_bytes: int
     max_model_len: int
+    max_position: int
     lookahead: int
     dtype: torch.dtype
     draft_tp: int
-
-    @property
-    def max_position(self) -> int:
-        """Positions that a step may touch: two rounds in flight past the last token."""
-        return self.max_model_len + 3 * max(shape.tail_tokens + shape.max_new_tokens for shape in self.shapes)
 
 
 def plan_layout(spec: EngineSpec) -> EngineLayout:
@@ -79,12 +81,18 @@ def plan_layout(spec: EngineSpec) -> EngineLayout:
         draft_tp = _draft_tp(speculative, worker.tensor_parallel)
         shapes = (PLAIN, round_shape(speculative))
         pools.append(PoolSize.of(draft.model, draft_tp, dtype))
+    max_model_len = worker.model.max_model_len or target.max_position
+    # two rounds in flight past the last token
+    max_position = max_model_len + 3 * max(shape.tail_tokens + shape.max_new_tokens for shape in shapes)
+    slot_bytes = _slot_table(worker, max_position, target.vocab_size, torch.device("meta")).num_bytes
     return EngineLayout(
         target=target,
         draft=draft,
         shapes=shapes,
-        num_pages=pages_that_fit(worker.cache, pools),
-        max_model_len=worker.model.max_model_len or target.max_position,
+        num_pages=pages_that_fit(worker.cache, pools, slot_bytes),
+        slot_bytes=slot_bytes,
+        max_model_len=max_model_len,
+        max_position=max_position,
         lookahead=0 if draft is None else 1,
         dtype=dtype,
         draft_tp=draft_tp,
@@ -115,7 +123,7 @@ def build_worker(
     # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
     group = join_tp_group(rank, spec.worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
     clock.done("process group joined")
-    slots = _slot_table(spec, layout, device)
+    slots = _slot_table(spec.worker, layout.max_position, layout.target.vocab_size, device)
     capture = layout.draft.capture if layout.draft else ()
     model = load_target(spec.worker.model, layout.target, group, device, layout.max_position, capture, deterministic)
     clock.done("target loaded")
@@ -130,8 +138,8 @@ def build_worker(
         strategy = EagleDecoding(spec.speculative, target, draft, slots, sampler)
     clock.done("KV cache allocated")
     if _captures(spec, device, needs_cpu_seq_lens(backends, backends_of_draft), rank):
-        strategy = _captured(strategy, slots, spec, layout)
-        clock.done("CUDA graphs captured")
+        strategy = graphed = _captured(strategy, slots, spec.worker, layout, group)
+        clock.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
     worker = Worker(strategy, slots, group, spec.worker.debug)
     _warm_up(worker, layout)
     clock.done("warmed up")
@@ -180,7 +188,7 @@ def _warm_up(worker: Worker, layout: EngineLayout) -> None:
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
         chunks = (beginning, whole) if sampling is greedy else (whole,)  # a beginning samples nothing
         plans = [StepPlan(0, number, b"", 0, layout.max_position, inits=(init,), chunks=(chunk,)) for chunk in chunks]
-        if sampling is not rest:  # its rounds run the same kernels, and would be captured
+        if sampling is not rest:  # its rounds run the same kernels
             shapes = range(len(layout.shapes))
             plans += [StepPlan(0, number, pack_i32([0]), shape, layout.max_position) for shape in shapes]
         for plan in plans:
@@ -188,21 +196,31 @@ def _warm_up(worker: Worker, layout: EngineLayout) -> None:
             worker.take()
 
 
-def _captured(strategy: DecodingStrategy, slots: SlotTable, spec: EngineSpec, layout: EngineLayout) -> DecodingStrategy:
-    from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
+def _captured(
+    strategy: DecodingStrategy, slots: SlotTable, worker: WorkerConfig, layout: EngineLayout, group: TPGroup
+) -> "GraphedDecoding":
+    """The strategy with its graphs; what is left out is logged once, by rank 0."""
+    from workers.runner.cuda_graph import CudaRecorder, GraphedDecoding, bucket_sizes
 
-    graphed = GraphedDecoding(
-        strategy, slots, bucket_sizes(spec.worker.scheduler.max_running), layout.max_position, spec.worker.graph_scope
-    )
+    buckets = bucket_sizes(worker.scheduler.max_running)
+    graphed = GraphedDecoding(strategy, slots, buckets, layout.max_position, CudaRecorder(), worker.graph_scope)
     with torch.inference_mode():
-        graphed.capture(random=True)
-        graphed.capture(random=False)
+        report = graphed.capture(worker.graph_capture, group)
+    if report.num_left_out and group.rank == 0:
+        limits = worker.graph_capture
+        logger.warning(
+            "graph_capture: limit_s=%g or limit_gb=%g was used up, so that %d rounds with filters, penalties or "
+            "log-probabilities run without a CUDA graph; raise them, or lower scheduler.max_running",
+            limits.limit_s,
+            limits.limit_gb,
+            report.num_left_out,
+        )
     return graphed
 
 
-def _slot_table(spec: EngineSpec, layout: EngineLayout, device: torch.device) -> SlotTable:
-    max_pages = -(-layout.max_position // spec.worker.cache.page_size)
-    return SlotTable(spec.worker.scheduler.max_running, max_pages, layout.target.vocab_size, device)
+def _slot_table(worker: WorkerConfig, max_position: int, vocab_size: int, device: torch.device) -> SlotTable:
+    max_pages = -(-max_position // worker.cache.page_size)
+    return SlotTable(worker.scheduler.max_running, max_pages, vocab_size, device)
 
 
 def _draft_runner(

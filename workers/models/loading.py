@@ -77,15 +77,16 @@ class PoolSize:
         return KVPool(self.num_layers, num_pages, page_size, self.num_kv_heads, self.head_dim, self.dtype, device)
 
 
-def pages_that_fit(cache: CacheConfig, pools: list[PoolSize]) -> int:
-    """Pages per rank: cache.num_pages, or as many as memory_gb holds for all `pools` together."""
+def pages_that_fit(cache: CacheConfig, pools: list[PoolSize], slot_bytes: int) -> int:
+    """Pages per rank: cache.num_pages, or as many as memory_gb holds for all `pools` together, beside the slot_bytes
+    that running requests' tables take."""
     if cache.num_pages is not None:
         return cache.num_pages
     per_page = sum(pool.bytes_per_page(cache.page_size) for pool in pools)
-    pages = int(cache.memory_gb * 1e9) // per_page - 1
+    pages = (int(cache.memory_gb * 1e9) - slot_bytes) // per_page - 1
     if pages < 2:
         raise ValueError(
-            f"cache.memory_gb={cache.memory_gb}: holds {pages} pages of {per_page} bytes; "
-            f"give at least {3 * per_page / 1e9:.4f}"
+            f"cache.memory_gb={cache.memory_gb}: holds {max(0, pages)} pages of {per_page} bytes beside {slot_bytes} "
+            f"of tables for scheduler.max_running; give at least {(3 * per_page + slot_bytes) / 1e9:.4f}"
         )
     return pages
