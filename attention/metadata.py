@@ -126,9 +126,11 @@ class PrefillBatch:
 
     @property
     def known(self) -> ChunkLists:
-        """`lists`, for whoever cannot do without."""
-        assert self.lists is not None, "a captured step's chunks are known to the device only"
-        return self.lists
+        """`lists`, for whoever cannot do without; on a CPU they can be read."""
+        if self.lists is not None:
+            return self.lists
+        assert self.qo_indptr.device.type == "cpu", "a captured step's chunks are known to the device only"
+        return ChunkLists(tuple(self.starts.tolist()), tuple(self.qo_indptr.diff().tolist()))
 
     @property
     def is_padded(self) -> bool:

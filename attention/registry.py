@@ -24,6 +24,8 @@ class BackendFacts:
     refusal: why it cannot serve a use in one of its `modes` and `layouts`, None if it can.
     layouts: the kinds of `KVLayout` whose views it reads.
     cpu_seq_lens_modes: see `needs_cpu_seq_lens`; prompt chunks are never among them, their lengths come with the plan.
+    chunks_on_device: whether it attends to prompt chunks that are described on the device alone, so that steps with
+        chunks can be captured.
     package: what it imports beyond torch, of the extra `cuda`.
     """
 
@@ -32,6 +34,7 @@ class BackendFacts:
     modes: frozenset[Mode] = ALL_MODES
     layouts: frozenset[str] = frozenset({"heads"})
     cpu_seq_lens_modes: frozenset[Mode] = frozenset()
+    chunks_on_device: bool = False
     package: str | None = None
 
 
@@ -61,7 +64,7 @@ def _trtllm() -> AttentionBackend:
 
 BACKENDS: dict[str, BackendFacts] = {
     "torch": BackendFacts(_torch, torch_refusal),
-    "triton": BackendFacts(_triton, triton_refusal, package="triton"),
+    "triton": BackendFacts(_triton, triton_refusal, chunks_on_device=True, package="triton"),
     "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, package="flashinfer"),
     "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),
 }

@@ -276,7 +276,9 @@ def _next_ids(chunks: PromptChunks, finals: _Finals | None) -> Tensor:
     """[rows] int64: the token after each chunk row, which the draft pairs with the row's feature."""
     after_chunk = chunks.next_ids
     if finals is not None:
-        after_chunk = torch.cat((finals.commit.tokens.squeeze(1), after_chunk[chunks.num_finals :]))
+        of_finals, others = after_chunk[: chunks.num_finals], after_chunk[chunks.num_finals :]
+        first = finals.commit.tokens.squeeze(1)
+        after_chunk = torch.cat((torch.where(of_finals < 0, first, of_finals), others))
     # not every chunk of a captured step has rows, so that rows ask for their chunk, not chunks for their row
     chunk = chunks.batch.row_chunks().clamp_max(after_chunk.shape[0] - 1)
     row = torch.arange(chunk.shape[0], device=chunk.device)

@@ -25,6 +25,8 @@ CASES = [
     Case(page_size=4, num_pages=45, max_step_tokens=16, speculating=0.8, prefix_cache=False),
     Case(page_size=8, num_pages=150, max_step_tokens=64, speculating=0.5, prefix_cache=True),
     Case(page_size=16, num_pages=11, max_step_tokens=16, speculating=1.0, prefix_cache=True),
+    Case(page_size=4, num_pages=50, max_step_tokens=64, speculating=0.6, prefix_cache=True, captured=True),
+    Case(page_size=1, num_pages=170, max_step_tokens=20, speculating=0.8, prefix_cache=True, captured=True),
 ]
 
 

@@ -79,7 +79,7 @@ def test_replays_equal_eager_rounds(name: str, tmp_path: Path) -> None:
         f"{pair.seen.acceptance_length:.2f}, accepted {sorted(pair.seen.accepted.items())}"
     )
     _assert_covered(pair, arm, sizes)
-    always = [key for key in captured if is_always_captured(key.needs)]
+    always = [key for key in captured if is_always_captured(key)]
     assert graphs.captured == captured and len(always) == len(graphs.shapes) * 2 * len(bucket_sizes(arm.num_slots))
     del pair, graphs, captured
     gc.collect()

@@ -12,6 +12,7 @@ from tests.speculative.conftest import EOS, Pair
 from tests.support.eager_graphs import EagerRecorder
 from workers.config import GraphCapture
 from workers.distributed.tp_group import SOLO
+from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
@@ -20,6 +21,7 @@ from workers.scheduling.request import Request
 
 GREEDY = SamplingParams(14, 0.0, stop_token_ids=(EOS,))
 RANDOM = replace(GREEDY, temperature=1.0, seed=3)
+TOKENS = (8, 24)  # of steps of up to 32 prompt tokens, so that some have graphs and some have none
 MIX = (
     GREEDY,
     RANDOM,
@@ -33,7 +35,7 @@ MIX = (
 def with_recordings(engine: LocalEngine, limits: GraphCapture) -> tuple[EagerRecorder, GraphedDecoding]:
     worker, recorder = engine.executor, EagerRecorder()
     assert isinstance(worker, Worker)
-    graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(6), 256, recorder)
+    graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(6), 256, recorder, TOKENS)
     with torch.inference_mode():
         graphs.capture(limits, SOLO)
     worker._strategy = graphs
@@ -60,6 +62,18 @@ def test_nothing_is_recorded_while_requests_run(pair: Pair, shape: str, limits: 
     with local_engine(spec) as engine:
         recorder, graphs = with_recordings(engine, limits)
         num_recorded, captured = recorder.num_recorded, graphs.captured
+        with_chunks: list[bool] = []
+        step = graphs.step
+
+        def noted(batch: StepBatch) -> StepTensors:
+            before = recorder.num_replays
+            out = step(batch)
+            if batch.chunks is not None:
+                with_chunks.append(recorder.num_replays > before)
+            return out
+
+        graphs.step = noted  # type: ignore[method-assign]
         assert answers(engine, pair.prompts) == expected
+        assert any(with_chunks) == (limits == GraphCapture()) and not all(with_chunks)
         assert recorder.num_recorded == num_recorded and graphs.captured == captured
         assert recorder.num_replays > 0

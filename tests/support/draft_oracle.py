@@ -27,8 +27,11 @@ from speculative.build import DraftSpeculation, EngineSpec, build_worker, plan_l
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.shapes import tree_shape
+from tests.support.eager_graphs import EagerRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
-from workers.config import PLAIN, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
+from workers.config import PLAIN, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
+from workers.distributed.tp_group import SOLO
+from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes, token_buckets
 from workers.runner.layout import EngineLayout
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
@@ -54,7 +57,7 @@ class Drafted:
 
 def observe(worker: Worker, slot: int) -> Drafted:
     """The tree that `slot` will verify next, and the draft's KV of its committed positions."""
-    strategy = worker._strategy
+    strategy = worker._strategy._inner if isinstance(worker._strategy, GraphedDecoding) else worker._strategy
     assert isinstance(strategy, SpeculativeDecoding)
     tokens, parents = (field[slot].tolist() for field in strategy._trees._fields[:2])
     pool, slots = strategy._draft.pool, worker._slots
@@ -187,6 +190,7 @@ class Case:
     speculating: float  # share of requests that speculate
     prefix_cache: bool
     num_requests: int = 20
+    captured: bool = False  # steps are replayed where production replays them
 
 
 def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, seed: int) -> WatchedRank:
@@ -210,7 +214,10 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         layout.lookahead,
         choose_shape=lambda shapes: rng.randrange(len(shapes)) if len(shapes) > 2 else shapes.default,
     )
-    rank = WatchedRank(build_worker(spec, layout, 0, ""), oracle, scheduler, shapes)
+    worker = build_worker(spec, layout, 0, "")
+    if case.captured:
+        capture(worker, spec.worker, layout)
+    rank = WatchedRank(worker, oracle, scheduler, shapes)
     engine = LocalEngine(scheduler, rank)
     waiting = [_request(rng, number, case.speculating) for number in range(case.num_requests)]
     running: list[Request] = []
@@ -225,6 +232,16 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
     while rank.num_pending:
         scheduler.apply(rank.take())
     return rank
+
+
+def capture(worker: Worker, config: WorkerConfig, layout: EngineLayout) -> None:
+    """Record the worker's steps, and replay them from now on, as `workers.runner.build` has it on a GPU."""
+    buckets = bucket_sizes(config.scheduler.max_running)
+    tokens = token_buckets(config.scheduler.max_step_tokens)
+    graphed = GraphedDecoding(worker._strategy, worker._slots, buckets, layout.max_position, EagerRecorder(), tokens)
+    with torch.inference_mode():
+        graphed.capture(GraphCapture(), SOLO)
+    worker._strategy = graphed
 
 
 def _request(rng: random.Random, number: int, speculating: float) -> Request:
@@ -248,6 +265,7 @@ def random_case(rng: random.Random) -> Case:
         max_step_tokens=rng.choice((5, 16, 64)),
         speculating=rng.choice((0.2, 0.5, 0.8, 1.0)),
         prefix_cache=rng.random() < 0.7,
+        captured=rng.random() < 0.5,
     )
 
 

@@ -58,7 +58,7 @@ def test_rarer_kinds_have_fewer_buckets() -> None:
             assert set(sizes) <= set(buckets) and sizes[-1] == buckets[-1] and sorted(sizes) == list(sizes)
             for count in range(1, largest + 1):
                 assert next(size for size in sizes if size >= count) < 2 * count
-            assert len(sizes) == len(buckets) or not is_always_captured(needs)
+            assert len(sizes) == len(buckets) or needs.full_logits
     assert len(buckets_of(CAPTURED_NEEDS[-1], bucket_sizes(256))) == 9
 
 
@@ -78,7 +78,7 @@ def test_no_step_captures_anything(limits: GraphCapture) -> None:
                 out = graphs.step(batch)
                 assert out.tokens.flatten().tolist() == list(range(size))
                 (ran,) = strategy.ran
-                captured = limits in (PLENTY, GraphCapture()) or is_always_captured(needs)
+                captured = limits in (PLENTY, GraphCapture()) or (not needs.full_logits)
                 assert recorder.num_replays - replays == (captured and size <= 40)
                 assert (ran is batch) == (recorder.num_replays == replays)
                 assert ran.needs.covers(needs) and ran.num_requests < 2 * size + (size > 40)
@@ -101,7 +101,7 @@ def test_captures_stop_at_the_allowance() -> None:
         report = graphs.capture(limits, SOLO, lambda recorder=recorder: 10.0 * recorder.num_recorded)
         assert len(graphs.captured) == expected and report.num_left_out == wanted - expected
         assert report.whole == Taken(10.0 * expected, 10**6 * expected)
-        optional = [key for key in graphs.captured if not is_always_captured(key.needs)]
+        optional = [key for key in graphs.captured if not is_always_captured(key)]
         order = [CAPTURED_NEEDS.index(key.needs) for key in optional]
         assert not order or max(order) == 2 or expected == wanted
 

@@ -75,3 +75,9 @@ def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
         if mode is not Mode.PREFILL and registry.needs_cpu_seq_lens(backend.name, mode)
     }
     return ", ".join(sorted(readers)) or None
+
+
+def chunks_on_device(*models: Mapping[Mode, AttentionBackend]) -> bool:
+    """Whether steps with prompt chunks can be CUDA graphs: no backend wants to know the chunks on the host."""
+    prefill = [model[Mode.PREFILL] for model in models if Mode.PREFILL in model]
+    return all(registry.BACKENDS[backend.name].chunks_on_device for backend in prefill)

@@ -20,7 +20,7 @@ class PromptChunks:
 
     batch: their rows.
     ids: [rows] int64.
-    next_ids: [C] int64, the prompt token after each chunk; of chunks that end their prompt any.
+    next_ids: [C] int64, the prompt token after each chunk, -1 where there is none.
     final_slots: [F] int64.
     final_lengths: [F] int32, tokens of their prompts but for the last; 0 for the padding slot.
     """

@@ -13,7 +13,7 @@ from workers.config import WorkerConfig
 from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.models.loading import load_target
-from workers.runner.backends import Backends, ModelShape, needs_cpu_seq_lens, target_backends
+from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.layout import EngineLayout, EngineParts, PhaseDone, slot_table
@@ -52,7 +52,8 @@ def build_worker(
     parts = load_parts(worker, layout, group, device, backends, deterministic, phases.done)
     strategy = layout.speculation.strategy(parts, others, phases.done)
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
-        strategy = graphed = _captured(strategy, parts)
+        with_chunks = not deterministic and chunks_on_device(backends, others)
+        strategy = graphed = _captured(strategy, parts, with_chunks)
         phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
     built = Worker(strategy, parts.slots, group, worker.debug)
     warm_up(built, layout)
@@ -114,18 +115,20 @@ def _backends_of_target(
     return target_backends(worker.attention, shape, layout.speculation.verified_modes, span)
 
 
-def _captured(strategy: DecodingStrategy, parts: EngineParts) -> "GraphedDecoding":
+def _captured(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
     """The strategy with its graphs; what is left out is logged once, by rank 0."""
-    from workers.runner.cuda_graph import CudaRecorder, GraphedDecoding, bucket_sizes
+    from workers.runner.cuda_graph import CudaRecorder, GraphedDecoding, bucket_sizes, token_buckets
 
     buckets, limits = bucket_sizes(parts.worker.scheduler.max_running), parts.worker.graph_capture
-    graphed = GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder())
+    tokens = token_buckets(parts.worker.scheduler.max_step_tokens) if with_chunks else ()
+    graphed = GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder(), tokens)
     with torch.inference_mode():
         report = graphed.capture(limits, parts.group)
     if report.num_left_out and parts.group.rank == 0:
         logger.warning(
-            "graph_capture: limit_s=%g or limit_gb=%g was used up, so that %d rounds with filters, penalties or "
-            "log-probabilities run without a CUDA graph; raise them, or lower scheduler.max_running",
+            "graph_capture: limit_s=%g or limit_gb=%g was used up, so that %d kinds of steps (with prompt chunks, "
+            "filters, penalties or log-probabilities) run without a CUDA graph; raise them, or lower "
+            "scheduler.max_running",
             limits.limit_s,
             limits.limit_gb,
             report.num_left_out,

@@ -1,4 +1,4 @@
-"""A strategy's rounds as CUDA graphs: one graph per (round shape, batch bucket, kind of sampling).
+"""A strategy's steps as CUDA graphs: one graph per (shapes, batch bucket, prompt tokens, kind of sampling).
 
 `GraphedDecoding` wraps any `DecodingStrategy`, which it knows nothing about: what a step reads and writes lives in
 device tensors by slot, so a captured round needs two inputs, the slots and those that draft, and its outputs are
@@ -20,13 +20,16 @@ from torch import Tensor
 
 from workers.config import GraphCapture, RoundShapes
 from workers.distributed.tp_group import TPGroup
-from workers.runner.batch import StepBatch, StepTensors
+from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
+from workers.runner.graph_inputs import MAX_CHUNKS, StepInput
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import CAPTURED_NEEDS, Logprobs, SamplingNeeds
 
 T = TypeVar("T")
 
+TOKEN_BUCKETS = (16, 64, 128, 256, 512, 1024)
+CHUNK_NEEDS = SamplingNeeds(random=True)
 _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
 
 
@@ -72,43 +75,26 @@ class CudaRecorder:
 @dataclass(frozen=True)
 class GraphKey:
     """What one graph serves: batches of up to `bucket` requests in a round that verifies `shape` and drafts
-    `next_shape`, with these needs or fewer."""
+    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer."""
 
     shape: int
     next_shape: int
     bucket: int
     needs: SamplingNeeds
+    tokens: int = 0
 
 
 @dataclass
 class _Captured:
-    """A captured round.
+    """A captured step.
 
     run: replays it.
-    slots, draft_slots: its inputs.
     output: what it emitted, at the same place after every replay.
     """
 
     run: Callable[[], None]
-    slots: "_SlotInput"
-    draft_slots: "_SlotInput"
+    input: StepInput
     output: StepTensors
-
-
-class _SlotInput:
-    """An input of a graph: [bucket] int64 slots."""
-
-    def __init__(self, bucket: int, padding_slot: int, device: torch.device) -> None:
-        self.tensor = torch.full((bucket,), padding_slot, dtype=torch.int64, device=device)
-        self._padding_slot = padding_slot
-        self._filled: Tensor | None = None
-
-    def fill(self, slots: Tensor) -> None:
-        """Take over a batch's slots, which nobody changes in place: the same tensor need not be copied again."""
-        if self._filled is not slots:
-            self.tensor[: slots.shape[0]] = slots
-            self.tensor[slots.shape[0] :] = self._padding_slot
-            self._filled = slots
 
 
 @dataclass(frozen=True)
@@ -148,22 +134,35 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
     return tuple([s for s in sizes if s < max_running] + [max_running])
 
 
-def is_always_captured(needs: SamplingNeeds) -> bool:
-    """Whether rounds of this kind are captured whatever it takes: greedy and plainly random ones."""
-    return not needs.full_logits
+def is_always_captured(key: GraphKey) -> bool:
+    """Whether this is captured whatever it takes: greedy and plainly random rounds."""
+    return key.tokens == 0 and not key.needs.full_logits
 
 
 def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
     """The buckets, ascending, that rounds of a kind are captured for: all of them, or, of the kinds that fewer requests
     have, powers of two and the largest, so that a batch is padded to twice its size at most."""
-    if is_always_captured(needs):
+    if not needs.full_logits:
         return tuple(buckets)
     return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
 
 
+def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
+    """Numbers of prompt tokens that steps are captured for. Up to 64 rows take hardly longer than 16: their products
+    read the weights. Beyond 1,024 the GPU takes longer than the host needs to launch the kernels one by one."""
+    return tuple(size for size in TOKEN_BUCKETS if size < max_step_tokens) + tuple(
+        size for size in (max_step_tokens,) if size <= TOKEN_BUCKETS[-1]
+    )
+
+
 class GraphedDecoding:
-    """Runs `inner`'s pure rounds as graphs. max_kv_len: longest length that a request can have, with what its rounds in
-    flight may write. report: of its captures."""
+    """Runs `inner`'s steps as graphs.
+
+    buckets: numbers of requests in a round.
+    tokens: numbers of prompt tokens in a step; empty if steps with prompt chunks are not captured.
+    max_kv_len: longest length that a request can have, with what its rounds in flight may write.
+    report: of its captures.
+    """
 
     def __init__(
         self,
@@ -172,10 +171,12 @@ class GraphedDecoding:
         buckets: Sequence[int],
         max_kv_len: int,
         recorder: Recorder,
+        tokens: Sequence[int] = (),
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._buckets = tuple(sorted(buckets))
+        self._tokens = tuple(sorted(tokens))
         self._max_kv_len = max_kv_len
         self._recorder = recorder
         self._captured: dict[GraphKey, _Captured] = {}
@@ -187,18 +188,19 @@ class GraphedDecoding:
 
     @property
     def captured(self) -> frozenset[GraphKey]:
-        """The rounds that have graphs."""
+        """The steps that have graphs."""
         return frozenset(self._captured)
 
     def capture(
         self, allowance: GraphCapture, group: TPGroup, clock: Callable[[], float] = time.perf_counter
     ) -> CaptureReport:
-        """Capture all rounds, the rarer kinds as far as the allowance goes. The same on every rank of `group`: rounds
-        run collectives, so that no rank may capture one which another leaves out."""
+        """Capture greedy and random rounds, and as far as the allowance goes steps with prompt chunks and the rarer
+        kinds of rounds. The same on every rank of `group`: steps run collectives, so that no rank may capture one which
+        another leaves out."""
         wanted, rounds = self._keys(), dict[GraphKey, Taken]()
         for key in wanted:
-            spent = Taken.together(taken for key, taken in rounds.items() if not is_always_captured(key.needs))
-            if not is_always_captured(key.needs) and _is_used_up(allowance, spent, group, self._slots.device):
+            spent = Taken.together(taken for key, taken in rounds.items() if not is_always_captured(key))
+            if not is_always_captured(key) and _is_used_up(allowance, spent, group, self._slots.device):
                 break
             since_s, since_bytes = clock(), self._recorder.used_bytes()
             self._captured[key] = self._capture(key)
@@ -208,44 +210,79 @@ class GraphedDecoding:
         return self.report
 
     def _keys(self) -> list[GraphKey]:
-        """What is to be captured, in this order: kinds that more requests have first, and of each the largest bucket
-        first, so that smaller ones reuse its memory."""
-        return [
+        """What is to be captured, in this order: what more requests need first, and of each the largest bucket first,
+        so that smaller ones reuse its memory."""
+        rounds = [
             GraphKey(shape, shape, bucket, needs)
             for needs in CAPTURED_NEEDS
             for bucket in reversed(buckets_of(needs, self._buckets))
             for shape in range(len(self.shapes))
         ]
+        always = [key for key in rounds if is_always_captured(key)]
+        return always + self._chunk_keys() + rounds[len(always) :]
+
+    def _chunk_keys(self) -> list[GraphKey]:
+        """Steps with prompt chunks: alone, and beside rounds of the shape that requests draft unless they are told
+        otherwise. Random ones serve greedy requests too."""
+        default = self.shapes.default
+        buckets = [*reversed(buckets_of(CAPTURED_NEEDS[-1], self._buckets)), 0]
+        return [
+            GraphKey(default if bucket else 0, default, bucket, CHUNK_NEEDS, tokens)
+            for bucket in buckets
+            for tokens in reversed(self._tokens)
+        ]
 
     def _capture(self, key: GraphKey) -> _Captured:
         """Of a batch of padding that runs all that the batches of `key` may need."""
-        padding = key.bucket, self._slots.padding_slot, self._slots.device
-        slots, draft_slots = _SlotInput(*padding), _SlotInput(*padding)
-        batch = StepBatch(
-            slots.tensor, key.shape, key.next_shape, draft_slots.tensor, self._max_kv_len, None, key.needs
-        )
+        given = StepInput(key.bucket, key.tokens, self._slots)
+
+        def step() -> StepTensors:
+            return self._inner.step(given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs))
+
         for _ in range(_EAGER_RUNS):
-            self._recorder.run_apart(lambda: self._inner.step(batch))
-        run, output = self._recorder.record(lambda: self._inner.step(batch))
-        return _Captured(run, slots, draft_slots, output)
+            self._recorder.run_apart(step)
+        run, output = self._recorder.record(step)
+        return _Captured(run, given, output)
 
     def step(self, batch: StepBatch) -> StepTensors:
-        captured = self._captured_for(batch)
-        if captured is None:
+        key = self._key(batch)
+        captured = self._captured.get(key) if key is not None else None
+        if key is None or captured is None:
             return self._inner.step(batch)
-        captured.slots.fill(batch.slots)
-        captured.draft_slots.fill(batch.draft_slots)
+        captured.input.fill(batch)
         captured.run()
-        return _first(captured.output, batch.num_requests)
+        num_finals = batch.chunks.num_finals if batch.chunks is not None else 0
+        return _entries(captured.output, batch.num_requests, key.bucket, num_finals)
 
-    def _captured_for(self, batch: StepBatch) -> _Captured | None:
-        """The graph that runs `batch`; None if it must run eagerly."""
-        if batch.chunks is not None or batch.shape != batch.next_shape:
+    def _key(self, batch: StepBatch) -> GraphKey | None:
+        """Which graph could run `batch`; None if there is surely none."""
+        if batch.chunks is not None:
+            return self._chunk_key(batch, batch.chunks)
+        if batch.shape != batch.next_shape:
             return None
         needs = batch.needs.captured
-        sizes = buckets_of(needs, self._buckets)
-        bucket = next((size for size in sizes if size >= batch.num_requests), None)
-        return None if bucket is None else self._captured.get(GraphKey(batch.shape, batch.next_shape, bucket, needs))
+        bucket = _fitting(buckets_of(needs, self._buckets), batch.num_requests)
+        return None if bucket is None else GraphKey(batch.shape, batch.next_shape, bucket, needs)
+
+    def _chunk_key(self, batch: StepBatch, chunks: PromptChunks) -> GraphKey | None:
+        default = self.shapes.default
+        if chunks.batch.num_chunks > MAX_CHUNKS or not CHUNK_NEEDS.covers(batch.needs):
+            return None
+        if batch.next_shape not in (0, default):
+            return None
+        if batch.num_requests and batch.shape != default:
+            return None  # a wider shape would write KV that nobody reserved
+        buckets = (0, *buckets_of(CAPTURED_NEEDS[-1], self._buckets))
+        bucket, tokens = _fitting(buckets, batch.num_requests), _fitting(self._tokens, chunks.batch.num_rows)
+        if bucket is None or tokens is None:
+            return None
+        # where nothing is to be drafted, all entries draft for the padding slot
+        return GraphKey(default if bucket else 0, default, bucket, CHUNK_NEEDS, tokens)
+
+
+def _fitting(sizes: Sequence[int], count: int) -> int | None:
+    """The smallest of ascending `sizes` that holds `count`."""
+    return next((size for size in sizes if size >= count), None)
 
 
 def _is_used_up(allowance: GraphCapture, spent: Taken, group: TPGroup, device: torch.device) -> bool:
@@ -255,9 +292,17 @@ def _is_used_up(allowance: GraphCapture, spent: Taken, group: TPGroup, device: t
     return bool(seconds >= allowance.limit_s or num_bytes >= allowance.limit_gb * 1e9)
 
 
-def _first(out: StepTensors, count: int) -> StepTensors:
-    """What the first `count` requests emitted."""
+def _entries(out: StepTensors, num_requests: int, bucket: int, num_finals: int) -> StepTensors:
+    """Of what a captured step emitted for rounds of `bucket` requests and then for chunks: the first `num_requests` of
+    the former and the first `num_finals` of the latter."""
+
+    def taken(x: Tensor) -> Tensor:
+        if num_finals == 0:
+            return x[:num_requests]
+        finals = x[bucket : bucket + num_finals]
+        return finals if num_requests == 0 else torch.cat((x[:num_requests], finals))
+
     logprobs = out.logprobs
     if logprobs is not None:
-        logprobs = Logprobs(logprobs.chosen[:count], logprobs.top_ids[:count], logprobs.top[:count])
-    return StepTensors(out.tokens[:count], out.counts[:count], out.finish[:count], out.accepted[:count], logprobs)
+        logprobs = Logprobs(taken(logprobs.chosen), taken(logprobs.top_ids), taken(logprobs.top))
+    return StepTensors(taken(out.tokens), taken(out.counts), taken(out.finish), taken(out.accepted), logprobs)

@@ -1,0 +1,105 @@
+"""The inputs of a captured step: tensors that stay where they are, filled from a batch before each replay.
+
+What a batch leaves free is padding: the padding slot, chunks without rows on the dummy page, rows of no chunk. Used by
+`workers.runner.cuda_graph`.
+"""
+
+import torch
+from torch import Tensor
+
+from attention.metadata import PrefillBatch
+from workers.runner.batch import PromptChunks, StepBatch
+from workers.runner.slot_table import SlotTable
+from workers.sampling.sampler import SamplingNeeds
+
+MAX_CHUNKS = 8  # of a captured step; each costs a row of the vocabulary head and a row of every draft step
+
+
+class SlotInput:
+    """[size] int64 slots."""
+
+    def __init__(self, size: int, padding_slot: int, device: torch.device) -> None:
+        self.tensor = torch.full((size,), padding_slot, dtype=torch.int64, device=device)
+        self._padding_slot = padding_slot
+        self._filled: Tensor | None = None
+
+    def fill(self, slots: Tensor) -> None:
+        """Take over a batch's slots, which nobody changes in place: the same tensor need not be copied again."""
+        if self._filled is not slots:
+            self.tensor[: slots.shape[0]] = slots
+            self.tensor[slots.shape[0] :] = self._padding_slot
+            self._filled = slots
+
+
+class ChunkInput:
+    """Up to `MAX_CHUNKS` prompt chunks with `num_rows` rows together. Each of them may end its prompt."""
+
+    def __init__(self, num_rows: int, slots: SlotTable) -> None:
+        device, count = slots.device, MAX_CHUNKS
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._num_rows = num_rows
+        self._qo_indptr = zeros(torch.int32, count + 1)
+        self._starts = zeros(torch.int32, count)
+        self._page_table = zeros(torch.int32, count, slots.page_table.shape[1])
+        self._ids = zeros(torch.int64, num_rows)
+        self._next_ids = zeros(torch.int64, count)
+        self._final_slots = SlotInput(count, slots.padding_slot, device)
+        self._final_lengths = zeros(torch.int32, count)
+
+    def chunks(self) -> PromptChunks:
+        """These inputs as a batch's chunks; new ones for every run, for a batch keeps what it has computed."""
+        return PromptChunks(
+            batch=PrefillBatch(self._qo_indptr, self._starts, self._page_table, self._num_rows, lists=None),
+            ids=self._ids,
+            next_ids=self._next_ids,
+            final_slots=self._final_slots.tensor,
+            final_lengths=self._final_lengths,
+        )
+
+    def fill(self, given: PromptChunks) -> None:
+        """Take over a batch's chunks."""
+        batch, num_finals = given.batch, given.num_finals
+        count = batch.num_chunks
+        self._qo_indptr[: count + 1] = batch.qo_indptr
+        self._qo_indptr[count + 1 :] = batch.num_rows
+        self._starts[:count] = batch.starts
+        self._starts[count:] = 0
+        self._page_table[:count] = batch.page_table
+        self._page_table[count:] = 0
+        self._ids[: batch.num_rows] = given.ids
+        self._next_ids[:count] = given.next_ids
+        self._final_slots.fill(given.final_slots)
+        self._final_lengths[:num_finals] = given.final_lengths
+        self._final_lengths[num_finals:] = 0
+
+
+class StepInput:
+    """A whole step: rounds of up to `num_requests`, and with `num_rows` prompt chunks of that many rows together."""
+
+    def __init__(self, num_requests: int, num_rows: int, slots: SlotTable) -> None:
+        self._num_requests = num_requests
+        self._chunks = ChunkInput(num_rows, slots) if num_rows else None
+        self._padding_slot = slots.padding_slot
+        self._slots = SlotInput(num_requests, slots.padding_slot, slots.device)
+        entries = num_requests + (MAX_CHUNKS if num_rows else 0)
+        self._draft_slots = SlotInput(entries, slots.padding_slot, slots.device)
+
+    def batch(self, shape: int, next_shape: int, max_kv_len: int, needs: SamplingNeeds) -> StepBatch:
+        """The batch that a captured step runs: these inputs, of all sizes the largest. A new one for every run."""
+        chunks = self._chunks.chunks() if self._chunks is not None else None
+        return StepBatch(self._slots.tensor, shape, next_shape, self._draft_slots.tensor, max_kv_len, chunks, needs)
+
+    def fill(self, batch: StepBatch) -> None:
+        """Take over a batch that fits."""
+        self._slots.fill(batch.slots)
+        if self._chunks is None or batch.chunks is None:
+            self._draft_slots.fill(batch.draft_slots)
+            return
+        self._chunks.fill(batch.chunks)
+        drafting, count, begin = self._draft_slots.tensor, batch.num_requests, self._num_requests
+        drafting[:] = self._padding_slot
+        drafting[:count] = batch.draft_slots[:count]
+        drafting[begin : begin + batch.chunks.num_finals] = batch.draft_slots[count:]
