@@ -18,5 +18,6 @@
     arguments   what their arguments must be
     cli         their options
 
-Nothing here knows the serving engine. The command line imports `cli` and `errors`, and `cli` the rest when it is run.
+Of the engine nothing is known here but how it describes an EAGLE-3 head. The command line imports `cli` and `errors`,
+and `cli` the rest when it is run.
 """

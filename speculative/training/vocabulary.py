@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculative.draft_models.eagle3_checkpoint import offsets
 from speculative.training.errors import TrainingError
 from speculative.training.samples import Sample
 
@@ -32,7 +33,7 @@ class DraftVocabulary:
 
     def d2t(self) -> Tensor:
         """Offsets [draft_vocab] int64: target_id = i + d2t[i]."""
-        return self.target_ids - torch.arange(len(self.target_ids), device=self.target_ids.device)
+        return offsets(self.target_ids)
 
     def to(self, device: torch.device) -> DraftVocabulary:
         """The same with its tensors on the device."""
