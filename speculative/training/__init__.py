@@ -13,7 +13,7 @@
     loop        the optimisation loop both trainings share
     graphs      one step of it, eager or as a CUDA graph
     checkpoint  resuming a training
-    errors      what the user is told to put right
+    errors      what the user has to put right
     commands    what `aerie train-target` and `aerie train-draft` do
     arguments   what their arguments must be
     cli         their options

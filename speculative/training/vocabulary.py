@@ -18,7 +18,7 @@ from speculative.training.samples import Sample
 class DraftVocabulary:
     """`target_ids` [draft_vocab] int64, ascending: entry i is the target token that draft token i stands for.
 
-    `t2d` [target_vocab] bool tells which target tokens those are.
+    `t2d` [target_vocab] bool is true for those target tokens.
     """
 
     target_ids: Tensor
