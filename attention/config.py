@@ -10,8 +10,9 @@ class CacheConfig:
     """The paged KV cache of one engine; target and draft share page ids.
 
     page_size: tokens per page. num_pages: pages in the pool of each rank, page 0 excluded (it takes the writes of
-    padding rows); None sizes the pool from `memory_gb`. memory_gb: KV memory per rank in GB (10^9 bytes), target and
-    draft together. prefix_cache: keep the pages of finished requests for later prompts with the same beginning.
+    padding rows); None sizes the pool from `memory_gb`. memory_gb: memory per rank in GB (10^9 bytes) for the KV of
+    target and draft and for the tables of running requests. prefix_cache: keep the pages of finished requests for later
+    prompts with the same beginning.
     """
 
     page_size: int = 16

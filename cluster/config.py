@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from attention.config import CacheConfig, DraftAttention, TargetAttention
 from cluster.http.config import EdgeConfig
 from speculative.config import SpeculativeConfig
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
 Strategy = Literal["auto", "STRICT_PACK", "PACK"]
 OnWorkerLoss = Literal["resume", "error"]
@@ -113,6 +113,7 @@ class AerieConfig(BaseModel):
     scheduler: SchedulerConfig = SchedulerConfig()
     attention: TargetAttention = TargetAttention()
     draft_attention: DraftAttention = DraftAttention()
+    graph_capture: GraphCapture = GraphCapture()
     parallel: ParallelConfig = ParallelConfig()
     ingress: IngressConfig = IngressConfig()
     engine: EngineConfig = EngineConfig()
@@ -131,6 +132,7 @@ class AerieConfig(BaseModel):
             cache=self.cache,
             scheduler=self.scheduler,
             attention=self.attention,
+            graph_capture=self.graph_capture,
             tensor_parallel=self.parallel.tensor_parallel,
             deterministic=self.deterministic,
             debug=self.engine.debug,

@@ -111,12 +111,31 @@ class RoundShapes:
 
 
 @dataclass(frozen=True)
+class GraphCapture:
+    """What a start may spend on each rank to capture rounds with filters, penalties and log-probabilities; greedy and
+    plainly random ones are captured whatever that takes. Rounds that are left out run eagerly.
+
+    limit_s: seconds.
+    limit_gb: GB (10^9 bytes) of GPU memory.
+    """
+
+    limit_s: float = 30.0
+    limit_gb: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("limit_s", "limit_gb"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0; 0 captures no such round")
+
+
+@dataclass(frozen=True)
 class WorkerConfig:
     """One engine replica, without its decoding strategy.
 
     cuda_graphs: capture rounds on a GPU; off only to measure what they bring.
-    deterministic: on a GPU, answers that depend on nothing but their
-    request (see `workers.runner.deterministic`). debug: assert after every step that all ranks agree.
+    graph_capture: what capturing the rarer kinds of rounds may take.
+    deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
+    debug: assert after every step that all ranks agree.
     """
 
     model: ModelSource
@@ -125,5 +144,6 @@ class WorkerConfig:
     attention: TargetAttention = field(default_factory=TargetAttention)
     tensor_parallel: int = 1
     cuda_graphs: bool = True
+    graph_capture: GraphCapture = field(default_factory=GraphCapture)
     deterministic: bool = False
     debug: bool = False

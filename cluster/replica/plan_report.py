@@ -7,17 +7,17 @@ from cluster.config import AerieConfig
 from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
 
 
-def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources]) -> list[str]:
-    """The configuration as it will run, before anything is started."""
-    parallel, scheduler, cache = config.parallel, config.scheduler, config.cache
-    pages = f"{cache.num_pages} pages" if cache.num_pages is not None else f"{cache.memory_gb:g} GB per rank"
+def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources], slot_bytes: int) -> list[str]:
+    """The configuration as it will run, before anything is started. slot_bytes: of running requests' tables, per
+    rank."""
+    parallel, scheduler = config.parallel, config.scheduler
     each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
     return [
         f"target      {config.model.path}",
         f"draft       {_draft(config)}",
         f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks on {placement.device}, "
         f"{placement.strategy}: {each}",
-        f"KV cache    {pages}, {cache.page_size} tokens per page, prefix cache {'on' if cache.prefix_cache else 'off'}",
+        *_memory_lines(config, placement, slot_bytes),
         f"scheduler   {scheduler.max_running} running, {scheduler.max_waiting} waiting, "
         f"{scheduler.max_step_tokens} prompt tokens per step",
         f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
@@ -58,6 +58,25 @@ def _draft(config: AerieConfig) -> str:
         return "none: plain decoding"
     kind = "chain" if draft.top_k == 1 else f"tree of top {draft.top_k}"
     return f"{draft.path} ({draft.method}, {kind}, depth {draft.num_steps}, {draft.num_draft_tokens} nodes verified)"
+
+
+def _memory_lines(config: AerieConfig, placement: Placement, slot_bytes: int) -> list[str]:
+    """What each rank sets aside beside the weights."""
+    cache, limits, slot_gb = config.cache, config.graph_capture, slot_bytes / 1e9
+    pages = f"{cache.num_pages} pages"
+    if cache.num_pages is None:
+        pages = f"{cache.memory_gb - slot_gb:.3f} of {cache.memory_gb:g} GB per rank"
+    lines = [
+        f"KV cache    {pages}, {cache.page_size} tokens per page, prefix cache {'on' if cache.prefix_cache else 'off'}",
+        f"slots       {slot_gb:.3f} GB per rank: page tables, token counts and biases of "
+        f"{config.scheduler.max_running} running requests",
+    ]
+    if placement.device == "cuda":
+        lines.append(
+            f"CUDA graphs all rounds; with filters, penalties and log-probabilities as far as {limits.limit_s:g} s and "
+            f"{limits.limit_gb:g} GB per rank go"
+        )
+    return lines
 
 
 def _bundle(bundle: Mapping[str, float]) -> str:

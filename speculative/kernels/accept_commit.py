@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculative.acceptance import Accepted, Committed
 from speculative.tree import Tree
-from workers.runner.kernels.commit import settle
+from workers.runner.kernels.commit import count_output, counting_arguments, settle
 from workers.runner.slot_table import Commit, SlotTable
 from workers.sampling.kernels.gumbel import mix
 
@@ -41,6 +41,10 @@ def _accept_commit(
     finished_ptr,
     finished_stride,
     stop_ptr,
+    output_count_ptr,
+    vocab_size,
+    shapes_ptr,
+    shapes_stride,
     seed_ptr,
     seed_stride,
     certain,
@@ -102,6 +106,9 @@ def _accept_commit(
         tl.store(path_ptr + b * COLUMNS + j, index)
         tl.store(row_ptr + b * COLUMNS + j, b * W + index)
         tl.store(out_ptr + b * COLUMNS + j, emitted)
+        # the first stop token is emitted too
+        valid = (j < count) & (first_stop == COLUMNS) & (was_finished == 0)
+        count_output(slot, emitted, valid, output_count_ptr, vocab_size, shapes_ptr, shapes_stride)
         is_stop = tl.max((stops == emitted).to(tl.int32), 0) > 0
         first_stop = tl.where(is_stop & (first_stop == COLUMNS), j, first_stop)
         end = tl.where(first_stop < count, first_stop + 1, count)
@@ -162,6 +169,7 @@ def accept_commit(
         finished,
         finished.stride(0),
         table.stop_ids,
+        *counting_arguments(table),
         table.seed,
         table.seed.stride(0),
         certain,
@@ -184,6 +192,5 @@ def accept_commit(
         SYNTHETIC=synthetic_length is not None,
         num_warps=1,
     )
-    table.count_output(slots, tokens, counts)
     accepted, commit = Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish)
     return Committed(accepted, commit, rows, newest, position, reported)

@@ -57,7 +57,7 @@ def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bench", ["round", "sampling", "mixed"])
+@pytest.mark.parametrize("bench", ["round", "sampling", "mixed", "capture"])
 def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
     options = ["--tiny", "--shapes", "chain", "--batches", "2", *(["--chunks", "32"] if bench == "mixed" else [])]
     done = subprocess.run(
@@ -74,6 +74,8 @@ def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
     figures = result["results"]["chain"]["2"]
     if bench == "round":
         assert figures["rounds"] == 9 and figures["ms_per_round"] > 0 and figures["full_ms"] > 0
+    elif bench == "capture":
+        assert set(figures) == {"captured", "eager"} and figures["eager"]["stalls"]["top-p"]["round_ms"] > 0
     else:
         times = [value for row in figures.values() for name, value in row.items() if "ms" in name.split("_")]
         assert times and min(times) > 0

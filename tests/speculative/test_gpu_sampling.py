@@ -1,8 +1,10 @@
 """Sampling in captured rounds on a GPU: what eager rounds emit, whatever else is in the batch and came before."""
 
+import dataclasses
 from collections import defaultdict
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from speculative.build import EngineSpec
@@ -11,10 +13,12 @@ from speculative.local import local_engine
 from tests.speculative.test_gpu import on_gpu
 from tests.support.embedded import CHAIN, TREE
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.runner.cuda_graph import GraphedDecoding
+from workers.config import GraphCapture
+from workers.runner.cuda_graph import GraphedDecoding, is_always_captured
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
-from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.sampling.sampler import CAPTURED_NEEDS
+from workers.scheduling.plan import SamplingParams, StepPlan, TokenLogprobs
 from workers.scheduling.request import Request, RequestOutput
 
 pytestmark = pytest.mark.gpu
@@ -113,21 +117,50 @@ def test_speculation_changes_few_filtered_answers(sampling: SamplingParams) -> N
 
 
 @STRATEGIES
-def test_counting_requests_leave_the_others_graphs_alone(speculative: SpeculativeConfig | None) -> None:
-    """Greedy, penalised, greedy, penalised: tokens as in engines of their own, and no graph is captured twice."""
+def test_no_round_is_captured_while_requests_run(speculative: SpeculativeConfig | None) -> None:
+    """Greedy, penalised, greedy, penalised: tokens as in engines of their own, and no graph but those of the start."""
     spec = on_gpu(speculative, dtype="float32")
     alone = [answers(spec, 13, (sampling,)) for sampling in (GREEDY, SHAPED)]
     with local_engine(spec) as engine:
-        at_start = dict(graphs(engine)._captured)
-        first = run(engine, 13, (GREEDY,))
-        assert graphs(engine)._captured == at_start
-        second = run(engine, 13, (SHAPED,))
-        captured = dict(graphs(engine)._captured)
-        assert len(captured) > len(at_start)
+        at_start = graphs(engine).captured
+        assert {key.needs for key in at_start} == set(CAPTURED_NEEDS)
+        first, second = run(engine, 13, (GREEDY,)), run(engine, 13, (SHAPED,))
         third, fourth = run(engine, 13, (GREEDY,)), run(engine, 13, (SHAPED,))
-        assert graphs(engine)._captured == captured
+        run(engine, 13, MIXED)
+        assert graphs(engine).captured == at_start
     for ours, expected in ((first, alone[0]), (third, alone[0]), (second, alone[1]), (fourth, alone[1])):
         assert sum(a[0] != b[0] for a, b in zip(ours, expected, strict=True)) <= 1
+
+
+@STRATEGIES
+def test_rounds_without_a_graph_emit_the_same(speculative: SpeculativeConfig | None) -> None:
+    """An allowance of nothing leaves filters, penalties and log-probabilities to eager rounds."""
+    spec = on_gpu(speculative, dtype="float32")
+    worker = dataclasses.replace(spec.worker, graph_capture=GraphCapture(limit_s=0.0))
+    captured = answers(spec, 26, MIXED)
+    with local_engine(dataclasses.replace(spec, worker=worker)) as engine:
+        assert all(is_always_captured(key.needs) for key in graphs(engine).captured)
+        eager = run(engine, 26, MIXED)
+    # padded batches are multiplied otherwise, so the last bits may differ
+    assert sum(a[0] != b[0] for a, b in zip(captured, eager, strict=True)) <= 1
+
+
+@STRATEGIES
+def test_requests_of_every_kind_are_admitted_without_waiting(speculative: SpeculativeConfig | None) -> None:
+    """torch raises where a step that is submitted would wait for the GPU; the second time, so that all is loaded."""
+    with local_engine(on_gpu(speculative, dtype="float32")) as engine:
+        run(engine, 26, MIXED)
+        submit = engine.executor.submit
+
+        def submit_without_waiting(plan: StepPlan) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                submit(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        engine.executor.submit = submit_without_waiting  # type: ignore[method-assign]
+        run(engine, 26, MIXED)
 
 
 @pytest.mark.gpu(2)

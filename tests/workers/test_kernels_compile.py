@@ -103,7 +103,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         dict.fromkeys(
             ("slot_ptr", "token_ptr", "bonus_ptr", "max_len_ptr", "stop_ptr", "count_ptr", "finish_ptr"), "i64"
         )
-        | {"finished_ptr": "i8"},
+        | {"finished_ptr": "i8", "shapes_ptr": "i8"},
         {"STOPS": 16, "STOP": 1, "LENGTH": 2},
         1,
     ),
@@ -129,7 +129,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
             ),
             "i64",
         )
-        | {"finished_ptr": "i8"},
+        | {"finished_ptr": "i8", "shapes_ptr": "i8"},
         {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "SYNTHETIC": False},
         1,
     ),

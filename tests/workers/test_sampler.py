@@ -11,7 +11,15 @@ from workers.distributed.tp_group import SOLO
 from workers.layers.vocab import VocabShard
 from workers.runner.slot_table import SlotTable
 from workers.sampling.filters import gap_limits, gaps
-from workers.sampling.sampler import Rows, Sampler, SamplingNeeds, gumbel_noise, logprobs_of
+from workers.sampling.sampler import (
+    CAPTURED_NEEDS,
+    MAX_LOGPROBS,
+    Rows,
+    Sampler,
+    SamplingNeeds,
+    gumbel_noise,
+    logprobs_of,
+)
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
 
 VOCAB = 23
@@ -138,16 +146,15 @@ def test_one_token_kept_is_greedy_ties_included(filters: dict[str, float], shapi
         assert torch.equal(drafted.argmax(-1), greedy)
 
 
-def test_captured_rounds_come_in_six_kinds() -> None:
-    """A graph may do more than its requests need, never less."""
-    kinds = set()
-    for random, filtered, shaping, k in itertools.product((False, True), (False, True), (False, True), (-1, 0, 7)):
+def test_captured_rounds_come_in_five_kinds() -> None:
+    """A graph may do more than its requests need, never less, and no more than the next cheaper one lacks."""
+    for random, filtered, shaping, k in itertools.product((False, True), (False, True), (False, True), (-1, 0, 7, 20)):
         needs = SamplingNeeds(random, filtered, shaping, k)
-        kinds.add(needs.captured)
-        assert needs.captured.random >= random and needs.captured.filtered >= filtered
-        assert needs.captured.shaping == shaping and needs.captured.num_logprobs >= k
-        assert needs.captured.captured == needs.captured and needs.captured.full_logits == needs.full_logits
-    assert len(kinds) == 6
+        kind = needs.captured
+        assert kind in CAPTURED_NEEDS and kind.covers(needs) and kind.captured == kind
+        assert not any(cheaper.covers(needs) for cheaper in CAPTURED_NEEDS[: CAPTURED_NEEDS.index(kind)])
+    assert all(later.covers(sooner) for sooner, later in itertools.pairwise(CAPTURED_NEEDS))
+    assert CAPTURED_NEEDS[-1].num_logprobs == MAX_LOGPROBS
 
 
 def test_a_token_depends_on_its_seed_and_position_alone() -> None:

@@ -17,6 +17,7 @@ from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.kernels.topk import reference as topk_reference  # noqa: E402
 from workers.layers.kernels.topk import topk_log_softmax  # noqa: E402
 from workers.layers.vocab import VocabShard  # noqa: E402
+from workers.runner.kernels.commit import commit_one  # noqa: E402
 from workers.runner.slot_table import SlotTable  # noqa: E402
 from workers.sampling.filters import MAX_GAP, gap_limits, gaps  # noqa: E402
 from workers.sampling.kernels.choose import choose  # noqa: E402
@@ -245,7 +246,8 @@ def test_a_shard_of_padding_gives_no_nan(size: int) -> None:
 
 
 def test_fused_acceptance_counts_what_it_emits() -> None:
-    """Counts of output tokens after a round, with requests that stop, finish and do not speculate among them."""
+    """Counts of output tokens after a round, with requests that stop, finish, do not speculate and are not counted
+    among them."""
     batch, steps, size = 9, 3, 50
     generator = torch.Generator().manual_seed(4)
     drafted = torch.randint(0, 5, (batch, steps), generator=generator)
@@ -257,7 +259,8 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
     def filled() -> SlotTable:
         slots = SlotTable(batch, 4, size, DEVICE)
         for i in range(batch):
-            sampling = SamplingParams(9, 0.0, frequency_penalty=1.0, stop_token_ids=(i % 6,))
+            penalty = 0.0 if i in (3, 7) else 1.0
+            sampling = SamplingParams(9, 0.0, frequency_penalty=penalty, stop_token_ids=(i % 6,))
             slots._init_slot(SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
         slots.finished[2] = True
         return slots
@@ -267,6 +270,28 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
     accept_commit(who, tree, chosen, fused, steps)
     accepted = accept(tree, chosen, ~plain.finished[who], steps)
     plain.commit(who, accepted.tokens, accepted.num_drafts + 1)
-    assert fused.output_counts is not None and plain.output_counts is not None
     assert torch.equal(fused.output_counts, plain.output_counts)
-    assert int(fused.output_counts.sum()) > 2 * batch
+    assert int(fused.output_counts.sum()) > batch and not fused.output_counts[[3, 7]].any()
+
+
+def test_one_token_is_committed_and_counted() -> None:
+    size = 50
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(0, 4, (8, 1), generator=generator)
+    who = torch.tensor([0, 3, 1, 6, 8, 2, 8, 5])  # 8 is padding
+
+    def filled(device: torch.device) -> SlotTable:
+        slots = SlotTable(8, 4, size, device)
+        for i in range(8):
+            sampling = SamplingParams(9, 0.0, presence_penalty=float(i % 3), stop_token_ids=(i % 4,))
+            slots._init_slot(SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
+        slots.finished[6] = True
+        return slots
+
+    fused, plain = filled(DEVICE), filled(torch.device("cpu"))
+    counts, finish = commit_one(who.to(DEVICE), tokens.to(DEVICE), fused)
+    expected = plain.commit(who, tokens, torch.ones_like(who))
+    assert torch.equal(counts.cpu(), expected.counts) and torch.equal(finish.cpu(), expected.finish)
+    for name in ("seq_len", "bonus", "finished", "output_counts"):
+        assert torch.equal(getattr(fused, name).cpu(), getattr(plain, name)), name
+    assert int(plain.output_counts.sum()) == 5 + 3

@@ -4,7 +4,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from attention.config import CacheConfig
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import bytes_per_page
 from tests.support import strict_device
+from workers.models.loading import pages_that_fit
 from workers.runner import slot_table
 from workers.runner.slot_table import SlotTable
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
@@ -80,7 +85,6 @@ def test_what_shapes_logits_is_counted() -> None:
     slots = SlotTable(3, 4, 16, CPU)
     for prompt, output in (([1, 2, 2, 15], [2, 3, 3, 3, 0]), ([7], []), ([], [15, 15])):
         slots.apply_plan(StepPlan(0, 0, b"", 0, 0, inits=(counted_init(1, prompt, output),)))
-        assert slots.output_counts is not None and slots.in_prompt is not None and slots.bias is not None
         assert slots.output_counts[1].tolist() == [output.count(token) for token in range(16)]
         assert slots.in_prompt[1].tolist() == [token in prompt for token in range(16)]
         assert slots.bias[1].tolist() == [COUNTED.logit_bias.get(token, 0.0) for token in range(16)]
@@ -118,7 +122,7 @@ def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
     names = [event.key for event in profile.key_averages()]
     assert "cudaStreamSynchronize" not in names and "cudaMemcpy" not in names
     assert "cudaMemcpyAsync" in names
-    assert slots.output_counts is not None and slots.output_counts[1, 5].item() == 40
+    assert slots.output_counts[1, 5].item() == 40
 
 
 def test_the_strict_device_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +143,24 @@ def test_the_strict_device_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> N
     with strict_device.strict_device(monkeypatch):
         table[2] = 5
         table[table] = table + 1
+
+
+def test_tables_count_against_the_memory_plan() -> None:
+    """What a table on the meta device says is what the same one takes, and pages get the rest of memory_gb."""
+    small, large = (SlotTable(n, 7, 1000, strict_device.DEVICE).num_bytes for n in (3, 100))
+    table = SlotTable(3, 7, 1000, CPU)
+    tensors = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in vars(table).values()
+        if isinstance(t, torch.Tensor)
+    }
+    assert small == table.num_bytes == sum(tensors.values())
+    assert large > small > 4 * 1000 * (4 + 1 + 4)
+    groups = [LayerGroup((0, 1), HeadsLayout(2, 16, torch.float32))]
+    per_page = bytes_per_page(groups, 16)
+    cache = CacheConfig(memory_gb=(50.5 * per_page + small) / 1e9)
+    assert pages_that_fit(cache, groups, small) == 49
+    assert pages_that_fit(cache, groups, small + 10 * per_page) == 39
+    assert pages_that_fit(CacheConfig(num_pages=5), groups, 10**12) == 5
+    with pytest.raises(ValueError, match="tables for scheduler.max_running; give at least"):
+        pages_that_fit(cache, groups, 10**12)

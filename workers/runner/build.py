@@ -4,6 +4,7 @@ in its `workers.runner.layout.Speculation` (`speculative.build`). Serve, benchma
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,12 +16,14 @@ from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, needs_cpu_seq_lens, target_backends
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
-from workers.runner.layout import EngineLayout, EngineParts, PhaseDone
+from workers.runner.layout import EngineLayout, EngineParts, PhaseDone, slot_table
 from workers.runner.model_runner import TargetRunner
-from workers.runner.slot_table import SlotTable
 from workers.runner.warm_up import warm_up
 from workers.runner.worker import Worker
 from workers.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from workers.runner.cuda_graph import GraphedDecoding
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +52,8 @@ def build_worker(
     parts = load_parts(worker, layout, group, device, backends, deterministic, phases.done)
     strategy = layout.speculation.strategy(parts, others, phases.done)
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
-        strategy = _captured(strategy, parts)
-        phases.done("CUDA graphs captured")
+        strategy = graphed = _captured(strategy, parts)
+        phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
     built = Worker(strategy, parts.slots, group, worker.debug)
     warm_up(built, layout)
     phases.done("warmed up")
@@ -67,12 +70,7 @@ def load_parts(
     done: PhaseDone = lambda phase: None,
 ) -> EngineParts:
     """This rank's shard of the target with its KV pool and slots. backends: of the target. done: hears each phase."""
-    slots = SlotTable(
-        worker.scheduler.max_running,
-        -(-layout.max_position // worker.cache.page_size),
-        layout.target.vocab_size,
-        device,
-    )
+    slots = slot_table(worker, layout.max_position, layout.target.vocab_size, device)
     model = load_target(
         worker.model,
         layout.target,
@@ -116,14 +114,22 @@ def _backends_of_target(
     return target_backends(worker.attention, shape, layout.speculation.verified_modes, span)
 
 
-def _captured(strategy: DecodingStrategy, parts: EngineParts) -> DecodingStrategy:
-    from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
+def _captured(strategy: DecodingStrategy, parts: EngineParts) -> "GraphedDecoding":
+    """The strategy with its graphs; what is left out is logged once, by rank 0."""
+    from workers.runner.cuda_graph import CudaRecorder, GraphedDecoding, bucket_sizes
 
-    buckets = bucket_sizes(parts.worker.scheduler.max_running)
-    graphed = GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position)
+    buckets, limits = bucket_sizes(parts.worker.scheduler.max_running), parts.worker.graph_capture
+    graphed = GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder())
     with torch.inference_mode():
-        graphed.capture(random=True)
-        graphed.capture(random=False)
+        report = graphed.capture(limits, parts.group)
+    if report.num_left_out and parts.group.rank == 0:
+        logger.warning(
+            "graph_capture: limit_s=%g or limit_gb=%g was used up, so that %d rounds with filters, penalties or "
+            "log-probabilities run without a CUDA graph; raise them, or lower scheduler.max_running",
+            limits.limit_s,
+            limits.limit_gb,
+            report.num_left_out,
+        )
     return graphed
 
 

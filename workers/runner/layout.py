@@ -59,14 +59,17 @@ class EngineLayout:
     """What follows from a configuration and the checkpoints' config.json, the same on every rank and in the scheduler.
 
     dtype: of weights and KV.
-    num_pages: KV pages per rank.
+    num_pages, slot_bytes: per rank, of the KV and of running requests' tables.
     max_model_len: prompt and answer tokens.
+    max_position: positions that a step may touch.
     """
 
     target: ModelConfig
     dtype: torch.dtype
     num_pages: int
+    slot_bytes: int
     max_model_len: int
+    max_position: int
     speculation: Speculation
 
     @property
@@ -78,11 +81,6 @@ class EngineLayout:
     def lookahead(self) -> int:
         """See `Speculation.lookahead`."""
         return self.speculation.lookahead
-
-    @property
-    def max_position(self) -> int:
-        """Positions that a step may touch: two rounds in flight past the last token."""
-        return self.max_model_len + 3 * (self.shapes.max_kv_tokens + self.shapes.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -127,10 +125,22 @@ def plan_layout(
     """target: as `workers.models.loading.read_target_config` gives it. Raises ValueError where no KV page fits."""
     dtype = resolve_dtype(worker.model.dtype, target.dtype, resolve_device(worker.model.device, 0))
     groups = [*target.kv_groups(worker.tensor_parallel, dtype), *speculation.kv_groups(dtype)]
+    max_model_len = worker.model.max_model_len or target.max_position
+    shapes = speculation.shapes
+    max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)  # two rounds in flight past it
+    slot_bytes = slot_table(worker, max_position, target.vocab_size, torch.device("meta")).num_bytes
     return EngineLayout(
         target=target,
         dtype=dtype,
-        num_pages=pages_that_fit(worker.cache, groups),
-        max_model_len=worker.model.max_model_len or target.max_position,
+        num_pages=pages_that_fit(worker.cache, groups, slot_bytes),
+        slot_bytes=slot_bytes,
+        max_model_len=max_model_len,
+        max_position=max_position,
         speculation=speculation,
     )
+
+
+def slot_table(worker: WorkerConfig, max_position: int, vocab_size: int, device: torch.device) -> SlotTable:
+    """The table of an engine's running requests, with pages for `max_position` positions each."""
+    max_pages = -(-max_position // worker.cache.page_size)
+    return SlotTable(worker.scheduler.max_running, max_pages, vocab_size, device)

@@ -84,11 +84,17 @@ class SlotTable:
         self.finished, self.speculative, self.shapes_logits = self._flags.unbind(1)
         self.finished[:] = True
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
-        # [rows, vocab], made when the first request needs them
-        self.output_counts: Tensor | None = None
-        self.in_prompt: Tensor | None = None
-        self.bias: Tensor | None = None
+        # [rows, vocab], of requests that shape logits; there from the start, as captured rounds hold their addresses
+        self.output_counts = filled(0, torch.int32, vocab_size)
+        self.in_prompt = filled(False, torch.bool, vocab_size)
+        self.bias = filled(0.0, torch.float32, vocab_size)
         self.facts: dict[int, SlotFacts] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tables; of a table on the meta device, what it would take."""
+        tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids)
+        return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Take over a plan's new requests and page-table changes."""
@@ -128,11 +134,6 @@ class SlotTable:
     def _init_shaping(self, init: SlotInit) -> None:
         """Counts, prompt marks and biases of a request that changes its logits. Only ids are sent, through pinned
         memory, and counted on the device by an operation whose result has a known size: nothing waits."""
-        if self.output_counts is None or self.in_prompt is None or self.bias is None:
-            shape = (self.finished.shape[0], self.vocab_size)
-            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
         slot, bias = init.slot, init.sampling.logit_bias
         output, prompt = (self._token_ids(unpack_i32(raw)) for raw in (init.output, init.prompt))
         self.output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
@@ -148,16 +149,13 @@ class SlotTable:
         """Append tokens [B, M] int64, of which counts [B] int64 (>= 1) are valid, to slots [B] int64.
 
         The root's KV and that of all but the last token must be in the pool. Cuts at the first stop token (kept) and
-        at the length limit, marks slots finished, and does nothing to those that already were.
+        at the length limit, marks slots finished, and does nothing to those that already were. Counts the tokens of
+        requests that shape logits. The reference of the kernels that do this on a GPU.
         """
         if tokens.is_cuda and tokens.shape[1] == 1:
             from workers.runner.kernels.commit import commit_one
 
-            counts, finish = commit_one(
-                slots, tokens, self.seq_len, self.bonus, self.max_len, self.finished, self.stop_ids
-            )
-            self.count_output(slots, tokens, counts)
-            return Commit(tokens, counts, finish)
+            return Commit(tokens, *commit_one(slots, tokens, self))
         length = self.seq_len[slots].long()
         column = torch.arange(tokens.shape[1], device=tokens.device)
         counts = torch.minimum(counts, self.max_len[slots] - length - 1)
@@ -175,19 +173,10 @@ class SlotTable:
         self.seq_len[slots] = new_length.int()
         self.bonus[slots] = torch.where(was_finished, self.bonus[slots], last)
         self.finished[slots] = was_finished | (finish > 0)
-        self.count_output(slots, tokens, counts)
-        return Commit(tokens, counts, finish)
-
-    def count_output(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Count tokens [B, M], of which counts [B] are valid, as output of slots [B], all int64; nothing before the
-        first request whose penalties look at counts. A round captured before then does not count, which is right as
-        long as none of its requests shapes logits."""
-        if self.output_counts is None:
-            return
-        column = torch.arange(tokens.shape[1], device=tokens.device)
+        valid = (column < counts.unsqueeze(1)) & self.shapes_logits[slots].unsqueeze(1)
         place = slots.unsqueeze(1) * self.vocab_size + tokens
-        valid = (column < counts.unsqueeze(1)).int()
-        self.output_counts.view(-1).scatter_add_(0, place.flatten(), valid.flatten())
+        self.output_counts.view(-1).scatter_add_(0, place.flatten(), valid.int().flatten())
+        return Commit(tokens, counts, finish)
 
 
 def _signed(seed: int) -> int:

@@ -51,10 +51,29 @@ class SamplingNeeds:
 
     @property
     def captured(self) -> "SamplingNeeds":
-        """These needs or more, of six kinds only: what a captured round serves. Rows that need less lose little."""
-        if not self.full_logits:
-            return SamplingNeeds(self.random)
-        return SamplingNeeds(True, True, self.shaping, MAX_LOGPROBS if self.num_logprobs >= 0 else -1)
+        """The first of `CAPTURED_NEEDS` that has all of these: what a captured round serves. Rows that need less lose
+        little."""
+        return next(kind for kind in CAPTURED_NEEDS if kind.covers(self))
+
+    def covers(self, other: "SamplingNeeds") -> bool:
+        """Whether a step with these needs does all that one with `other` does."""
+        return (
+            self.random >= other.random
+            and self.filtered >= other.filtered
+            and self.shaping >= other.shaping
+            and self.num_logprobs >= other.num_logprobs
+        )
+
+
+# The kinds that rounds are captured for, each with all that those before it have. Log-probabilities and penalties take
+# a pass over the logits each, so requests of the last kind that want one of the two pay for both.
+CAPTURED_NEEDS = (
+    SamplingNeeds(False),
+    SamplingNeeds(True),
+    SamplingNeeds(True, filtered=True),
+    SamplingNeeds(True, filtered=True, shaping=True),
+    SamplingNeeds(True, filtered=True, shaping=True, num_logprobs=MAX_LOGPROBS),
+)
 
 
 @dataclass(frozen=True)
@@ -211,7 +230,6 @@ class Sampler:
     def _shape(self, logits: Tensor, rows: Rows) -> Tensor:
         """Penalties, bias and forbidden stop tokens applied to logits [B, R, vocab] float32."""
         table, slots = self._slots, rows.slots
-        assert table.output_counts is not None and table.in_prompt is not None and table.bias is not None
         counts = table.output_counts[slots].unsqueeze(1).expand(logits.shape)
         if rows.path is not None and rows.path_tokens is not None:
             tokens = rows.path_tokens.clamp_min(0).unsqueeze(1).expand(rows.path.shape)

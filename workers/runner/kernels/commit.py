@@ -5,10 +5,15 @@ and by the kernel that accepts drafts (`speculative.kernels.accept_commit`).
 Reference: `workers.runner.slot_table.SlotTable.commit`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from workers.runner.slot_table import SlotTable
 
 
 @triton.jit
@@ -45,6 +50,20 @@ def settle(
 
 
 @triton.jit
+def count_output(slot, token, valid, output_count_ptr, vocab_size, shapes_ptr, shapes_stride):
+    """Count a token as output of a slot whose request shapes logits; others cost a load."""
+    counts = valid & (tl.load(shapes_ptr + slot * shapes_stride) != 0)
+    # a round may emit a token twice, and which thread a scalar store comes from is the compiler's choice
+    tl.atomic_add(output_count_ptr + slot * vocab_size + token, 1, mask=counts, sem="relaxed")
+
+
+def counting_arguments(table: "SlotTable") -> tuple[Any, ...]:
+    """What `count_output` takes of a table, in its order."""
+    shapes = table.shapes_logits.view(torch.int8)
+    return table.output_counts, table.vocab_size, shapes, shapes.stride(0)
+
+
+@triton.jit
 def _commit_one(
     slot_ptr,
     token_ptr,
@@ -56,6 +75,10 @@ def _commit_one(
     finished_ptr,
     finished_stride,
     stop_ptr,
+    output_count_ptr,
+    vocab_size,
+    shapes_ptr,
+    shapes_stride,
     count_ptr,
     finish_ptr,
     STOPS: tl.constexpr,
@@ -84,37 +107,34 @@ def _commit_one(
         STOP,
         LENGTH,
     )
+    count_output(slot, token, count > 0, output_count_ptr, vocab_size, shapes_ptr, shapes_stride)
     tl.store(count_ptr + b, count)
     tl.store(finish_ptr + b, finish)
 
 
-def commit_one(
-    slots: Tensor, tokens: Tensor, seq_len: Tensor, bonus: Tensor, max_len: Tensor, finished: Tensor, stop_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Commit one token of tokens [B, 1] int64 to each of slots [B] int64; counts and reasons to finish, [B] int64.
-
-    The other tensors are the table's, changed in place: seq_len [S] int32, bonus, max_len [S] int64, finished [S] bool,
-    stop_ids [S, n] int64.
-    """
+def commit_one(slots: Tensor, tokens: Tensor, table: "SlotTable") -> tuple[Tensor, Tensor]:
+    """Commit one token of tokens [B, 1] int64 to each of slots [B] int64 and change the table in place; counts and
+    reasons to finish, [B] int64."""
     from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 
-    assert tokens.is_contiguous() and tokens.numel() == slots.shape[0] and stop_ids.is_contiguous()
+    assert tokens.is_contiguous() and tokens.numel() == slots.shape[0] and table.stop_ids.is_contiguous()
     counts, finish = torch.empty((2, slots.shape[0]), dtype=torch.int64, device=slots.device).unbind(0)
-    flags = finished.view(torch.int8)
+    flags = table.finished.view(torch.int8)
     _commit_one[(slots.shape[0],)](
         slots,
         tokens,
-        seq_len,
-        bonus,
-        bonus.stride(0),
-        max_len,
-        max_len.stride(0),
+        table.seq_len,
+        table.bonus,
+        table.bonus.stride(0),
+        table.max_len,
+        table.max_len.stride(0),
         flags,
         flags.stride(0),
-        stop_ids,
+        table.stop_ids,
+        *counting_arguments(table),
         counts,
         finish,
-        STOPS=stop_ids.shape[1],
+        STOPS=table.stop_ids.shape[1],
         STOP=FINISH_STOP,
         LENGTH=FINISH_LENGTH,
         num_warps=1,

@@ -78,7 +78,6 @@ def shape(
     [B, R, W] bool and path_tokens [B, W] int64 as in `workers.sampling.sampler.Rows`."""
     rows, size = logits.shape
     counts, prompt, bias = table.output_counts, table.in_prompt, table.bias
-    assert counts is not None and prompt is not None and bias is not None
     assert logits.stride(1) == 1 and counts.shape[1] == size and slots.is_contiguous()
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
     shapes, prompt = table.shapes_logits.view(torch.int8), prompt.view(torch.int8)

@@ -1,0 +1,65 @@
+"""Requests of every kind on an engine whose rounds were recorded at start, on a CPU: nothing is recorded while they
+run, and they get the answers of an engine without recordings."""
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from tests.speculative.conftest import EOS, Pair
+from tests.support.eager_graphs import EagerRecorder
+from workers.config import GraphCapture
+from workers.distributed.tp_group import SOLO
+from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
+from workers.runner.local_engine import LocalEngine
+from workers.runner.worker import Worker
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
+
+GREEDY = SamplingParams(14, 0.0, stop_token_ids=(EOS,))
+RANDOM = replace(GREEDY, temperature=1.0, seed=3)
+MIX = (
+    GREEDY,
+    RANDOM,
+    replace(RANDOM, top_k=5, top_p=0.8),
+    replace(RANDOM, min_p=0.05, logprobs=3),
+    replace(GREEDY, frequency_penalty=0.4, presence_penalty=0.3, min_tokens=4),
+    replace(RANDOM, repetition_penalty=1.3, logit_bias={7: 4.0}, top_p=0.9, logprobs=0),
+)
+
+
+def with_recordings(engine: LocalEngine, limits: GraphCapture) -> tuple[EagerRecorder, GraphedDecoding]:
+    worker, recorder = engine.executor, EagerRecorder()
+    assert isinstance(worker, Worker)
+    graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(6), 256, recorder)
+    with torch.inference_mode():
+        graphs.capture(limits, SOLO)
+    worker._strategy = graphs
+    return recorder, graphs
+
+
+def answers(engine: LocalEngine, prompts: list[list[int]]) -> list[list[int]]:
+    """Each kind by itself, then all together."""
+    together = [Request(f"all-{i}", prompt, MIX[i % len(MIX)]) for i, prompt in enumerate(prompts)]
+    alone = [Request(f"{k}", prompts[k], sampling) for k, sampling in enumerate(MIX)]
+    for request in alone:
+        engine.run([request], 1)
+    engine.run(together, 6)
+    return [request.output for request in alone + together]
+
+
+@pytest.mark.parametrize("limits", [GraphCapture(), GraphCapture(limit_s=0.0)], ids=["all", "rarer kinds eager"])
+@pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
+def test_nothing_is_recorded_while_requests_run(pair: Pair, shape: str, limits: GraphCapture) -> None:
+    speculative: SpeculativeConfig | None = {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[shape]
+    spec: EngineSpec = pair.spec(speculative)
+    with local_engine(spec) as engine:
+        expected = answers(engine, pair.prompts)
+    with local_engine(spec) as engine:
+        recorder, graphs = with_recordings(engine, limits)
+        num_recorded, captured = recorder.num_recorded, graphs.captured
+        assert answers(engine, pair.prompts) == expected
+        assert recorder.num_recorded == num_recorded and graphs.captured == captured
+        assert recorder.num_replays > 0

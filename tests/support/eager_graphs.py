@@ -1,0 +1,44 @@
+"""Rounds recorded without a GPU: a replay runs the function again and puts what it gives where the recording's went."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class EagerRecorder:
+    """A `workers.runner.cuda_graph.Recorder`. A recording runs the function, where a graph's would not: what runs must
+    bear it. bytes_each: memory that each recording takes."""
+
+    def __init__(self, bytes_each: int = 0) -> None:
+        self.num_recorded = 0
+        self.num_replays = 0
+        self._bytes_each = bytes_each
+
+    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        self.num_recorded += 1
+        kept = function()
+
+        def replay() -> None:
+            self.num_replays += 1
+            _copy(kept, function())
+
+        return replay, kept
+
+    def run_apart(self, function: Callable[[], object]) -> None:
+        function()
+
+    def used_bytes(self) -> int:
+        return self.num_recorded * self._bytes_each
+
+
+def _copy(kept: Any, new: Any) -> None:
+    """Every tensor of a dataclass into its former self."""
+    if isinstance(kept, Tensor):
+        kept.copy_(new)
+    elif kept is not None:
+        for field in dataclasses.fields(kept):
+            _copy(getattr(kept, field.name), getattr(new, field.name))

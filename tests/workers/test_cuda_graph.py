@@ -1,0 +1,121 @@
+"""Which rounds are captured, in which order and how far, with a strategy that only notes what it runs."""
+
+import pytest
+import torch
+
+from tests.support.eager_graphs import EagerRecorder
+from tests.support.thread_group import on_ranks
+from workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes
+from workers.distributed.tp_group import SOLO, TPGroup
+from workers.runner.batch import StepBatch, StepTensors
+from workers.runner.cuda_graph import GraphedDecoding, GraphKey, Taken, bucket_sizes, buckets_of, is_always_captured
+from workers.runner.slot_table import SlotTable
+from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
+
+CPU = torch.device("cpu")
+BUCKETS = bucket_sizes(40)
+PLENTY = GraphCapture(limit_s=1e9, limit_gb=1e9)
+NEEDS = (
+    SamplingNeeds(False),
+    SamplingNeeds(True),
+    SamplingNeeds(True, filtered=True),
+    SamplingNeeds(False, shaping=True),
+    SamplingNeeds(False, num_logprobs=0),
+    SamplingNeeds(True, True, True, 20),
+)
+
+
+class NotingStrategy:
+    """Emits its slots; notes each step's batch."""
+
+    shapes = RoundShapes((PLAIN, RoundShape("wide", 4, 4, 2)), default=1)
+
+    def __init__(self) -> None:
+        self.ran: list[StepBatch] = []
+
+    def step(self, batch: StepBatch) -> StepTensors:
+        self.ran.append(batch)
+        ones = torch.ones_like(batch.slots)
+        return StepTensors(batch.slots.unsqueeze(1).clone(), ones, ones * 0, -ones, None)
+
+
+def graphed(bytes_each: int = 0) -> tuple[GraphedDecoding, NotingStrategy, EagerRecorder]:
+    strategy, recorder = NotingStrategy(), EagerRecorder(bytes_each)
+    slots = SlotTable(40, 4, 16, CPU)
+    return GraphedDecoding(strategy, slots, BUCKETS, 64, recorder), strategy, recorder
+
+
+def batch_of(size: int, shape: int, needs: SamplingNeeds) -> StepBatch:
+    slots = torch.arange(size)
+    return StepBatch(slots, shape, shape, slots, 64, None, needs)
+
+
+def test_rarer_kinds_have_fewer_buckets() -> None:
+    for largest in (1, 3, 8, 40, 100, 256, 300):
+        buckets = bucket_sizes(largest)
+        for needs in CAPTURED_NEEDS:
+            sizes = buckets_of(needs, buckets)
+            assert set(sizes) <= set(buckets) and sizes[-1] == buckets[-1] and sorted(sizes) == list(sizes)
+            for count in range(1, largest + 1):
+                assert next(size for size in sizes if size >= count) < 2 * count
+            assert len(sizes) == len(buckets) or not is_always_captured(needs)
+    assert len(buckets_of(CAPTURED_NEEDS[-1], bucket_sizes(256))) == 9
+
+
+@pytest.mark.parametrize("limits", [PLENTY, GraphCapture(), GraphCapture(limit_s=0.0), GraphCapture(limit_gb=0.0)])
+def test_no_step_captures_anything(limits: GraphCapture) -> None:
+    """Whatever was captured at start: each step is one replay or runs as it is, and emits what it should."""
+    graphs, strategy, recorder = graphed()
+    report = graphs.capture(limits, SOLO)
+    at_start = graphs.captured
+    assert list(report.rounds) == list(graphs._captured) and recorder.num_recorded == len(at_start)
+    for size in range(1, 42):
+        for shape in range(2):
+            for needs in NEEDS:
+                batch = batch_of(size, shape, needs)
+                strategy.ran.clear()
+                replays = recorder.num_replays
+                out = graphs.step(batch)
+                assert out.tokens.flatten().tolist() == list(range(size))
+                (ran,) = strategy.ran
+                captured = limits in (PLENTY, GraphCapture()) or is_always_captured(needs)
+                assert recorder.num_replays - replays == (captured and size <= 40)
+                assert (ran is batch) == (recorder.num_replays == replays)
+                assert ran.needs.covers(needs) and ran.num_requests < 2 * size + (size > 40)
+    assert recorder.num_recorded == len(at_start) and graphs.captured == at_start
+
+
+def test_captures_stop_at_the_allowance() -> None:
+    """Greedy and random rounds are captured whatever they take, the rest until seconds or bytes are used up."""
+    always = 2 * 2 * len(BUCKETS)
+    wanted = always + 3 * 2 * len(buckets_of(CAPTURED_NEEDS[-1], BUCKETS))
+    for limits, expected in (
+        (PLENTY, wanted),
+        (GraphCapture(1e9, 0.0), always),
+        (GraphCapture(1e9, 0.0045), always + 5),
+        (GraphCapture(0.0, 1e9), always),
+        (GraphCapture(35.0, 1e9), always + 4),
+    ):
+        graphs, _, recorder = graphed(bytes_each=10**6)
+        # every recording takes ten seconds
+        report = graphs.capture(limits, SOLO, lambda recorder=recorder: 10.0 * recorder.num_recorded)
+        assert len(graphs.captured) == expected and report.num_left_out == wanted - expected
+        assert report.whole == Taken(10.0 * expected, 10**6 * expected)
+        optional = [key for key in graphs.captured if not is_always_captured(key.needs)]
+        order = [CAPTURED_NEEDS.index(key.needs) for key in optional]
+        assert not order or max(order) == 2 or expected == wanted
+
+
+def test_ranks_stop_at_the_same_round() -> None:
+    """Their clocks and memories differ; rounds run collectives, so what they capture must not."""
+
+    def run(group: TPGroup) -> tuple[frozenset[GraphKey], int]:
+        graphs, _, recorder = graphed(bytes_each=10**6 * (group.rank + 1))
+        seconds = (10.0, 1.0, 3.0)[group.rank]
+        report = graphs.capture(GraphCapture(65.0, 0.0145), group, lambda: seconds * recorder.num_recorded)
+        return graphs.captured, report.num_left_out
+
+    outcomes = on_ranks(3, run)
+    assert len(set(outcomes)) == 1
+    # rank 2 takes 3 MB each, so that 14.5 MB are used up by the fifth; seconds would last for seven
+    assert len(outcomes[0][0]) == 2 * 2 * len(BUCKETS) + 5
