@@ -1,4 +1,4 @@
-# make serve | test | check | bench | test-gpu | bench-gpu. Needs python3 (3.11 or later) and make, nothing else.
+# make serve | test | check | test-slow | test-gpu | bench | bench-gpu | wheel. Needs python3 (3.11 or later) and make, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,17 +7,22 @@ CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test check bench test-gpu bench-gpu clean
+.PHONY: serve test check test-slow test-gpu bench bench-gpu wheel clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Crosses of settings whose parts `make test` covers one by one.
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench
@@ -50,5 +55,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) triton 2>/dev/null || echo "no triton wheel for this platform: tests of kernels are skipped"
 	touch $@
 
+# dist/aerie-*.whl. Without build/, whose files of an earlier build would get in.
+wheel: $(VENV)/.installed-test
+	rm -rf build
+	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

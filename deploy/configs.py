@@ -1,6 +1,6 @@
 """Serve config files: which one a command means, and where the paths in it start.
 
-A relative path in a config file starts at the file's own folder. Serve tells an application its `args` and not where
+A relative path in a config file starts at the file's own folder. Serve gives an application its `args` and not where
 they stood, so `aerie serve` hands it a copy with absolute paths, and what `serve run FILE` hands over starts at the
 folder of the packaged files. Everything that starts an engine from a file comes through here.
 """

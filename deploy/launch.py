@@ -79,8 +79,8 @@ def _drain(signum: int, frame: object) -> None:
     """On Ctrl-C or a supervisor's SIGTERM: take no new requests, let running ones finish within engine.drain_timeout_s,
     then end as `serve run` does after Ctrl-C. The main thread is asleep in `serve run` when this runs.
 
-    The engines drain before Serve hears of it, because Serve's proxies forget an application at once and answer 404 for
-    it (Ray 2.60) while its last requests run. Until then new requests get the ingress's 503 with Retry-After."""
+    The engines drain before Serve deletes them: its proxies would forget the application at once and answer 404 for it
+    (Ray 2.60) while its last requests run. Until then new requests get the ingress's 503 with Retry-After."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `make` and process groups pass it on a second time
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from ray import serve

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from speculative.draft_models.config import check_fit, draft_architecture, read_layer
-from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
+from speculative.draft_models.eagle3_checkpoint import captured_layers
+from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, joined_input, layer_names
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
@@ -40,7 +41,8 @@ class Eagle3(DraftMethod):
         model = read_layer(path, raw)
         check_fit(path, model, raw, target)
         vocab_size = int(raw.get("draft_vocab_size") or raw["vocab_size"])
-        return cls(path, model, vocab_size, _captured_layers(path, raw, target), bool(raw.get("bias", False)))
+        capture = captured_layers(path, raw, target.num_layers)
+        return cls(path, model, vocab_size, capture, bool(raw.get("bias", False)))
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "Eagle3Model":
         return Eagle3Model(self, group, max_position, device)
@@ -66,7 +68,7 @@ class Eagle3Layer(DraftLayer):
 
             norms = self.input_layernorm, self.hidden_norm
             return head_input(ids, embedding.weight, hidden, norms[0].weight, norms[1].weight, norms[0].eps)
-        return torch.cat((self.input_layernorm(embedding(ids)), self.hidden_norm(hidden)), dim=-1)
+        return joined_input(self.input_layernorm(embedding(ids)), self.hidden_norm(hidden))
 
 
 class Eagle3Model(DraftModel):
@@ -95,17 +97,3 @@ class Eagle3Model(DraftModel):
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits
-
-
-def _captured_layers(path: str, raw: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    """Layers whose input is captured. Explicit ids name layers whose output is meant, hence + 1."""
-    given = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    given = given or raw.get("eagle_aux_hidden_state_layer_ids")
-    layers = target.num_layers
-    capture = tuple(int(i) + 1 for i in given) if given else (2, layers // 2, layers - 3)
-    if len(capture) != 3 or len(set(capture)) != 3 or not all(0 <= i < layers for i in capture):
-        raise ValueError(
-            f"draft {path}: captures the input of layers {capture}, which the target of {layers} layers does "
-            "not have three of; set eagle_config.eagle_aux_hidden_state_layer_ids in the draft's config"
-        )
-    return capture

@@ -1,6 +1,7 @@
 """What EAGLE's and EAGLE-3's models are made of: a decoder layer without the norm that others have before their
 attention."""
 
+import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
@@ -21,6 +22,12 @@ def layer_names(layer: str) -> dict[str, str]:
         f"{layer}.{{block}}.{{module}}": f"{layer}.{{block}}.{{module}}",
         f"{layer}.{{norm}}": f"{layer}.{{norm}}",
     }
+
+
+def joined_input(embedding: Tensor, feature: Tensor) -> Tensor:
+    """[.., 2 * hidden]: what the attention of an EAGLE-3 head reads, of the normalised embedding of the next token and
+    the normalised feature, both [.., hidden]. Also in training."""
+    return torch.cat((embedding, feature), dim=-1)
 
 
 class DraftLayer(nn.Module):

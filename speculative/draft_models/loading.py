@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from speculative.draft_models.eagle3_checkpoint import target_ids
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.config import ModelSource
 from workers.distributed.tp_group import TPGroup
@@ -55,7 +56,7 @@ def _target_ids(tensors: dict[str, Tensor], method: DraftMethod, device: torch.d
         )
     if offsets.shape != (vocab_size,):
         raise ValueError(f"{source}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size={vocab_size}")
-    ids = torch.arange(vocab_size) + offsets.long()
+    ids = target_ids(offsets)
     if int(ids.min()) < 0 or int(ids.max()) >= target_size:
         raise ValueError(
             f"{source}: d2t points outside the target's vocabulary of {target_size}; it belongs to another target"

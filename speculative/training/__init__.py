@@ -13,10 +13,11 @@
     loop        the optimisation loop both trainings share
     graphs      one step of it, eager or as a CUDA graph
     checkpoint  resuming a training
-    errors      what the user is told to put right
+    errors      what the user has to put right
     commands    what `aerie train-target` and `aerie train-draft` do
     arguments   what their arguments must be
     cli         their options
 
-Nothing here knows the serving engine. The command line imports `cli` and `errors`, and `cli` the rest when it is run.
+Of the engine nothing is known here but how it describes an EAGLE-3 head. The command line imports `cli` and `errors`,
+and `cli` the rest when it is run.
 """

@@ -15,12 +15,11 @@ from speculative.training.arguments import check_arguments, choose_device, choos
 from speculative.training.draft import (
     DraftOptions,
     build_head,
-    draft_shape,
     measure_acceptance,
     report,
     train_draft,
 )
-from speculative.training.draft_files import load_draft, save_draft
+from speculative.training.draft_files import draft_config, load_draft, read_draft_config, save_draft
 from speculative.training.errors import TrainingError
 from speculative.training.regenerate import (
     answer_prompts,
@@ -112,14 +111,15 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(arguments)
     train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
     tokenizer, target = load_target(arguments.target, device, dtype)
+    draft_vocab = min(arguments.draft_vocab, target.config.vocab_size)
+    config = draft_config(target, draft_vocab, arguments.intermediate_size)
+    method = read_draft_config(config, target, arguments.output)
     samples = training_samples(arguments, target, tokenizer, train)
     held_samples = greedy_answers(arguments, target, tokenizer, held)
-    shape = draft_shape(target, min(arguments.draft_vocab, target.config.vocab_size), arguments.intermediate_size)
-    vocabulary = choose_vocabulary(
-        samples, shape.draft_vocab_size, shape.vocab_size, sorted(stop_tokens(target, tokenizer))
-    ).to(device)
+    stops = sorted(stop_tokens(target, tokenizer))
+    vocabulary = choose_vocabulary(samples, method.vocab_size, method.model.vocab_size, stops).to(device)
     print(f"draft: {len(samples)} answers; its vocabulary covers {coverage(samples, vocabulary):.2%} of their tokens")
-    head = build_head(target, shape, vocabulary, arguments.seed)
+    head = build_head(target, method, vocabulary, arguments.seed)
     options = DraftOptions(
         epochs=arguments.epochs,
         steps=arguments.steps,
@@ -133,13 +133,9 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
     losses = train_draft(
         head, target, vocabulary, samples, held_samples, options, checkpoint=checkpoint, resume=arguments.resume
     )
-    config = target.generation_config
-    save_draft(
-        head,
-        vocabulary,
-        {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id},
-        arguments.output,
-    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    token_ids = {name: getattr(target.generation_config, name) for name in names}
+    save_draft(head, vocabulary, config | token_ids, arguments.output)
     if not arguments.keep_checkpoint:
         checkpoint.discard()
     print(f"draft: loss {mean_tail(losses):.4f} over the last steps; saved to {arguments.output}")
@@ -201,7 +197,7 @@ def measure_saved(
     sets: dict[str, list[Sample]],
 ) -> None:
     """Prints the saved head's acceptance on the sets and on each of `--measure`."""
-    head, vocabulary = load_draft(arguments.output, target.device)
+    head, vocabulary = load_draft(arguments.output, target)
     for source in arguments.measure:
         sets[source] = greedy_answers(arguments, target, tokenizer, read_conversations([source]))
     for name, samples in sets.items():

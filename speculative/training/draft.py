@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from speculative.draft_models.eagle3 import Eagle3
 from speculative.training.acceptance import AcceptanceTally, add_rounds
 from speculative.training.checkpoint import Checkpoint
-from speculative.training.draft_model import DraftShape, Eagle3Head
-from speculative.training.errors import TrainingError
+from speculative.training.draft_model import Eagle3Head
 from speculative.training.loop import LoopOptions, fit
 from speculative.training.samples import Batch, Sample, causal_mask, collate, plan_batches, plan_steps
 from speculative.training.vocabulary import DraftVocabulary
-
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-_MIN_LAYERS = 5
 
 
 @dataclass(frozen=True)
@@ -53,37 +50,10 @@ class TargetView:
     in_vocabulary: Tensor
 
 
-def draft_shape(target: PreTrainedModel, draft_vocab_size: int, intermediate_size: int | None = None) -> DraftShape:
-    """A head's shape for the target: its dimensions, and the streams entering layers 2, L/2 and L-3.
-
-    Raises `TrainingError` for a target of an architecture or depth that is not supported.
-    """
-    config = target.config
-    if config.model_type not in MODEL_TYPES:
-        raise TrainingError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(MODEL_TYPES)}")
-    depth = config.num_hidden_layers
-    if depth < _MIN_LAYERS:
-        raise TrainingError(f"target: has {depth} layers; EAGLE-3 captures three of at least {_MIN_LAYERS}")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return DraftShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=intermediate_size or config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        draft_vocab_size=draft_vocab_size,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope=dict(config.rope_parameters),
-        target_layers=(2, depth // 2, depth - 3),
-    )
-
-
-def build_head(target: PreTrainedModel, shape: DraftShape, vocabulary: DraftVocabulary, seed: int) -> Eagle3Head:
+def build_head(target: PreTrainedModel, method: Eagle3, vocabulary: DraftVocabulary, seed: int) -> Eagle3Head:
     """A float32 head on the target's device; its output rows start as the target's rows of the same tokens."""
     torch.manual_seed(seed)
-    head = Eagle3Head(shape)
+    head = Eagle3Head(method)
     for module in head.modules():
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.normal_(module.weight, std=0.02)
@@ -93,11 +63,11 @@ def build_head(target: PreTrainedModel, shape: DraftShape, vocabulary: DraftVoca
 
 
 @torch.no_grad()
-def view_target(target: PreTrainedModel, batch: Batch, shape: DraftShape, vocabulary: DraftVocabulary) -> TargetView:
+def view_target(target: PreTrainedModel, batch: Batch, method: Eagle3, vocabulary: DraftVocabulary) -> TargetView:
     """Runs the frozen target over the batch and keeps what the head reads and is judged by."""
     mask = causal_mask(batch.tokens.shape[1], batch.tokens.device)
     output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
-    captured = torch.cat([output.hidden_states[layer] for layer in shape.target_layers], dim=-1)
+    captured = torch.cat([output.hidden_states[layer] for layer in method.capture], dim=-1)
     judged = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
     logits = target.get_output_embeddings()(judged).float()
     return TargetView(
@@ -140,7 +110,7 @@ def measure_acceptance(
     device = target.device
     for indices in plan_batches([len(sample.tokens) for sample in samples], batch_tokens, 0):
         batch = collate([samples[i] for i in indices], 0, device)
-        view = view_target(target, batch, head.shape, vocabulary)
+        view = view_target(target, batch, head.method, vocabulary)
         hidden = head(view.embeddings.float(), view.captured.float(), depth)
         matches = []
         for step, states in enumerate(hidden):
@@ -182,7 +152,7 @@ def train_draft(
         return collate([samples[i] for i in indices], 0, target.device, full_tokens=full_tokens)
 
     def loss_of(batch: Batch) -> Tensor:
-        return draft_loss(head, view_target(target, batch, head.shape, vocabulary), batch, options)
+        return draft_loss(head, view_target(target, batch, head.method, vocabulary), batch, options)
 
     def evaluate() -> dict[str, float]:
         return report(measure_acceptance(head, target, vocabulary, held, options.num_steps, options.batch_tokens))

@@ -1,55 +1,87 @@
-"""Writes and reads an EAGLE-3 head in the folder layout of the published ones (SafeAILab, SGLang, vLLM read it)."""
+"""Writes and reads an EAGLE-3 head in the folder layout of the published ones (SafeAILab, SGLang, vLLM read it). What
+a config.json means is for the engine to say: it is read by `speculative.draft_models.eagle3`."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
-from speculative.training.draft_model import DraftShape, Eagle3Head
+from speculative.draft_models.eagle3 import Eagle3
+from speculative.draft_models.eagle3_checkpoint import (
+    ARCHITECTURE,
+    MIN_TARGET_LAYERS,
+    default_capture,
+    layer_ids,
+    target_ids,
+)
+from speculative.training.draft_model import Eagle3Head
 from speculative.training.errors import TrainingError
 from speculative.training.vocabulary import DraftVocabulary
+from workers.models.llama import read_config
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
-def draft_config(shape: DraftShape, token_ids: dict[str, Any]) -> dict[str, Any]:
-    """The head's `config.json`. Layer ids are outputs there: id i is the stream that enters layer i + 1."""
-    scaled = shape.rope["rope_type"] != "default"
+def draft_config(target: PreTrainedModel, vocab_size: int, intermediate_size: int | None = None) -> dict[str, Any]:
+    """The config.json of a head for the target, which captures the layers that are usual. vocab_size: of the head's own
+    vocabulary. intermediate_size: of its MLP, the target's if None.
+
+    Raises `TrainingError` for a target of an architecture or depth that is not supported.
+    """
+    config = target.config
+    if config.model_type not in MODEL_TYPES:
+        raise TrainingError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(MODEL_TYPES)}")
+    if config.num_hidden_layers < MIN_TARGET_LAYERS:
+        raise TrainingError(
+            f"target: has {config.num_hidden_layers} layers; EAGLE-3 captures three of at least {MIN_TARGET_LAYERS}"
+        )
+    rope = dict(config.rope_parameters)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "target_hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,
+        "intermediate_size": intermediate_size or config.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope["rope_theta"],
-        "rope_scaling": {k: v for k, v in shape.rope.items() if k != "rope_theta"} if scaled else None,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling if rope["rope_type"] != "default" else None,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": vocab_size,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in shape.target_layers],
+            "eagle_aux_hidden_state_layer_ids": layer_ids(default_capture(config.num_hidden_layers)),
             "use_aux_hidden_state": True,
         },
-        **token_ids,
     }
 
 
-def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, token_ids: dict[str, Any], folder: Path) -> None:
+def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> Eagle3:
+    """What the engine makes of a head with this config.json in `folder` for the target. Raises `TrainingError` for what
+    it would refuse."""
+    try:
+        return Eagle3.read(str(folder), config, read_config(target.config.to_dict(), "target"))
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
+
+
+def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, config: Mapping[str, Any], folder: Path) -> None:
     """Writes `config.json` and bf16 `model.safetensors`; the embedding is the target's and is not repeated."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in head.named_parameters()}
@@ -58,8 +90,7 @@ def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, token_ids: dict[st
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    config = json.dumps(draft_config(head.shape, token_ids), indent=2)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     make_readable(folder)
 
 
@@ -69,30 +100,14 @@ def make_readable(folder: Path) -> None:
         shutil.copymode(folder / "config.json", weights)
 
 
-def load_draft(folder: Path, device: torch.device) -> tuple[Eagle3Head, DraftVocabulary]:
-    """The head in float32 on the device, and its vocabulary. Raises `TrainingError` for another architecture."""
+def load_draft(folder: Path, target: PreTrainedModel) -> tuple[Eagle3Head, DraftVocabulary]:
+    """The target's head in float32 on the target's device, and its vocabulary. Raises `TrainingError` for what is no
+    such head."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config["architectures"] != [ARCHITECTURE]:
-        raise TrainingError(f"draft={folder}: architectures={config['architectures']}; must be [{ARCHITECTURE!r}]")
-    scaling = config["rope_scaling"] or {"rope_type": "default"}
-    first, second, third = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    shape = DraftShape(
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_attention_heads=config["num_attention_heads"],
-        num_key_value_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        draft_vocab_size=config["draft_vocab_size"],
-        vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope={**scaling, "rope_theta": config["rope_theta"]},
-        target_layers=(first + 1, second + 1, third + 1),
-    )
+    if not Eagle3.recognises(config):
+        raise TrainingError(f"draft={folder}: architectures={config.get('architectures')}; must be [{ARCHITECTURE!r}]")
     tensors = load_file(folder / "model.safetensors")
-    offsets = tensors.pop("d2t")
-    t2d = tensors.pop("t2d")
-    head = Eagle3Head(shape)
+    vocabulary = DraftVocabulary(target_ids(tensors.pop("d2t")), tensors.pop("t2d"))
+    head = Eagle3Head(read_draft_config(config, target, folder))
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    vocabulary = DraftVocabulary(offsets + torch.arange(len(offsets)), t2d)
-    return head.to(device), vocabulary.to(device)
+    return head.to(target.device), vocabulary.to(target.device)

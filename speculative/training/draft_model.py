@@ -1,7 +1,9 @@
 """The EAGLE-3 head over whole sequences, unrolled on its own outputs (training-time test).
 
-Used by draft training and by its measurements; the serving engine has its own head that reads the same files.
-Paper: EAGLE-3, arXiv 2503.01840, section 3; parameter names are those of the published heads.
+Used by draft training and by its measurements. The engine serves the same head, from the same description
+(`speculative.draft_models.eagle3.Eagle3`) and the same files, by `speculative.draft_models.eagle3.Eagle3Model`, which
+has no gradients and reads KV from pages; `tests/speculative/training/test_training_serving.py` holds the two equal.
+Parameter names are those of the published heads. Paper: EAGLE-3, arXiv 2503.01840, section 3.
 
 Row n of step 0 joins the embedding of token n+1 with the target's feature of position n, stands at position n and
 predicts token n+2. Step s continues the chain anchored at n: the embedding of token n+s+1, the head's own hidden
@@ -15,37 +17,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-
-@dataclass(frozen=True)
-class DraftShape:
-    """The head's dimensions; `target_layers` are the layers whose inputs it reads, `rope` as in a Llama config."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    draft_vocab_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: dict[str, float | str]
-    target_layers: tuple[int, int, int]
-
-    def llama_config(self) -> LlamaConfig:
-        """The same as a one-layer Llama's configuration, for its rotary embedding."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            num_hidden_layers=1,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(self.rope),
-        )
+from attention.rotation import rotate
+from speculative.draft_models.eagle3 import Eagle3
+from speculative.draft_models.layers import joined_input
+from workers.layers.rotary import frequencies
+from workers.models.llama import LlamaConfig
 
 
 @dataclass
@@ -67,29 +44,29 @@ class RMSNorm(nn.RMSNorm):
 class DraftAttention(nn.Module):
     """Grouped-query attention whose queries, keys and values read [.., 2 * hidden]."""
 
-    def __init__(self, shape: DraftShape) -> None:
+    def __init__(self, model: LlamaConfig) -> None:
         super().__init__()
-        self.shape = shape
-        wide = 2 * shape.hidden_size
-        self.q_proj = nn.Linear(wide, shape.num_attention_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(wide, shape.num_key_value_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(wide, shape.num_key_value_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.num_kv_heads = model.num_kv_heads
+        self.head_dim = model.head_dim
+        wide = 2 * model.hidden_size
+        self.q_proj = nn.Linear(wide, model.num_heads * model.head_dim, bias=False)
+        self.k_proj = nn.Linear(wide, model.num_kv_heads * model.head_dim, bias=False)
+        self.v_proj = nn.Linear(wide, model.num_kv_heads * model.head_dim, bias=False)
+        self.o_proj = nn.Linear(model.num_heads * model.head_dim, model.hidden_size, bias=False)
 
     def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """`joined` [B, T, 2H], `cos` and `sin` [B, T, head_dim] -> [B, T, H]; appends this step to the cache."""
+        """`joined` [B, T, 2H], `cos` and `sin` [T, head_dim / 2] -> [B, T, H]; appends this step to the cache."""
         batch, length, _ = joined.shape
-        size = self.shape.head_dim
 
         def heads(flat: Tensor) -> Tensor:
-            return flat.view(batch, length, -1, size).transpose(1, 2)
+            return flat.view(batch, length, -1, self.head_dim)
 
-        query, key = apply_rotary_pos_emb(heads(self.q_proj(joined)), heads(self.k_proj(joined)), cos, sin)
-        cache.keys.append(key)
-        cache.values.append(heads(self.v_proj(joined)))
-        grouped = query.view(batch, self.shape.num_key_value_heads, -1, length, size)
-        attended = branch_attention(grouped * size**-0.5, cache)
-        mixed: Tensor = self.o_proj(attended.reshape(batch, -1, length, size).transpose(1, 2).flatten(2))
+        query = rotate(heads(self.q_proj(joined)), cos, sin).transpose(1, 2)
+        cache.keys.append(rotate(heads(self.k_proj(joined)), cos, sin).transpose(1, 2))
+        cache.values.append(heads(self.v_proj(joined)).transpose(1, 2))
+        grouped = query.reshape(batch, self.num_kv_heads, -1, length, self.head_dim)
+        attended = branch_attention(grouped * self.head_dim**-0.5, cache)
+        mixed: Tensor = self.o_proj(attended.reshape(batch, -1, length, self.head_dim).transpose(1, 2).flatten(2))
         return mixed
 
 
@@ -115,11 +92,11 @@ def branch_attention(query: Tensor, cache: BranchCache) -> Tensor:
 class DraftMLP(nn.Module):
     """Llama's gated MLP."""
 
-    def __init__(self, shape: DraftShape) -> None:
+    def __init__(self, model: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[.., H] -> [.., H]."""
@@ -130,17 +107,18 @@ class DraftMLP(nn.Module):
 class DraftLayer(nn.Module):
     """The one decoder layer: it reads embedding and feature side by side, its residual stream is the feature."""
 
-    def __init__(self, shape: DraftShape) -> None:
+    def __init__(self, model: LlamaConfig) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(shape)
-        self.mlp = DraftMLP(shape)
-        self.input_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.self_attn = DraftAttention(model)
+        self.mlp = DraftMLP(model)
+        self.input_layernorm = RMSNorm(model.hidden_size, eps=model.rms_eps)
+        self.hidden_norm = RMSNorm(model.hidden_size, eps=model.rms_eps)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, eps=model.rms_eps)
 
     def forward(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """`embedding`, `feature` [B, T, H] -> the residual stream's sum after the layer, [B, T, H]."""
-        joined = torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], dim=-1)
+        """`embedding`, `feature` [B, T, H], `cos`, `sin` [T, head_dim / 2] -> the residual stream's sum after the
+        layer, [B, T, H]."""
+        joined = joined_input(self.input_layernorm(embedding), self.hidden_norm(feature))
         hidden: Tensor = feature + self.self_attn(joined, cos, sin, cache)
         hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return hidden
@@ -149,14 +127,17 @@ class DraftLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """The trainable head; the token embedding is the target's and is handed in."""
 
-    def __init__(self, shape: DraftShape) -> None:
+    frequencies: Tensor
+
+    def __init__(self, method: Eagle3) -> None:
         super().__init__()
-        self.shape = shape
-        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.midlayer = DraftLayer(shape)
-        self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(shape.llama_config())
+        self.method = method
+        model = method.model
+        self.fc = nn.Linear(len(method.capture) * model.hidden_size, model.hidden_size, bias=method.projection_bias)
+        self.midlayer = DraftLayer(model)
+        self.norm = RMSNorm(model.hidden_size, eps=model.rms_eps)
+        self.lm_head = nn.Linear(model.hidden_size, method.vocab_size, bias=False)
+        self.register_buffer("frequencies", frequencies(model.rope, model.head_dim), persistent=False)
 
     def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
         """The recurrent hidden state of every step, before the final norm: `num_steps` tensors [B, T, H].
@@ -166,11 +147,11 @@ class Eagle3Head(nn.Module):
         """
         hidden = self.fc(captured)
         cache = BranchCache([], [])
-        positions = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
+        positions = torch.arange(embeddings.shape[1], dtype=torch.float32, device=embeddings.device)[:, None]
         steps = []
         for step in range(num_steps):
-            cos, sin = self.rotary(hidden, positions + step)
-            hidden = self.midlayer(shift_left(embeddings, step + 1), hidden, cos, sin, cache)
+            angles = (positions + step) * self.frequencies
+            hidden = self.midlayer(shift_left(embeddings, step + 1), hidden, angles.cos(), angles.sin(), cache)
             steps.append(hidden)
         return steps
 

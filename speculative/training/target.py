@@ -108,7 +108,7 @@ def build_target(shape: TargetShape, tokenizer: PreTrainedTokenizerBase, seed: i
 
 
 def vary(conversations: Sequence[Conversation], seed: int) -> list[Conversation]:
-    """The conversations, a fifth of them behind a system prompt and a tenth behind another conversation's turns.
+    """The conversations, a fifth of them after a system prompt and a tenth after another conversation's turns.
 
     Rows of one question and one answer teach neither system prompts nor second turns; this does.
     """

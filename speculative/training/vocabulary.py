@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculative.draft_models.eagle3_checkpoint import offsets
 from speculative.training.errors import TrainingError
 from speculative.training.samples import Sample
 
@@ -17,7 +18,7 @@ from speculative.training.samples import Sample
 class DraftVocabulary:
     """`target_ids` [draft_vocab] int64, ascending: entry i is the target token that draft token i stands for.
 
-    `t2d` [target_vocab] bool tells which target tokens those are.
+    `t2d` [target_vocab] bool is true for those target tokens.
     """
 
     target_ids: Tensor
@@ -32,7 +33,7 @@ class DraftVocabulary:
 
     def d2t(self) -> Tensor:
         """Offsets [draft_vocab] int64: target_id = i + d2t[i]."""
-        return self.target_ids - torch.arange(len(self.target_ids), device=self.target_ids.device)
+        return offsets(self.target_ids)
 
     def to(self, device: torch.device) -> DraftVocabulary:
         """The same with its tensors on the device."""

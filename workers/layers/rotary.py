@@ -33,8 +33,8 @@ class RotaryTable:
     made in (models are made on the meta device first)."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
-        frequencies = _frequencies(rope, head_dim)
-        angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device="cpu"), frequencies)
+        steps = frequencies(rope, head_dim)
+        angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device="cpu"), steps)
         self._cos = angles.cos().to(device)
         self._sin = angles.sin().to(device)
 
@@ -43,14 +43,14 @@ class RotaryTable:
         return Angles(self._cos, self._sin, positions)
 
 
-def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 radians per position."""
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[head_dim / 2] float32 radians per position, on the CPU."""
+    steps = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     if rope.kind == "linear":
-        return frequencies / rope.factor
+        return steps / rope.factor
     if rope.kind == "llama3":
-        return _llama3(frequencies, rope)
-    return frequencies
+        return _llama3(steps, rope)
+    return steps
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:

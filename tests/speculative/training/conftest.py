@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.training.draft import draft_shape
-from speculative.training.draft_model import DraftShape
+from speculative.draft_models.eagle3 import Eagle3
+from speculative.training.draft_files import draft_config, read_draft_config
 from speculative.training.rows import Conversation, Turn
 from speculative.training.target import TargetShape, build_target, build_tokenizer
 
@@ -15,7 +17,7 @@ SHAPE = TargetShape(
     vocab_size=300,
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=6,
+    num_hidden_layers=7,
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=256,
@@ -42,8 +44,9 @@ def target(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 @pytest.fixture
-def shape(target: PreTrainedModel) -> DraftShape:
-    return draft_shape(target, draft_vocab_size=64)
+def method(target: PreTrainedModel) -> Eagle3:
+    """A head for the target, with a vocabulary of 64."""
+    return read_draft_config(draft_config(target, 64), target, Path("draft"))
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from speculative.training.cli import add_commands
 from speculative.training.errors import TrainingError
 from speculative.training.rows import Conversation
 
-SMALL = "--layers 6 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"
+SMALL = "--layers 7 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
 
+from speculative.draft_models.eagle3 import Eagle3
 from speculative.training.acceptance import AcceptanceTally, add_rounds
 from speculative.training.checkpoint import Checkpoint
-from speculative.training.draft import DraftOptions, build_head, draft_shape, measure_acceptance, train_draft
-from speculative.training.draft_model import DraftShape, Eagle3Head
+from speculative.training.draft import DraftOptions, build_head, measure_acceptance, train_draft
+from speculative.training.draft_files import draft_config, read_draft_config
+from speculative.training.draft_model import Eagle3Head
 from speculative.training.loop import LoopOptions, learning_rate
 from speculative.training.regenerate import (
     answer_prompts,
@@ -56,8 +58,8 @@ def greedy_samples(
 
 
 @pytest.fixture
-def vocabulary(samples: list[Sample], shape: DraftShape) -> DraftVocabulary:
-    return choose_vocabulary(samples, shape.draft_vocab_size, shape.vocab_size, always=[2])
+def vocabulary(samples: list[Sample], method: Eagle3) -> DraftVocabulary:
+    return choose_vocabulary(samples, method.vocab_size, method.model.vocab_size, always=[2])
 
 
 def train(
@@ -85,9 +87,9 @@ def train(
 
 
 def test_training_reduces_the_loss(
-    target: PreTrainedModel, shape: DraftShape, samples: list[Sample], vocabulary: DraftVocabulary
+    target: PreTrainedModel, method: Eagle3, samples: list[Sample], vocabulary: DraftVocabulary
 ) -> None:
-    head = build_head(target, shape, vocabulary, seed=0)
+    head = build_head(target, method, vocabulary, seed=0)
     losses = train(head, target, vocabulary, samples)
     assert len(losses) == 24
     # A random target's distribution is nearly flat: the loss has a floor near log(64) = 4.16, so the bar is low.
@@ -108,31 +110,31 @@ def test_qwen_targets_get_heads_too(config_class: type[Qwen2Config | Qwen3Config
     )
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(config).eval()
-    shape = draft_shape(target, draft_vocab_size=64)
-    assert shape.target_layers == (2, 3, 4)
+    method = read_draft_config(draft_config(target, 64), target, Path("draft"))
+    assert method.capture == (2, 3, 4)
     vocabulary = choose_vocabulary(samples, 64, 300, always=[2])
-    losses = train(build_head(target, shape, vocabulary, seed=0), target, vocabulary, samples)
+    losses = train(build_head(target, method, vocabulary, seed=0), target, vocabulary, samples)
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.01
 
 
 def test_a_resumed_training_equals_an_uninterrupted_one(
-    tmp_path: Path, target: PreTrainedModel, shape: DraftShape, samples: list[Sample], vocabulary: DraftVocabulary
+    tmp_path: Path, target: PreTrainedModel, method: Eagle3, samples: list[Sample], vocabulary: DraftVocabulary
 ) -> None:
-    whole = build_head(target, shape, vocabulary, seed=0)
+    whole = build_head(target, method, vocabulary, seed=0)
     wanted = train(whole, target, vocabulary, samples)
     checkpoint = Checkpoint(tmp_path / "checkpoint.pt", {"seed": 5})
-    first = build_head(target, shape, vocabulary, seed=0)
+    first = build_head(target, method, vocabulary, seed=0)
     train(first, target, vocabulary, samples, checkpoint, stop_after=11)
-    second = build_head(target, shape, vocabulary, seed=9)
+    second = build_head(target, method, vocabulary, seed=9)
     assert train(second, target, vocabulary, samples, checkpoint, resume=True) == wanted
     for mine, other in zip(whole.parameters(), second.parameters(), strict=True):
         assert torch.equal(mine, other)
 
 
 def test_a_resume_with_other_options_or_without_a_checkpoint_is_refused(
-    tmp_path: Path, target: PreTrainedModel, shape: DraftShape, samples: list[Sample], vocabulary: DraftVocabulary
+    tmp_path: Path, target: PreTrainedModel, method: Eagle3, samples: list[Sample], vocabulary: DraftVocabulary
 ) -> None:
-    head = build_head(target, shape, vocabulary, seed=0)
+    head = build_head(target, method, vocabulary, seed=0)
     checkpoint = Checkpoint(tmp_path / "checkpoint.pt", {"lr": 0.1})
     with pytest.raises(ValueError, match="does not exist; start without --resume"):
         train(head, target, vocabulary, samples, checkpoint, resume=True)
@@ -142,12 +144,12 @@ def test_a_resume_with_other_options_or_without_a_checkpoint_is_refused(
 
 
 def test_acceptance_is_that_of_chains_really_drafted(
-    target: PreTrainedModel, shape: DraftShape, samples: list[Sample], greedy_samples: list[Sample]
+    target: PreTrainedModel, method: Eagle3, samples: list[Sample], greedy_samples: list[Sample]
 ) -> None:
     samples = samples[:6] + greedy_samples[6:]
-    vocabulary = choose_vocabulary(samples, shape.draft_vocab_size, shape.vocab_size, always=[2])
+    vocabulary = choose_vocabulary(samples, method.vocab_size, method.model.vocab_size, always=[2])
     depth = 3
-    head = build_head(target, shape, vocabulary, seed=0)
+    head = build_head(target, method, vocabulary, seed=0)
     train(head, target, vocabulary, samples)
     num_rounds = accepted = 0
     for sample in samples:
@@ -155,7 +157,7 @@ def test_acceptance_is_that_of_chains_really_drafted(
         length = len(sample.tokens)
         with torch.no_grad():
             output = target.base_model(input_ids=batch.tokens, output_hidden_states=True)
-            captured = torch.cat([output.hidden_states[layer] for layer in shape.target_layers], dim=-1)
+            captured = torch.cat([output.hidden_states[layer] for layer in method.capture], dim=-1)
         anchor = sample.num_prompt - 1
         while anchor + 2 < length:
             text = list(sample.tokens[: anchor + 2])
@@ -228,14 +230,14 @@ def test_the_rate_rises_then_falls_on_a_cosine() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU for CUDA graphs")
 def test_replayed_steps_equal_eager_ones(
-    target: PreTrainedModel, shape: DraftShape, samples: list[Sample], vocabulary: DraftVocabulary
+    target: PreTrainedModel, method: Eagle3, samples: list[Sample], vocabulary: DraftVocabulary
 ) -> None:
     device = torch.device("cuda")
     target.to(device)
     on_device = vocabulary.to(device)
     losses = []
     for graphs in (False, True):
-        head = build_head(target, shape, on_device, seed=0)
+        head = build_head(target, method, on_device, seed=0)
         options = replace(OPTIONS, loop=replace(LOOP, graphs=graphs))
         losses.append(train_draft(head, target, on_device, samples, [], options, progress=False))
     # Full batches change the order of float32 sums; observed differences after 24 steps are below 1e-4.

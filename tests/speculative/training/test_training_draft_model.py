@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from speculative.training.draft import build_head, draft_shape
-from speculative.training.draft_files import load_draft, save_draft
-from speculative.training.draft_model import DraftShape, Eagle3Head
+from attention.rotation import rotate
+from speculative.draft_models.eagle3 import Eagle3
+from speculative.training.draft import build_head
+from speculative.training.draft_files import draft_config, load_draft, read_draft_config, save_draft
+from speculative.training.draft_model import Eagle3Head
+from speculative.training.errors import TrainingError
 from speculative.training.samples import Sample
 from speculative.training.vocabulary import DraftVocabulary, choose_vocabulary, coverage
 
@@ -23,31 +26,30 @@ def draft_row(
     head: Eagle3Head, embedding: Tensor, feature: Tensor, position: int, keys: list[Tensor], values: list[Tensor]
 ) -> Tensor:
     """One row as a server drafts it: [H] and [H] -> [H], over a growing list of keys and values [kv_heads, D]."""
-    layer, shape = head.midlayer, head.shape
+    layer, model = head.midlayer, head.method.model
     joined = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(feature)])
-    cos, sin = head.rotary(joined[None, None], torch.tensor([[position]]))
-    query = layer.self_attn.q_proj(joined).view(1, -1, 1, shape.head_dim)
-    key = layer.self_attn.k_proj(joined).view(1, -1, 1, shape.head_dim)
-    query, key = apply_rotary_pos_emb(query, key, cos, sin)
-    keys.append(key[0, :, 0])
-    values.append(layer.self_attn.v_proj(joined).view(-1, shape.head_dim))
-    group = shape.num_attention_heads // shape.num_key_value_heads
+    angles = position * head.frequencies[None]
+    query = rotate(layer.self_attn.q_proj(joined).view(1, -1, model.head_dim), angles.cos(), angles.sin())[0]
+    key = rotate(layer.self_attn.k_proj(joined).view(1, -1, model.head_dim), angles.cos(), angles.sin())
+    keys.append(key[0])
+    values.append(layer.self_attn.v_proj(joined).view(-1, model.head_dim))
+    group = model.num_heads // model.num_kv_heads
     mixed = []
-    for place in range(shape.num_attention_heads):
-        scores = torch.stack([query[0, place, 0] @ k[place // group] for k in keys]) * shape.head_dim**-0.5
+    for place in range(model.num_heads):
+        scores = torch.stack([query[place] @ k[place // group] for k in keys]) * model.head_dim**-0.5
         mixed.append(torch.softmax(scores, 0) @ torch.stack([v[place // group] for v in values]))
     hidden = feature + layer.self_attn.o_proj(torch.cat(mixed))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
-def test_step_s_equals_a_chain_drafted_alone_after_the_true_prefix(shape: DraftShape) -> None:
+def test_step_s_equals_a_chain_drafted_alone_after_the_true_prefix(method: Eagle3) -> None:
     torch.manual_seed(2)
     length, num_steps = 11, 5
-    head = Eagle3Head(shape)
+    head = Eagle3Head(method)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    embeddings = torch.randn(1, length, shape.hidden_size)
-    captured = torch.randn(1, length, 3 * shape.hidden_size)
+    embeddings = torch.randn(1, length, method.model.hidden_size)
+    captured = torch.randn(1, length, 3 * method.model.hidden_size)
     with torch.no_grad():
         unrolled = head(embeddings, captured, num_steps)
         for anchor in range(length - 1):
@@ -66,10 +68,10 @@ def test_step_s_equals_a_chain_drafted_alone_after_the_true_prefix(shape: DraftS
                 assert error < 1e-4, (anchor, step)
 
 
-def test_rows_of_a_longer_batch_do_not_change_with_what_follows(shape: DraftShape) -> None:
+def test_rows_of_a_longer_batch_do_not_change_with_what_follows(method: Eagle3) -> None:
     torch.manual_seed(3)
-    head = Eagle3Head(shape)
-    embeddings, captured = torch.randn(2, 9, shape.hidden_size), torch.randn(2, 9, 3 * shape.hidden_size)
+    head = Eagle3Head(method)
+    embeddings, captured = torch.randn(2, 9, method.model.hidden_size), torch.randn(2, 9, 3 * method.model.hidden_size)
     with torch.no_grad():
         whole = head(embeddings, captured, 3)
         cut = head(embeddings[:, :6], captured[:, :6], 3)
@@ -93,11 +95,11 @@ def test_a_draft_vocabulary_larger_than_the_target_s_is_refused() -> None:
 
 
 def test_a_saved_head_has_the_published_keys_and_loads_back(
-    tmp_path: Path, target: PreTrainedModel, shape: DraftShape
+    tmp_path: Path, target: PreTrainedModel, method: Eagle3
 ) -> None:
-    vocabulary = DraftVocabulary.of(torch.arange(64) * 3, shape.vocab_size)
-    head = build_head(target, shape, vocabulary, seed=0)
-    save_draft(head, vocabulary, {"eos_token_id": 2}, tmp_path)
+    vocabulary = DraftVocabulary.of(torch.arange(64) * 3, method.model.vocab_size)
+    head = build_head(target, method, vocabulary, seed=0)
+    save_draft(head, vocabulary, draft_config(target, 64) | {"eos_token_id": 2}, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     attention = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"]
     mlp = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
@@ -109,17 +111,26 @@ def test_a_saved_head_has_the_published_keys_and_loads_back(
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 2]
-    loaded, again = load_draft(tmp_path, torch.device("cpu"))
-    assert loaded.shape == shape
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["eos_token_id"] == 2
+    loaded, again = load_draft(tmp_path, target)
+    assert loaded.method.capture == (2, 3, 4) and loaded.method.model.eos_token_ids == (2,)
+    assert replace(loaded.method, path=method.path, model=method.model) == method
+    assert replace(loaded.method.model, eos_token_ids=()) == method.model
     assert torch.equal(again.target_ids, vocabulary.target_ids)
     assert torch.equal(loaded.fc.weight, head.fc.weight.bfloat16().float())
 
 
 def test_a_target_of_another_architecture_or_too_few_layers_is_refused(target: PreTrainedModel) -> None:
-    target.config.num_hidden_layers = 4
-    with pytest.raises(ValueError, match="has 4 layers; EAGLE-3 captures three of at least 5"):
-        draft_shape(target, 64)
+    target.config.num_hidden_layers = 6
+    with pytest.raises(TrainingError, match="has 6 layers; EAGLE-3 captures three of at least 7"):
+        draft_config(target, 64)
     target.config.model_type = "gpt2"
-    with pytest.raises(ValueError, match="model_type='gpt2' is not supported; use llama, qwen2, qwen3"):
-        draft_shape(target, 64)
+    with pytest.raises(TrainingError, match="model_type='gpt2' is not supported; use llama, qwen2, qwen3"):
+        draft_config(target, 64)
+
+
+def test_what_the_engine_would_refuse_is_not_trained(target: PreTrainedModel) -> None:
+    target.config.mlp_bias = True
+    with pytest.raises(TrainingError, match="target: mlp_bias=true is not supported"):
+        read_draft_config(draft_config(target, 64), target, Path("draft"))

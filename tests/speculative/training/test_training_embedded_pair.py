@@ -48,7 +48,7 @@ def test_the_target_works_a_word_problem_to_a_result_and_the_draft_follows(
     answer = ask(target, tokenizer, WORD_PROBLEM)
     text = tokenizer.decode(answer.tokens[answer.num_prompt :])
     assert "12" in text and "####" in text and text.endswith("<|end|>")
-    head, vocabulary = load_draft(MODELS / "draft", torch.device("cpu"))
+    head, vocabulary = load_draft(MODELS / "draft", target)
     tally = measure_acceptance(head, target, vocabulary, [answer], 3, 2048)
     # Mean over 100 GSM8K test prompts is 3.0; a head that learnt nothing gives 1.0 to 1.3.
     assert tally.acceptance_length() > 2.0

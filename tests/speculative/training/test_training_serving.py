@@ -1,0 +1,79 @@
+"""The EAGLE-3 model that is trained and the one that is served are the same function of the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from attention.backends.torch_backend import TorchBackend
+from attention.kv_cache.pool import KVPool
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from speculative.draft_models.eagle3 import Eagle3
+from speculative.draft_models.loading import load_draft as load_served
+from speculative.draft_models.registry import read_draft
+from speculative.drafter import DraftRunner
+from speculative.training.draft import build_head
+from speculative.training.draft_files import draft_config, load_draft, save_draft
+from speculative.training.vocabulary import DraftVocabulary
+from workers.config import ModelSource
+from workers.distributed.tp_group import SOLO
+from workers.models.loading import load_target, read_target_config
+
+CPU = torch.device("cpu")
+LENGTH, NUM_STEPS, PAGE_SIZE, NUM_PAGES = 19, 4, 4, 9
+MAX_POSITION = PAGE_SIZE * NUM_PAGES
+
+
+def served(draft: Path, target: Path) -> DraftRunner:
+    """The head in `draft` as an engine loads it, with a pool and the oracle's attention."""
+    source = ModelSource(path=str(target), device="cpu")
+    config = read_target_config(source, 1)
+    method = read_draft("eagle3", str(draft), str(target), config)
+    decoder = load_target(source, config, SOLO, CPU, MAX_POSITION, method.capture)
+    model = load_served(method, source, decoder, SOLO, CPU, MAX_POSITION)
+    pool = KVPool(method.model.kv_groups(1, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
+    return DraftRunner(model, pool, dict.fromkeys(Mode, TorchBackend()))
+
+
+@pytest.mark.parametrize("rope", ["default", "llama3"])
+def test_training_and_serving_compute_the_same_states_and_logits(
+    tmp_path: Path, target: PreTrainedModel, method: Eagle3, rope: str
+) -> None:
+    """A text read in one pass, then a chain drafted from its last row with the text's own tokens."""
+    if rope == "llama3":
+        factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        target.config.rope_parameters |= {"rope_type": "llama3", "original_max_position_embeddings": 16, **factors}
+    vocabulary = DraftVocabulary.of(torch.arange(64) * 3, method.model.vocab_size)
+    head = build_head(target, method, vocabulary, seed=0)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    target.save_pretrained(tmp_path / "target")
+    save_draft(head, vocabulary, draft_config(target, 64), tmp_path / "draft")
+    head, _ = load_draft(tmp_path / "draft", target)
+    assert head.method.model.rope.kind == rope
+    runner = served(tmp_path / "draft", tmp_path / "target")
+
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(0, method.model.vocab_size, (LENGTH + NUM_STEPS,), generator=generator)
+    captured = torch.randn(LENGTH, 3 * method.model.hidden_size, generator=generator)
+    padded = torch.cat((captured, torch.zeros(NUM_STEPS, captured.shape[1])))  # rows that nothing below looks at
+    table = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32)[None]
+    with torch.inference_mode():
+        embeddings = target.get_input_embeddings()(tokens)[None].float()
+        trained = head(embeddings, padded[None], NUM_STEPS)
+        chunks = PrefillBatch.from_lists([0], [LENGTH], table)
+        states = runner.model.extend(tokens[1 : LENGTH + 1], captured, runner.context(None, None, chunks))
+        # float32, sums in another order: within 1e-5 of values of about 1
+        torch.testing.assert_close(states, trained[0][0, :LENGTH], atol=1e-4, rtol=1e-4)
+        state, length = states[-1:], torch.tensor([LENGTH], dtype=torch.int32)
+        for step in range(1, NUM_STEPS):
+            mask = causal_mask(1, step, CPU)[:, -1:]
+            decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, table, MAX_POSITION)
+            state = runner.model.step(tokens[LENGTH + step, None], state, runner.context(decode))
+            torch.testing.assert_close(state[0], trained[step][0, LENGTH - 1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(runner.model.logits(state), head.logits(state), atol=1e-4, rtol=1e-4)
+    ids = torch.arange(64)
+    assert torch.equal(runner.model.to_target(ids), vocabulary.target_ids)
