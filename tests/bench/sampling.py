@@ -102,7 +102,9 @@ def kernels(rows: int, size: int) -> dict[str, float]:
     tokens, x = torch.zeros((rows, 1), dtype=torch.int64, device=device), logits["flat"]
     out["20 log-probabilities"] = replay_us(lambda: logprobs_of(x.unsqueeze(1), tokens, 20))
     where, ids = Rows(torch.full((rows,), 1, device=device), positions), torch.arange(32000, device=device)
-    out["noise for a draft of 32,000"] = replay_us(lambda: sampler.perturb(x[:, :32000].contiguous(), where, ids))
+    out["noise for a draft of 32,000"] = replay_us(
+        lambda: sampler.perturb(x[:, :32000].contiguous(), where, ids, False, SOLO)
+    )
     return out
 
 
