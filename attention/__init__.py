@@ -1,7 +1,15 @@
 """KV memory and attention over it. Knows tensors and pages; no models, no requests, no Ray.
 
-`pages`, `prefix_cache`: who holds which page, and which pages an earlier prompt left (pure Python). `kv_pool`: the
-tensors. `metadata`: every ragged shape of a forward pass. `backend`: the interface and the table of backends;
-`limits` what each can serve. `torch_backend` is the oracle, `triton_backend` with `kernels/` runs on GPUs,
-`flashinfer_backend` and `trtllm_backend` call FlashInfer's kernels.
+config           what is configured: page size and memory, backends by name
+metadata         the ragged shapes of a forward pass: requests in a round, prompt chunks
+slot_mapping     where the rows of a pass write
+views            what backends see of one layer's KV
+rotation         rotary position embedding in torch
+backend          what an attention backend is
+registry         the table of backends, the choice, refusals; `limits` says what each can serve
+backends/        the backends: torch is the oracle, triton runs our kernels, flashinfer and trtllm call FlashInfer's
+kernels/         our Triton kernels; `kernels.pdl` has the rule of early launch
+kv_cache/        who holds which page, which pages an earlier prompt left, how KV is kept, and its memory
+
+How to add a backend: `docs/add-an-attention-backend.md`. How KV is kept: `docs/kv-layout.md`.
 """

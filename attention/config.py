@@ -1,4 +1,4 @@
-"""What the KV cache and the attention backends are told. Plain values; validated at the edge by `cluster.config`."""
+"""Configuration of the KV cache and of attention backends. Plain values, validated at the edge by `cluster.config`."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class CacheConfig:
 @dataclass(frozen=True)
 class TargetAttention:
     """Backend names of the target: `prefill` for prompt chunks, `decode` for decoding and tree verification. One of
-    torch, triton, flashinfer, trtllm (table in `attention.backend`), or "auto": triton on a GPU, torch on a CPU."""
+    torch, triton, flashinfer, trtllm (table in `attention.registry`), or "auto": triton on a GPU, torch on a CPU."""
 
     prefill: str = "auto"
     decode: str = "auto"

@@ -26,8 +26,11 @@ XQA_MAX_GROUP = 32  # rows of one of its tiles
 class AttentionUse:
     """What one model does in one mode on one rank.
 
-    num_heads, num_kv_heads: of this rank. device: "cpu" or "cuda"; capability: of the GPU, (major, minor). tree:
-    whether branches share a pass (speculative.top_k above 1). mla: whether it attends to latents.
+    num_heads, num_kv_heads: of this rank.
+    device: "cpu" or "cuda".
+    capability: of the GPU, (major, minor).
+    tree: whether branches share a pass (speculative.top_k above 1).
+    layout: how KV is kept, the `kind` of its `KVLayout`.
     """
 
     mode: Mode
@@ -39,7 +42,7 @@ class AttentionUse:
     device: str
     capability: tuple[int, int] | None = None
     tree: bool = False
-    mla: bool = False
+    layout: str = "heads"
 
     @property
     def group(self) -> int:
@@ -47,17 +50,12 @@ class AttentionUse:
         return self.num_heads // self.num_kv_heads
 
 
-def mla_refusal(use: AttentionUse) -> str | None:
-    """Multi-head latent attention: asked here for every backend, and nowhere else."""
-    return "no backend attends to latents (MLA) yet" if use.mla else None
-
-
 def torch_refusal(use: AttentionUse) -> str | None:
-    return mla_refusal(use)
+    return None
 
 
 def triton_refusal(use: AttentionUse) -> str | None:
-    return mla_refusal(use) or _gpu_refusal(use, TRITON_CAPABILITY) or triton_head_dim_refusal(use.head_dim)
+    return _gpu_refusal(use, TRITON_CAPABILITY) or triton_head_dim_refusal(use.head_dim)
 
 
 def triton_head_dim_refusal(head_dim: int) -> str | None:
@@ -68,14 +66,14 @@ def triton_head_dim_refusal(head_dim: int) -> str | None:
 
 
 def flashinfer_refusal(use: AttentionUse) -> str | None:
-    reason = mla_refusal(use) or _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use)
+    reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use)
     if reason is None and use.head_dim not in FLASHINFER_HEAD_DIMS:
         return f"head_dim={use.head_dim}: must be one of {_list(FLASHINFER_HEAD_DIMS)}"
     return reason
 
 
 def trtllm_refusal(use: AttentionUse) -> str | None:
-    reason = mla_refusal(use) or _gpu_refusal(use, (9, 0)) or _dtype_refusal(use)
+    reason = _gpu_refusal(use, (9, 0)) or _dtype_refusal(use)
     if reason is not None:
         return reason
     if use.mode is Mode.DRAFT_DECODE and use.tree:

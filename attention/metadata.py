@@ -5,13 +5,15 @@ of a `PrefillBatch` (prompt chunks: any number of rows). Either may be absent. `
 backends follow that order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+ALIGNMENT = 4  # of int32 in a packed tensor: kernels are compiled for addresses that 16 divides
 
 
 class Mode(Enum):
@@ -26,14 +28,20 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """B requests of R rows each. Every row sees the request's first `prefix_len` KV positions, and of the `tail`
-    positions behind them those whose bits are set in its mask; row r itself writes position
-    prefix_len + tail - R + r, so the rows of one pass are the last R columns of the tail.
+    """B requests of R rows each. Every row sees the request's first `prefix_len` KV positions, and of the `suffix_len`
+    positions after them those whose bits are set in its mask; row r itself writes position
+    prefix_len + suffix_len - R + r, so the rows of one pass are the last R columns of the suffix.
 
-    prefix_len: [B] int32. mask: [B, R] int64, bit j is tail column j. page_table: [B, max_pages] int32.
-    max_kv_len: host-side bound of prefix_len + tail over the batch. mask_words: the mask once more, in the backend's
-    own `verify_buffer`, if it has one and it has been filled. chain: the host knows that row r sees columns 0 .. r of
-    the tail, which are as many as rows, so that masks need not be read.
+    mode: what the pass computes.
+    rows: R.
+    suffix_len: columns after the prefix, at least R and at most 63.
+    prefix_len: [B] int32.
+    mask: [B, R] int64, bit j is suffix column j.
+    page_table: [B, max_pages] int32.
+    max_kv_len: host-side bound of prefix_len + suffix_len over the batch.
+    mask_words: the mask once more, in the backend's own `verify_buffer`, if it has one and it has been filled.
+    chain: the host knows that row r sees columns 0 .. r of the suffix, which are as many as rows, so that masks need
+        not be read.
     """
 
     mode: Mode
@@ -61,46 +69,92 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True)
-class PrefillBatch:
-    """C prompt chunks. Chunk c holds rows qo_indptr[c] .. qo_indptr[c + 1] - 1 (counted from the first chunk row) at
-    positions starts[c] onwards, and each sees all earlier positions of its request and itself.
+class ChunkLists:
+    """Prompt chunks as the plan has them, on the host: where each begins in its prompt, and how many rows it has."""
 
-    Lengths come from the plan and live on the host; page_table: [C, max_pages] int32 on the device.
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """C prompt chunks, described on the device, in tensors whose sizes a captured step can fix. Chunk c holds rows
+    qo_indptr[c] .. qo_indptr[c + 1] - 1 (counted from the first chunk row) at positions starts[c] onwards, and each
+    sees all earlier positions of its request and itself.
+
+    Padding: a chunk may have no rows, and its page table is then the dummy page's; rows from qo_indptr[C] on belong to
+    no chunk, write to page 0, and attention gives them zeros.
+
+    qo_indptr: [C + 1] int32.
+    starts: [C] int32.
+    page_table: [C, max_pages] int32.
+    num_rows: of the pass's tensors, padding included.
+    lists: the same on the host, None where only the device knows. With it nothing waits for the device.
     """
 
-    qo_indptr: tuple[int, ...]
-    starts: tuple[int, ...]
+    qo_indptr: Tensor
+    starts: Tensor
     page_table: Tensor
+    num_rows: int
+    lists: ChunkLists | None
+
+    @staticmethod
+    def from_lists(
+        starts: Sequence[int], counts: Sequence[int], page_table: Tensor, num_rows: int | None = None
+    ) -> "PrefillBatch":
+        """Chunks of counts[c] rows at positions starts[c] onwards, on the device of page_table [C, max_pages] int32.
+
+        Where page_table has more rows than there are chunks, the rest are chunks without rows. num_rows: None for no
+        padding rows. One copy to the device, for which nothing waits.
+        """
+        num_chunks, padding = page_table.shape[0], page_table.shape[0] - len(starts)
+        assert padding >= 0 and len(starts) == len(counts)
+        lists = ChunkLists((*starts, *[0] * padding), (*counts, *[0] * padding))
+        begin = -(-(num_chunks + 1) // ALIGNMENT) * ALIGNMENT
+        host = torch.zeros(begin + num_chunks, dtype=torch.int32)
+        host[1 : num_chunks + 1] = torch.tensor(lists.counts, dtype=torch.int32).cumsum(0)
+        host[begin:] = torch.tensor(lists.starts, dtype=torch.int32)
+        used = sum(counts)
+        assert num_rows is None or num_rows >= used
+        packed = to_device(host, page_table.device)
+        return PrefillBatch(packed[: num_chunks + 1], packed[begin:], page_table, num_rows or used, lists)
 
     @property
     def num_chunks(self) -> int:
-        return len(self.starts)
+        """Chunks without rows included."""
+        return self.page_table.shape[0]
 
     @property
-    def num_rows(self) -> int:
-        return self.qo_indptr[-1]
+    def known(self) -> ChunkLists:
+        """`lists`, for whoever cannot do without."""
+        assert self.lists is not None, "a captured step's chunks are known to the device only"
+        return self.lists
 
-    def kv_positions(self) -> Tensor:
-        """[num_rows] int64: the KV position that each row writes."""
-        counts = [end - first for first, end in pairwise(self.qo_indptr)]
-        spans = [torch.arange(start, start + n) for start, n in zip(self.starts, counts, strict=True)]
-        return to_device(torch.cat(spans), self.page_table.device)
+    @property
+    def is_padded(self) -> bool:
+        """Whether there may be rows that belong to no chunk."""
+        return self.lists is None or sum(self.lists.counts) < self.num_rows
+
+    def row_chunks(self) -> Tensor:
+        """[num_rows] int64: which chunk each row belongs to; C for padding rows."""
+        rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.qo_indptr.device)
+        return torch.searchsorted(self.qo_indptr[1:], rows, right=True)
 
     @cached_property
     def last_row_indices(self) -> Tensor:
-        """[C] int64: each chunk's last row, counted from the first chunk row."""
-        return to_device(torch.tensor(self.qo_indptr[1:]) - 1, self.page_table.device)
+        """[C] int64: each chunk's last row, counted from the first chunk row; any row for a chunk without."""
+        return (self.qo_indptr[1:].long() - 1).clamp_min(0)
 
     def last_rows(self) -> "PrefillBatch":
-        """Each chunk's last row alone."""
-        ends = [start + end - first for start, (first, end) in zip(self.starts, pairwise(self.qo_indptr), strict=True)]
-        return PrefillBatch(tuple(range(len(ends) + 1)), tuple(end - 1 for end in ends), self.page_table)
-
-    def row_chunks(self) -> Tensor:
-        """[num_rows] int64: which chunk each row belongs to."""
-        counts = torch.tensor([end - first for first, end in pairwise(self.qo_indptr)])
-        chunks = torch.repeat_interleave(torch.arange(self.num_chunks), counts)
-        return to_device(chunks, self.page_table.device)
+        """Each chunk's last row alone; for a chunk without rows one on the dummy page."""
+        count = self.qo_indptr[1:] - self.qo_indptr[:-1]
+        steps = torch.arange(self.num_chunks + 1, dtype=torch.int32, device=self.qo_indptr.device)
+        lists = None
+        if self.lists is not None:
+            ends = [max(start + n - 1, 0) for start, n in zip(self.lists.starts, self.lists.counts, strict=True)]
+            lists = ChunkLists(tuple(ends), (1,) * len(ends))
+        last = (self.starts + count - 1).clamp_min(0)
+        return PrefillBatch(steps, last, self.page_table, self.num_chunks, lists)
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -110,7 +164,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def causal_mask(num_requests: int, rows: int, device: torch.device) -> Tensor:
-    """[num_requests, rows] int64: row r sees tail columns 0..r; a view without own memory per request."""
+    """[num_requests, rows] int64: row r sees suffix columns 0..r; a view without own memory per request."""
     row = torch.arange(1, rows + 1, device=device)
     return ((torch.ones_like(row) << row) - 1).expand(num_requests, rows)
 
@@ -121,13 +175,18 @@ def token_indices(page_table: Tensor, positions: Tensor, page_size: int) -> Tens
     return pages * page_size + positions % page_size
 
 
-def decode_slot_mapping(batch: DecodeBatch, page_size: int) -> Tensor:
-    """[B * R] int64: the pool's token index that each row of `batch` writes."""
-    return token_indices(batch.page_table, batch.kv_positions(), page_size).flatten()
-
-
-def prefill_slot_mapping(batch: PrefillBatch, page_size: int) -> Tensor:
-    """[num_rows] int64: the pool's token index that each row of `batch` writes."""
+def decode_places(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """KV positions, and the pool's token indices, that the rows of `batch` write: [B * R] int64 each."""
     positions = batch.kv_positions()
-    pages = batch.page_table[batch.row_chunks(), positions // page_size].long()
-    return pages * page_size + positions % page_size
+    return positions.flatten(), token_indices(batch.page_table, positions, page_size).flatten()
+
+
+def prefill_places(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """The same for the rows of prompt chunks, [num_rows] int64 each; 0 and 0 for padding rows."""
+    chunk = batch.row_chunks()
+    inside = chunk < batch.num_chunks
+    chunk = chunk.clamp_max(batch.num_chunks - 1)
+    row = torch.arange(batch.num_rows, device=chunk.device)
+    positions = torch.where(inside, batch.starts[chunk] + row - batch.qo_indptr[chunk], 0)
+    pages = batch.page_table[chunk, positions // page_size].long()
+    return positions, torch.where(inside, pages * page_size + positions % page_size, 0)

@@ -1,8 +1,14 @@
 """From HTTP to ranks, on Ray. The only folder, with `deploy`, that imports Ray.
 
-`http_app` and what it is made of (`openai_api`, `edge_request`, `serving`, `generation`, `replies`, `errors`,
-`tokenizer`): the OpenAI surface, without Ray. `ingress`, `engine`, `deployments`: the Serve deployments.
-`supervisor`, `worker group`, `actors`, `placement`: one engine's processes. `coordinator` and `coordinator_loop`: the
-scheduler's loop; `worker_loop`: a rank's; `channel`, `transport`, `messages`: what travels between them. `config`,
-`assembly`: configuration, and the parts made from it.
+From the bottom up; each imports only what stands above it (tests/cluster/test_rooms.py):
+
+    transport    what travels between the processes, and on what sockets
+    http         OpenAI's API over any engine; no Ray
+    coordinator  the scheduler's loop: requests in, plans to the ranks, tokens out; no Ray
+    config       the configuration of one application
+    assembly     the parts of one engine, made from the configuration
+    checkpoints  the configuration checked against the checkpoints it names
+    replica      one engine: its coordinator and its worker group on Ray, started, watched, restarted
+    ingress      the Serve deployment around `http`, and its way to the engines
+    deployments  the Serve application of both
 """

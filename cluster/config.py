@@ -31,9 +31,14 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """tensor_parallel: workers of one engine, each with one GPU (or one CPU process). replicas: engines. strategy:
-    placement of an engine's workers: STRICT_PACK (one node), PACK (as few nodes as fit), auto (STRICT_PACK if any node
-    is large enough, else PACK). autoscaling: nodes may still come, so an engine that does not fit now waits."""
+    """How many engines, of how many workers, and where.
+
+    tensor_parallel: workers of one engine, each with one GPU (or one CPU process).
+    replicas: engines.
+    strategy: placement of an engine's workers: STRICT_PACK (one node), PACK (as few nodes as fit), auto (STRICT_PACK if
+        any node is large enough, else PACK).
+    autoscaling: nodes may still come, so an engine that does not fit now waits.
+    """
 
     tensor_parallel: int = 1
     replicas: int = 1
@@ -48,12 +53,18 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine is watched. on_worker_loss: "resume" replays running requests on the new workers, at most
-    max_resumes times each (one of them may be what kills the workers), "error" ends them. start_timeout_s: from placed
-    to ready. step_timeout_s: a step that takes longer counts as hung; above the longest real step. drain_timeout_s:
-    running requests may finish for so long at shutdown. max_restarts: failed worker group starts in a row before the
-    replica gives up and Serve replaces it; each waits restart_backoff_s, doubled each time. threads_per_worker: torch
-    threads of a CPU worker. debug: assert after every step that all ranks agree."""
+    """How an engine is watched.
+
+    on_worker_loss: "resume" replays running requests on the new workers, "error" ends them.
+    max_resumes: times that a request is resumed at most; it may be what kills the workers.
+    start_timeout_s: from placed to ready.
+    step_timeout_s: a step that takes longer counts as hung; above the longest real step.
+    drain_timeout_s: running requests may finish for so long at shutdown.
+    restart_backoff_s: pause after a failed start, doubled each time.
+    max_restarts: failed starts in a row before the replica gives up and Serve replaces it.
+    threads_per_worker: torch threads of a CPU worker.
+    debug: assert after every step that all ranks agree.
+    """
 
     on_worker_loss: OnWorkerLoss = "resume"
     max_resumes: int = 2
@@ -76,7 +87,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class IngressConfig(EdgeConfig):
-    """num_replicas: HTTP ingresses; each takes the rest of this section, see `EdgeConfig`."""
+    """The HTTP ingresses.
+
+    num_replicas: how many; each takes the rest of this section, see `EdgeConfig`.
+    """
 
     num_replicas: int = 1
 
@@ -88,6 +102,7 @@ class IngressConfig(EdgeConfig):
 
 class AerieConfig(BaseModel):
     """One application: a target, its draft if it speculates, and the engines and ingresses that serve it.
+
     deterministic: see `workers.runner.deterministic`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -105,8 +120,13 @@ class AerieConfig(BaseModel):
     deterministic: bool = False
 
     @property
+    def served_model_name(self) -> str:
+        """The name that clients ask for."""
+        return self.ingress.served_model_name or Path(self.model.path).name
+
+    @property
     def worker(self) -> WorkerConfig:
-        """What the layers below `cluster` are told."""
+        """The part that the layers below `cluster` read."""
         return WorkerConfig(
             model=self.model,
             cache=self.cache,
@@ -154,7 +174,7 @@ def read_args(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: is not YAML ({error})") from None
     applications = content.get("applications") if isinstance(content, dict) else None
     if not isinstance(applications, list):
-        raise ConfigError(f"{path}: has no list `applications`; start from deploy/eagle.yaml")
+        raise ConfigError(f"{path}: has no list `applications`; `aerie config eagle` prints one to start from")
     for application in applications:
         if isinstance(application, dict) and application.get("import_path") == "deploy.app:build":
             args = application.get("args") or {}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from ray import serve
 from ray.serve import Application
 
-from cluster.assembly import DEVICE_RANK
 from cluster.config import AerieConfig
 from cluster.ingress.deployment import Ingress
 from cluster.replica.engine import Engine
@@ -17,15 +16,17 @@ INGRESS_CPUS = 0.1
 INGRESS_MAX_ONGOING = 100_000
 
 
-def application(config: AerieConfig, nodes: Sequence[NodeResources], factory: str = DEVICE_RANK) -> Application:
-    """The application for a cluster of `nodes`. factory: what ranks are made of. Raises ConfigError."""
+def application(
+    config: AerieConfig, nodes: Sequence[NodeResources], engine_class: type[Engine] = Engine
+) -> Application:
+    """The application for a cluster of `nodes`. Raises ConfigError."""
     placement = place(config, nodes)
     model = dataclasses.replace(config.model, device=placement.device)
     config = config.model_copy(update={"model": model})
     one_node = len(nodes) == 1 and not config.parallel.autoscaling
     drain_s = config.engine.drain_timeout_s
     engine = serve.deployment(
-        Engine,
+        engine_class,
         name="Engine",
         num_replicas=config.parallel.replicas,
         max_ongoing_requests=config.max_ongoing_requests,
@@ -36,7 +37,7 @@ def application(config: AerieConfig, nodes: Sequence[NodeResources], factory: st
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
         health_check_timeout_s=10,
-    ).bind(config, factory, one_node)
+    ).bind(config, one_node)
     return serve.deployment(
         Ingress,
         name="Ingress",

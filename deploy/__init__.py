@@ -1,2 +1,12 @@
-"""How Aerie is run: `app` is what Serve's config files name, `cli` the command `aerie`, `*.yaml` configurations,
-`models` the embedded pair."""
+"""How Aerie is run.
+
+cli       the command `aerie`
+configs   which configuration a command means, and where the paths in it start; eagle.yaml and its neighbours lie here
+checks    `aerie plan` and `aerie doctor`: what can be checked without a cluster
+launch    `aerie serve`
+app       what Serve's config files name
+offline   `LLM`: an engine in your own process
+evaluate  `aerie eval-draft`
+models    the embedded pair
+kuberay   Kubernetes
+"""

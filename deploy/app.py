@@ -11,7 +11,8 @@ from deploy.checks import checked
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Called by Serve in a Ray process. Raises ConfigError, which Serve prints as the cause."""
+    """Called by Serve in a Ray process. Relative paths in `args` start at this folder: Serve does not say where their
+    file lies. Raises ConfigError, which Serve prints as the cause."""
     return application(checked(args), cluster_nodes())
 
 

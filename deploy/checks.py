@@ -11,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args
-from cluster.plan_report import plan_lines
 from cluster.replica.placement import NodeResources, place
+from cluster.replica.plan_report import plan_lines
+from deploy.configs import PACKAGED, find_config
 
-ROOT = Path(__file__).resolve().parent.parent
+
+def checked(args: Mapping[str, Any], base: Path = PACKAGED) -> AerieConfig:
+    """The configuration, its checkpoints' config.json files read and matched too. base: where relative paths start.
+    Raises ConfigError."""
+    from cluster.checkpoints import with_checkpoints
+
+    return with_checkpoints(parse(args, base))
 
 
-def checked(args: Mapping[str, Any]) -> AerieConfig:
-    """The configuration, its checkpoints' config.json files read and matched too. Raises ConfigError."""
-    from cluster.assembly import with_checkpoints
-
-    return with_checkpoints(parse(args, base=ROOT))
+def checked_file(path: Path) -> AerieConfig:
+    """The same of a Serve config file."""
+    return checked(read_args(path), path.resolve().parent)
 
 
 def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[NodeResources]:
@@ -33,9 +38,9 @@ def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[Node
 
 def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
     """Print what `path` would start on `nodes`; without nodes, only check what needs none. Raises ConfigError."""
-    from cluster.assembly import slot_bytes
+    from cluster.checkpoints import slot_bytes
 
-    config = checked(read_args(path))
+    config = checked_file(path)
     if not nodes:
         print(f"{path} is valid; whether it fits is for the cluster to say")
         return 0
@@ -44,10 +49,10 @@ def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
     return 0
 
 
-def run_doctor(path: Path) -> int:
+def run_doctor(given: str) -> int:
     """One line per check; 0 if all passed."""
     passed = True
-    for name, check in _doctor_checks(path):
+    for name, check in _doctor_checks(given):
         try:
             print(f"ok    {name}: {check()}")
         except (ConfigError, OSError, importlib.metadata.PackageNotFoundError) as error:
@@ -56,7 +61,7 @@ def run_doctor(path: Path) -> int:
     return 0 if passed else 1
 
 
-def _doctor_checks(path: Path) -> Iterator[tuple[str, Callable[[], str]]]:
+def _doctor_checks(given: str) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "python", lambda: sys.version.split()[0]
     for package in ("ray", "torch", "transformers", "pyzmq"):
         yield package, lambda package=package: importlib.metadata.version(package)  # type: ignore[misc]
@@ -64,7 +69,11 @@ def _doctor_checks(path: Path) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "gpus", lambda: f"{_count_gpus()}"
     yield "shared memory", _shared_memory
     yield "loopback", _loopback
-    yield "configuration", lambda: f"{path} is valid for {place(checked(read_args(path)), local_nodes(1, None, None))}"
+    yield "configuration", lambda: _configuration(find_config(given))
+
+
+def _configuration(path: Path) -> str:
+    return f"{path} is valid for {place(checked_file(path), local_nodes(1, None, None))}"
 
 
 def _haproxy() -> str:

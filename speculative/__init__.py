@@ -1,6 +1,12 @@
-"""EAGLE speculation as a `workers.runner.decoding.DecodingStrategy`.
+"""Speculation as a `workers.runner.decoding.DecodingStrategy`.
 
-`decoding`: a step, from verification to the next tree. `tree`, `acceptance`: pure functions on tensors. `drafter`:
-the draft's own steps. `backends`: which attention backend serves which mode. `heads`: EAGLE and EAGLE-3 heads.
-`draft_config`, `loading`: published checkpoints and what must fit. `training`: making a head for a target.
+shapes: of the trees that a round drafts and verifies.
+decoding: a step, from verification to the next tree.
+tree, tree_growth, acceptance: pure functions on tensors.
+tree_table: the tree of every slot.
+drafter: the draft's own steps.
+draft_models: EAGLE and EAGLE-3 heads, their published checkpoints and what must fit.
+backends: which attention backend serves which mode.
+build, local: an engine that speculates.
+training: making a draft for a target.
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculative.tree import Tree
+from speculative.tree import NO_TOKEN, Tree
 from workers.runner.slot_table import Commit
 from workers.sampling.sampler import gumbel_noise
 
@@ -38,11 +38,11 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A round's acceptance and what follows from it.
+class Committed:
+    """An accepted path once it is committed, and where its rows are.
 
     path_rows: [B, D + 1] int64, the path among all [B * W] rows.
-    newest: [B] int64, of the [B * (D + 1)] rows of the paths the one that the newest token was chosen after.
+    newest: [B] int64, of the [B * (D + 1)] rows of the paths the one after which the newest token was chosen.
     newest_position: [B] int32, its KV position.
     reported: [B] int64, accepted drafts for the statistics, -1 where none were verified.
     """
@@ -55,14 +55,21 @@ class Verdict:
     reported: Tensor
 
 
-def verdict_of(accepted: Accepted, commit: Commit, width: int, speculative: Tensor, length: Tensor) -> Verdict:
-    """For trees of `width` nodes; speculative: [B] bool, whether the request wants drafts; length: [B] int32, the
-    committed KV before."""
+def has_drafts(tree: Tree) -> Tensor:
+    """[B] bool: whether a tree is more than its root."""
+    if tree.tokens.shape[1] == 1:
+        return torch.zeros_like(tree.tokens[:, 0], dtype=torch.bool)
+    return tree.tokens[:, 1] != NO_TOKEN
+
+
+def committed(tree: Tree, accepted: Accepted, commit: Commit, length: Tensor) -> Committed:
+    """length: [B] int32, the committed KV before."""
     batch, columns = accepted.path.shape
-    row = torch.arange(batch, device=speculative.device)
-    verified = speculative & (commit.counts > 0) & (width > 1)
+    row = torch.arange(batch, device=length.device)
+    verified = has_drafts(tree) & (commit.counts > 0)
+    width = tree.tokens.shape[1]
     depth = (commit.counts - 1).clamp_min(0)
-    return Verdict(
+    return Committed(
         accepted,
         commit,
         accepted.path + width * row.unsqueeze(1),
@@ -93,7 +100,7 @@ def accept_synthetic(
     certain = int(length - 1)
     uniform = torch.exp(-torch.exp(-gumbel_noise(seed, position, torch.full_like(seed, -1))))
     wanted = certain + (uniform < length - 1 - certain).long()
-    wanted = torch.where(enabled, wanted, 0)
+    wanted = torch.where(enabled & has_drafts(tree), wanted, 0)
     node = torch.arange(tree.tokens.shape[1], device=chosen.device)
     # the first node of the wanted depth, or of the deepest level that this tree has
     depth = torch.minimum(tree.depths, wanted.unsqueeze(1))

@@ -1,86 +1,18 @@
-"""Which attention backend serves which mode of target and draft, as configured, and what that means for rounds. Used by
-`build`; what backends can do is in `attention.limits`."""
+"""Which attention backend serves which mode of the draft, as configured. Used by `speculative.build`; the target's are
+chosen in `workers.runner.backends`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
-
-from attention.backend import AttentionBackend, Choice, choose_backends
-from attention.config import DraftAttention, TargetAttention
-from attention.limits import AttentionUse
+from attention.config import DraftAttention
 from attention.metadata import Mode
-from speculative.config import SpeculativeConfig
-from workers.models.config import ModelConfig
-from workers.models.loading import PoolSize
-
-Backends = dict[Mode, AttentionBackend]
+from attention.registry import Choice, choose_backends
+from workers.runner.backends import Backends, ModelShape
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """What attention sees of one model on one rank."""
-
-    config: ModelConfig
-    tensor_parallel: int
-    dtype: torch.dtype
-    page_size: int
-    device: torch.device
-
-    def use(self, mode: Mode, tree: bool = False) -> AttentionUse:
-        size = PoolSize.of(self.config, self.tensor_parallel, self.dtype)
-        cuda = self.device.type == "cuda"
-        return AttentionUse(
-            mode=mode,
-            num_heads=self.config.num_heads // self.tensor_parallel,
-            num_kv_heads=size.num_kv_heads,
-            head_dim=size.head_dim,
-            page_size=self.page_size,
-            dtype=self.dtype,
-            device=self.device.type,
-            capability=torch.cuda.get_device_capability(self.device) if cuda else None,
-            tree=tree,
-        )
-
-
-def target_backends(
-    names: TargetAttention, shape: ModelShape, speculative: SpeculativeConfig | None, span: int | None = None
-) -> Backends:
-    """Verification follows decode. span: of `TritonBackend`, the only one that has it. Raises ValueError as
-    `choose_backends` does."""
-    choices = [
-        Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
-        Choice("attention.decode", names.decode, shape.use(Mode.DECODE)),
-    ]
-    if speculative is not None:
-        choices.append(Choice("attention.decode", names.decode, shape.use(Mode.VERIFY, speculative.top_k > 1)))
-    chosen = choose_backends(choices)
-    if span is None:
-        return chosen
-    from attention.backends.triton_backend import TritonBackend
-
-    assert all(isinstance(backend, TritonBackend) for backend in chosen.values()), "others are refused before"
-    return dict.fromkeys(chosen, TritonBackend(span))
-
-
-def draft_backends(names: DraftAttention, shape: ModelShape, speculative: SpeculativeConfig) -> Backends:
-    """Raises ValueError as `choose_backends` does."""
+def draft_backends(names: DraftAttention, shape: ModelShape, tree: bool) -> Backends:
+    """tree: whether drafting branches. Raises ValueError as `choose_backends` does."""
     return choose_backends(
         [
             Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
             Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND)),
-            Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, speculative.top_k > 1)),
+            Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, tree)),
         ]
     )
-
-
-def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
-    """The engine's one decision: which backends of a round read lengths on the host, for the log; None if none does,
-    and rounds can be CUDA graphs with nothing copied to the host."""
-    readers = {
-        f"{backend.name} in {mode.value}"
-        for model in models
-        for mode, backend in model.items()
-        if mode is not Mode.PREFILL and backend.needs_cpu_seq_lens(mode)
-    }
-    return ", ".join(sorted(readers)) or None

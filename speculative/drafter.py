@@ -1,8 +1,8 @@
-"""The draft's own steps: from the recurrent state behind the newest token to a tree of guesses.
+"""The draft's own steps: from the recurrent state after the newest token to a tree of guesses.
 
-Step s writes its KV behind the committed ones, at columns (s - 1) * top_k onwards of the tail; nothing of it outlives
-the round. A random request's scores carry the target's own noise (`workers.sampling.sampler`) and its filters, so that
-the draft proposes what the target would draw.
+The first step reads what draft-extend left; pass s after it writes its KV at columns (s - 1) * top_k onwards of the
+suffix, and nothing of that outlives the round. A random request's scores carry the target's own noise
+(`workers.sampling.sampler`) and its filters, so that the draft proposes what the target would draw.
 """
 
 from dataclasses import dataclass
@@ -11,22 +11,29 @@ import torch
 from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.config import SpeculativeConfig
-from speculative.draft_models.eagle import DraftHead
-from speculative.tree import Candidates, Children, TreeTable, bare_roots, candidate_depths, chain, grow
+from speculative.draft_models.method import DraftModel
+from speculative.shapes import TreeShape
+from speculative.tree import Candidates, Children, candidate_depths, chain
+from speculative.tree_growth import grow
+from speculative.tree_table import TreeTable
 from workers.runner.model_runner import ModelRunner
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
 
 
-class DraftRunner(ModelRunner[DraftHead]):
-    """The head with its own pool; page ids are the target's."""
+class DraftRunner(ModelRunner[DraftModel]):
+    """The draft with its own pool; page ids are the target's."""
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Requests that get new trees. slots: [B] int64. hidden: [B, H], the recurrent state behind the newest token.
-    page_table: [B, max_pages] int32. max_kv_len: host-side bound of their lengths."""
+    """Requests that get new trees; a row that drafts nothing has the padding slot, whose KV is the dummy page.
+
+    slots: [B] int64.
+    hidden: [B, H], the recurrent state after the newest token.
+    page_table: [B, max_pages] int32.
+    max_kv_len: host-side bound of the positions that they touch.
+    """
 
     slots: Tensor
     hidden: Tensor
@@ -36,38 +43,36 @@ class DraftBatch:
 
 
 class Drafter:
-    """Drafts trees of one shape for the slots it is given, and keeps them."""
+    """Drafts trees of one shape for the slots it is given, into `trees`."""
 
-    def __init__(self, config: SpeculativeConfig, runner: DraftRunner, slots: SlotTable, sampler: Sampler) -> None:
-        self._config = config
+    def __init__(
+        self, shape: TreeShape, trees: TreeTable, runner: DraftRunner, slots: SlotTable, sampler: Sampler
+    ) -> None:
+        self._shape = shape
+        self._trees = trees
         self._runner = runner
         self._slots = slots
         self._sampler = sampler
-        self.trees = TreeTable(slots.padding_slot, config.num_draft_tokens, config.top_k == 1, slots.device)
         shard = runner.model.lm_head.shard
         own = torch.arange(shard.first, shard.first + shard.size, device=slots.device)
         self._noise_ids = runner.model.to_target(own.clamp_max(shard.vocab_size - 1))
-        # step s of a chain sees the s tail columns up to its own: [num_steps, 1, 1]
-        self._chain_masks = causal_mask(1, config.num_steps, slots.device).view(-1, 1, 1)
-        # [num_steps - 1, 1, top_k]: step s's rows stand s - 1 behind the committed length
-        levels = torch.arange(config.num_steps - 1, device=slots.device)
-        self._level_positions = levels.view(-1, 1, 1).expand(-1, 1, config.top_k).contiguous()
-        self._depths = torch.tensor(candidate_depths(config.num_steps, config.top_k), device=slots.device)
+        # step s of a chain sees the s suffix columns up to its own: [num_steps, 1, 1]
+        self._chain_masks = causal_mask(1, shape.num_steps, slots.device).view(-1, 1, 1)
+        # [num_steps - 1, 1, top_k]: step s's rows stand s - 1 after the committed length
+        levels = torch.arange(shape.num_steps - 1, device=slots.device)
+        self._level_positions = levels.view(-1, 1, 1).expand(-1, 1, shape.top_k).contiguous()
+        self._depths = torch.tensor(candidate_depths(shape.num_steps, shape.top_k), device=slots.device)
 
     def draft(self, batch: DraftBatch) -> None:
         """New trees for requests whose newest token is committed."""
-        if self._config.top_k == 1:
+        if self._shape.is_chain:
             self._draft_chain(batch)
         else:
             self._draft_tree(batch)
 
-    def draft_nothing(self, slots: Tensor) -> None:
-        """Trees of slots [B] int64 that are their newest token alone."""
-        self.trees.write(slots, bare_roots(self._slots.bonus[slots], self._config.num_draft_tokens))
-
     def _draft_chain(self, batch: DraftBatch) -> None:
         slots, length = batch.slots, self._slots.seq_len[batch.slots]
-        head, hidden, steps = self._runner.model, batch.hidden, self._config.num_steps
+        head, hidden, steps = self._runner.model, batch.hidden, self._shape.num_steps
         tokens: list[Tensor] = []
         for step in range(1, steps + 1):
             logits = self._scores(hidden, batch, length, step, 1)
@@ -75,23 +80,23 @@ class Drafter:
             if step < steps:
                 mask = self._chain_masks[step - 1].expand(slots.shape[0], 1)
                 decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, batch.page_table, batch.max_kv_len)
-                hidden = head(tokens[-1], hidden, self._runner.context(decode))
-        self.trees.write(slots, chain(self._slots.bonus[slots], torch.stack(tokens, dim=1)))
+                hidden = head.step(tokens[-1], hidden, self._runner.context(decode))
+        self._trees.write(slots, chain(self._slots.bonus[slots], torch.stack(tokens, dim=1)))
 
     def _draft_tree(self, batch: DraftBatch) -> None:
-        length, k, state = self._slots.seq_len[batch.slots], self._config.top_k, batch.hidden
-        candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._config.num_steps)
+        length, k, state = self._slots.seq_len[batch.slots], self._shape.top_k, batch.hidden
+        candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._shape.num_steps)
         # [num_steps - 1, B * k]: a level's nodes stand side by side in the text, one behind the other in the tail
         positions = (length.long().unsqueeze(1) + self._level_positions).flatten(1)
         level = grow(candidates, None, self._best(state, batch, length, 1, 1), first=0, first_bit=0)
-        for step in range(1, self._config.num_steps):
+        for step in range(1, self._shape.num_steps):
             decode = DecodeBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, batch.page_table, batch.max_kv_len)
             context = self._runner.context(decode, positions[step - 1])
-            # rows of their own, which a head may change in place
-            state = self._runner.model(level.tokens.flatten(), state.index_select(0, level.parent), context)
+            # rows of their own, which a draft may change in place
+            state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)
             children = self._best(state, batch, length, step + 1, k)
             level = grow(candidates, level, children, first=k + (step - 1) * k * k, first_bit=step * k)
-        self.trees.write_best(batch.slots, self._slots.bonus, candidates)
+        self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
 
     def _scores(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Tensor:
         """[B * rows, shard size] logits of tokens at `depth`, where requests are random with the target's noise and
@@ -105,7 +110,7 @@ class Drafter:
         return self._sampler.perturb(logits, where, self._noise_ids, batch.needs.filtered, group)
 
     def _best(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Children:
-        """The top_k tokens behind hidden [B * rows, H], at `depth` of the trees."""
+        """The top_k tokens after hidden [B * rows, H], at `depth` of the trees."""
         head = self._runner.model
         scores = self._scores(hidden, batch, length, depth, rows)
-        return Children(*head.lm_head.shard.topk_log_softmax(scores, self._config.top_k), head.target_ids)
+        return Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)

@@ -1,102 +1,13 @@
-"""Local engines from a spec: in this process for one rank, in one child process per rank for several."""
+"""Local engines from a spec, with a draft or without: in this process for one rank, in one child process per rank for
+several."""
 
-import contextlib
-import multiprocessing
-import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from contextlib import AbstractContextManager
 
-import msgspec
-import torch
-
-from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
-from workers.distributed.ports import free_port
-from workers.runner.executor import StepExecutor
+from speculative.build import EngineSpec, plan_layout
+from workers.runner import local_engine as plain
 from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import StepPlan, StepResult
-from workers.scheduling.scheduler import Scheduler
 
 
-@contextlib.contextmanager
-def local_engine(spec: EngineSpec) -> Iterator[LocalEngine]:
+def local_engine(spec: EngineSpec) -> AbstractContextManager[LocalEngine]:
     """An engine that runs while the context is open. Raises what building a rank raises."""
-    layout = plan_layout(spec)
-    worker = spec.worker
-    scheduler = Scheduler(
-        worker.scheduler,
-        worker.cache,
-        layout.num_pages,
-        layout.max_model_len,
-        time.monotonic,
-        layout.shapes,
-        layout.lookahead,
-    )
-    if worker.tensor_parallel == 1:
-        yield LocalEngine(scheduler, build_worker(spec, layout, 0, ""))
-        return
-    ranks = RankProcesses(spec, layout)
-    try:
-        yield LocalEngine(scheduler, ranks)
-    finally:
-        ranks.close()
-
-
-class RankProcesses(StepExecutor):
-    """All ranks as child processes; plans go to each, results are read from rank 0."""
-
-    def __init__(self, spec: EngineSpec, layout: EngineLayout) -> None:
-        context = multiprocessing.get_context("spawn")
-        address = f"tcp://127.0.0.1:{free_port()}"
-        self._num_pending = 0
-        self._decoder = msgspec.msgpack.Decoder(StepResult)
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(spec.worker.tensor_parallel):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_run_rank, args=(spec, layout, rank, address, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        for pipe in self._pipes:
-            assert pipe.recv_bytes() == b"ready"
-
-    @property
-    def num_pending(self) -> int:
-        return self._num_pending
-
-    def ready(self) -> bool:
-        return self._pipes[0].poll()
-
-    def submit(self, plan: StepPlan) -> None:
-        raw = msgspec.msgpack.encode(plan)
-        for pipe in self._pipes:
-            pipe.send_bytes(raw)
-        self._num_pending += 1
-
-    def take(self) -> StepResult:
-        results = [pipe.recv_bytes() for pipe in self._pipes]
-        self._num_pending -= 1
-        return self._decoder.decode(results[0])
-
-    def close(self) -> None:
-        """End the child processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(timeout=10)
-            process.kill()
-
-
-def _run_rank(spec: EngineSpec, layout: EngineLayout, rank: int, address: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    worker = build_worker(spec, layout, rank, address)
-    pipe.send_bytes(b"ready")
-    decoder = msgspec.msgpack.Decoder(StepPlan)
-    while True:
-        try:
-            plan = decoder.decode(pipe.recv_bytes())
-        except EOFError:
-            return
-        worker.submit(plan)
-        pipe.send_bytes(msgspec.msgpack.encode(worker.take()))
+    return plain.local_engine(spec.worker, plan_layout(spec))

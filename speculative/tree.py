@@ -1,4 +1,7 @@
-"""Draft trees as tensors: B trees of W nodes, node 0 the root (the bonus token), parents before children."""
+"""Draft trees as tensors: B trees of W nodes, node 0 the root (the bonus token), parents before children.
+
+Plain values and how the simplest are made; `speculative.tree_growth` grows them, `speculative.tree_table` keeps them,
+`speculative.acceptance` compares them with the target. Kernels read this module and nothing here knows of kernels."""
 
 from dataclasses import dataclass
 
@@ -22,13 +25,20 @@ class Tree:
 
 @dataclass(frozen=True)
 class RoundRows:
-    """What a round verifies: its trees; length [B] int32, the KV committed before it; ids [B * W] int64, the nodes'
-    tokens, any where there is none; positions [B * W] int64 of the nodes."""
+    """What a round verifies.
+
+    tree: of each request.
+    length: [B] int32, the KV committed before it.
+    ids: [B * W] int64, the nodes' tokens, any where there is none.
+    positions: [B * W] int64 of the nodes.
+    mask_words: the masks in the verifying backend's own buffer, if it has one.
+    """
 
     tree: Tree
     length: Tensor
     ids: Tensor
     positions: Tensor
+    mask_words: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Candidates:
 
     @staticmethod
     def empty(batch: int, depths: Tensor, max_depth: int) -> "Candidates":
-        """To be filled level by level by `grow`."""
+        """To be filled level by level by `speculative.tree_growth.grow`."""
         shape, device = (batch, depths.shape[0]), depths.device
         tokens, parents = torch.empty((2, *shape), dtype=torch.int64, device=device).unbind(0)
         scores = torch.empty(shape, dtype=torch.float32, device=device)
@@ -97,96 +107,3 @@ def bare_roots(root: Tensor, width: int) -> Tree:
 def candidate_depths(num_steps: int, top_k: int) -> list[int]:
     """The depth of every candidate: top_k at depth 1, then top_k children of each of the top_k expanded nodes."""
     return [1] * top_k + [depth for depth in range(2, num_steps + 1) for _ in range(top_k**2)]
-
-
-def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """Add the children of a level (None: of the root) to the candidates, from column `first`, and choose the k best of
-    them as the next level. first_bit: the tail column of that level's first node."""
-    if candidates.scores.is_cuda:
-        from speculative.kernels import tree_growth
-
-        return tree_growth.grow(candidates, above, children, first, first_bit)
-    rows, k = children.ids.shape
-    parents = 1 if above is None else k
-    batch, device = rows // parents, children.ids.device
-    tokens = children.ids if children.target_ids is None else children.target_ids[children.ids]
-    tokens, scores = tokens.view(batch, -1), children.log_probabilities.view(batch, parents, k)
-    over = torch.full_like(tokens, -1)
-    if above is not None:
-        scores = scores + above.scores.unsqueeze(2)
-        over = above.candidate.repeat_interleave(k, dim=1)
-    scores, columns = scores.flatten(1), slice(first, first + parents * k)
-    candidates.tokens[:, columns], candidates.scores[:, columns], candidates.parents[:, columns] = tokens, scores, over
-    best, chosen = (t[:, :k] for t in torch.sort(scores, dim=1, descending=True, stable=True))
-    parent = chosen // k
-    bits = torch.ones(k, dtype=torch.int64, device=device) << (first_bit + torch.arange(k, device=device))
-    mask = bits.expand(batch, k) if above is None else above.mask.gather(1, parent) | bits
-    rows_above = torch.arange(batch, device=device).unsqueeze(1) * parents + parent
-    return Level(tokens.gather(1, chosen), best, chosen + first, mask, rows_above.flatten())
-
-
-def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
-    """The width - 1 candidates of the highest score, under root [B] (EAGLE-2, arXiv 2406.16858, section 4.2).
-
-    The sort is stable: of equal scores the one drafted first wins, so that a kept node's parent is kept too.
-    """
-    order = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
-    kept = order.sort(dim=1).values
-    batch, node = root.shape[0], torch.arange(1, width, device=root.device)
-    place = torch.zeros((batch, candidates.scores.shape[1] + 1), dtype=torch.int64, device=root.device)
-    place.scatter_(1, kept + 1, node.expand(batch, -1))  # place[c + 1]: where candidate c went; place[0]: the root
-    parents = place.gather(1, candidates.parents.gather(1, kept) + 1)
-    zero = torch.zeros_like(root).unsqueeze(1)
-    parents = torch.cat((zero, parents), dim=1)
-    return Tree(
-        tokens=torch.cat((root.unsqueeze(1), candidates.tokens.gather(1, kept)), dim=1),
-        parents=parents,
-        depths=torch.cat((zero, candidates.depths[kept]), dim=1),
-        masks=_ancestor_masks(parents, candidates.max_depth),
-    )
-
-
-def _ancestor_masks(parents: Tensor, max_depth: int) -> Tensor:
-    """[B, W] int64: each node's own bit and its ancestors', by following `parents` max_depth times."""
-    own = torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device)
-    masks = own
-    for _ in range(max_depth):
-        masks = own | masks.gather(1, parents)
-    return masks
-
-
-class TreeTable:
-    """The tree that each slot will verify next: [num_slots + 1, W] per field. is_chain: none of them ever branches."""
-
-    def __init__(self, num_slots: int, width: int, is_chain: bool, device: torch.device) -> None:
-        empty = bare_roots(torch.zeros(num_slots + 1, dtype=torch.int64, device=device), width)
-        self._fields = [t.contiguous().clone() for t in (empty.tokens, empty.parents, empty.depths, empty.masks)]
-        self._is_chain = is_chain
-
-    def read(self, slots: Tensor, width: int, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
-        """The first `width` nodes of the trees of slots [B] int64, behind seq_len [num_slots + 1] int32. mask_words: on
-        GPUs the verifying backend's buffer, which is filled (`attention.backend.AttentionBackend.verify_buffer`)."""
-        if slots.is_cuda:
-            from speculative.kernels.read_trees import read_trees
-
-            return read_trees(self._fields, slots, width, seq_len, mask_words)
-        assert mask_words is None, "no backend of a CPU has a buffer of its own"
-        tree = Tree(*(field[slots, :width] for field in self._fields))
-        length = seq_len[slots]
-        positions = (length.long().unsqueeze(1) + tree.depths).flatten()
-        return RoundRows(tree, length, tree.tokens.clamp_min(0).flatten(), positions)
-
-    def write(self, slots: Tensor, tree: Tree) -> None:
-        """Replace the trees of slots [B] int64, which must be distinct or padding."""
-        fields = (tree.tokens,) if self._is_chain else (tree.tokens, tree.parents, tree.depths, tree.masks)
-        for field, value in zip(self._fields, fields, strict=False):
-            field[slots] = value
-
-    def write_best(self, slots: Tensor, bonus: Tensor, candidates: Candidates) -> None:
-        """Replace the trees of slots [B] int64 by the best of their candidates, under bonus [num_slots + 1] int64."""
-        if slots.is_cuda and candidates.scores.shape[1] <= MAX_CUT_CANDIDATES:
-            from speculative.kernels.tree_growth import cut
-
-            cut(candidates, slots, bonus, self._fields)
-        else:
-            self.write(slots, best_tree(bonus[slots], candidates, self._fields[0].shape[1]))

@@ -1,6 +1,22 @@
-"""Skips GPU tests where there are too few GPUs, and says so."""
+"""Skips GPU tests where there are too few GPUs, and says so. Builds the wheel once for all that need it."""
+
+from pathlib import Path
 
 import pytest
+
+from tests.support.wheel import build_wheel, install_wheel
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that it is installed into, without what it depends on."""
+    return install_wheel(wheel, tmp_path_factory.mktemp("installed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

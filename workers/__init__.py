@@ -1,7 +1,13 @@
-"""One engine replica without Ray: requests become steps, steps become tokens. Knows no EAGLE and no HTTP.
+"""One engine replica without Ray: requests become steps, steps become tokens. Knows no speculation and no HTTP.
 
-`scheduler` (with `prefill`, `roster`, `reservation`): what each step runs. `plan`: what travels to the ranks and back.
-`worker`: one rank; `decoding`: the strategy it runs and plain decoding; `slots`, `sampler`: state and choice of tokens
-on the device; `cuda_graph`: rounds as graphs. `models`, `layers`, `weights`, `loading`, `tp`: tensor-parallel targets.
-`local`: an engine without transport.
+scheduling   what each step runs: queues, pages, the plan that travels to the ranks and the result that comes back
+runner       one rank: a plan as tensors, a step of rounds and prompts, rounds as graphs; an engine assembled, and run
+             without transport
+sampling     which token comes next, on the device
+models       targets: a checkpoint's folder to a module on this rank, by its architecture's family
+layers       the tensor-parallel layers that models are made of
+distributed  how the ranks of an engine talk
+config, device   what an engine is configured with; the device and type that follow
+
+Rooms import downwards in this order: runner, models, layers, distributed.
 """

@@ -8,7 +8,6 @@ from attention.config import CacheConfig, TargetAttention
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-GraphScope = Literal["round", "stages", "eager_extend"]
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,70 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class RoundShape:
-    """What one kind of round needs, per request; the scheduler reserves KV pages by it.
+    """What a draft tree of one shape costs, per request: when it is verified, and before that when it is drafted.
 
-    width: rows verified (1: plain decoding). max_new_tokens: tokens a round can emit. tail_tokens: KV positions from
-    the committed length on that a round may write.
+    The scheduler reserves KV pages by it, and nothing else says how far a round writes.
+
+    width: rows verified, and KV positions from the committed length on that they write (1: plain decoding).
+    max_new_tokens: tokens that verifying it can emit, at most `width`.
+    draft_tokens: KV positions from the committed length on that drafting it writes (0: nothing is drafted).
     """
 
     name: str
     width: int
     max_new_tokens: int
-    tail_tokens: int
+    draft_tokens: int
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.max_new_tokens <= self.width, f"{self.name}: a round emits at most what it verifies"
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV positions from the committed length on that a round may write which verifies and drafts this shape."""
+        return max(self.width, self.max_new_tokens + self.draft_tokens)
 
 
-PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, tail_tokens=1)
+PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, draft_tokens=0)
+
+
+@dataclass(frozen=True)
+class RoundShapes:
+    """The shapes that an engine can run; a plan names them by index. shapes[0] is plain decoding.
+
+    default: what a request that wants speculation drafts; 0 without a draft.
+    """
+
+    shapes: tuple[RoundShape, ...] = (PLAIN,)
+    default: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.shapes[0] == PLAIN and 0 <= self.default < len(self.shapes)
+
+    def __getitem__(self, index: int) -> RoundShape:
+        return self.shapes[index]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that a round can emit, whatever its shape."""
+        return max(shape.max_new_tokens for shape in self.shapes)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV positions from the committed length on that a round may write, whatever it verifies and drafts."""
+        return max(*(s.width for s in self.shapes), self.max_new_tokens + max(s.draft_tokens for s in self.shapes))
+
+    @property
+    def max_kv_tokens_at_end(self) -> int:
+        """The same of a request that has committed all that it may: more is verified and drafted, never committed."""
+        return max(max(shape.width, shape.draft_tokens) for shape in self.shapes)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted per round of a request that speculates."""
+        return self.shapes[self.default].width - 1
 
 
 @dataclass(frozen=True)
@@ -84,8 +134,6 @@ class WorkerConfig:
 
     cuda_graphs: capture rounds on a GPU; off only to measure what they bring.
     graph_capture: what capturing the rarer kinds of rounds may take.
-    graph_scope: what one graph holds: a whole round; or, to measure what that brings, one of its three stages (verify,
-        draft-extend, draft), of which "eager_extend" runs draft-extend without a graph.
     deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
     debug: assert after every step that all ranks agree.
     """
@@ -97,6 +145,5 @@ class WorkerConfig:
     tensor_parallel: int = 1
     cuda_graphs: bool = True
     graph_capture: GraphCapture = field(default_factory=GraphCapture)
-    graph_scope: GraphScope = "round"
     deterministic: bool = False
     debug: bool = False

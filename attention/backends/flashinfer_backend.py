@@ -2,9 +2,8 @@
 
 Its wrappers cut the work on the host, from lengths there. Those of prompt chunks come with the plan, so nothing is
 copied. Those of a round are on the device, so a round's work is cut there, by a kernel of ours in FlashInfer's own way
-and format (`attention.kernels.flashinfer_plan`): nothing waits for the GPU, and a captured graph stays valid when
-lengths, page tables and masks change. When a kind of pass first comes, FlashInfer plans a request of it too, and a
-start fails if the two plans differ: what the wrappers hold is no interface that the library promises to keep.
+and format (`attention.backends.flashinfer_rounds`): nothing waits for the GPU, and a captured graph stays valid when
+lengths, page tables and masks change.
 
 A wrapper of prompt chunks exists twice and the two take turns: a plan is staged in pinned memory that belongs to its
 wrapper, and must have left it before the next plan is written there.
@@ -13,9 +12,7 @@ wrapper, and must have left it before the next plan is written there.
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,114 +20,45 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.kernels.flashinfer_plan import TILE_ARRAYS, Grid, PlanArrays, mask_bytes, write_mask, write_plan
-from attention.kv_cache.pool import LayerKV
+from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
+from attention.kernels.flashinfer_plan import mask_bytes
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, to_device
+from attention.views import LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
 # fa2 keeps partial results of 264 tiles of 128 rows x 128 dimensions in float32 for each query head of a KV head
 WORKSPACE_BYTES_PER_GROUP = 32 << 20
-MAX_CUDA_CORE_GROUP = 2  # from 3 query heads a KV head on, decoding goes through tensor cores
-SAMPLE_PAGES = 300  # of the request that FlashInfer plans too; long enough to be cut
-
-# What a wrapper's plan consists of, in its order: offsets of arrays where they are named as in `PlanArrays`.
-ROWS_PLAN = (
-    "padded_batch_size",
-    "max_total_num_rows",
-    "total_num_rows",
-    "cta_tile_q",
-    "request",
-    "qo_tile",
-    "kv_tile",
-    "merge_indptr",
-    "o_indptr",
-    "kv_chunk_size",
-    "partial_v",
-    "partial_lse",
-    "block_valid",
-    "enable_cuda_graph",
-    "split_kv",
-)
-DECODE_PLAN = (
-    "padded_batch_size",
-    "partial_v",
-    "partial_lse",
-    "request",
-    "kv_tile",
-    "o_indptr",
-    "block_valid",
-    "kv_chunk_size",
-    "enable_cuda_graph",
-    "split_kv",
-)
-
-Wrapper = Any  # flashinfer has no types
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Rows and lengths of prompt chunks, on the host. q_lens, kv_lens: rows, and KV positions with those of this pass,
-    of each. page_table: [C, max_pages] int32 on the device."""
+    """Prompt chunks that have rows, on the host.
 
+    chunks: their lines in the page table.
+    q_lens: rows of each.
+    kv_lens: KV positions of each, with those of this pass.
+    page_table: [C, max_pages] int32 on the device.
+    """
+
+    chunks: Sequence[int]
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
     page_table: Tensor
 
-
-@dataclass(frozen=True)
-class Heads:
-    """What a wrapper is planned for, beside lengths."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    scale: float
-
     @staticmethod
-    def of(q: Tensor, kv: LayerKV, scale: float) -> "Heads":
-        page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-        return Heads(q.shape[1], num_kv_heads, head_dim, page_size, q.dtype, kv.k.dtype, scale)
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.num_heads, self.num_kv_heads, self.head_dim, self.page_size
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"q_data_type": self.dtype, "kv_data_type": self.kv_dtype, "sm_scale": self.scale}
+    def of(batch: PrefillBatch) -> "Extent":
+        starts, counts = batch.known.starts, batch.known.counts
+        chunks = [c for c, count in enumerate(counts) if count]
+        lengths = [starts[c] + counts[c] for c in chunks]
+        return Extent(chunks, [counts[c] for c in chunks], lengths, batch.page_table)
 
 
 @dataclass
 class _Turn:
-    """A wrapper, and the event behind the copy of its last plan to the device."""
+    """A wrapper, and the event after the copy of its last plan to the device."""
 
     wrapper: Wrapper
     copied: torch.cuda.Event
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One of fa2's kernels as FlashInfer plans it, for `rows` rows of each request. wrapper: to be copied for each
-    shape. plan: the fields of its plan. tile_rows: query rows x heads of a KV head that a tile has. room: tiles for
-    each KV head."""
-
-    wrapper: Wrapper
-    plan: tuple[str, ...]
-    heads: Heads
-    rows: int
-    tile_rows: int
-    room: int
-
-    def grid(self, num_requests: int) -> Grid:
-        tiles = -(-self.rows * self.heads.group // self.tile_rows)
-        return Grid(num_requests, self.rows, tiles, self.room, self.heads.page_size)
 
 
 class FlashInferBackend(AttentionBackend):
@@ -146,9 +74,7 @@ class FlashInferBackend(AttentionBackend):
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
         if isinstance(batch, DecodeBatch):
             return _PreparedRound(self, batch)
-        q_lens = [end - first for first, end in zip(batch.qo_indptr, batch.qo_indptr[1:], strict=False)]
-        kv_lens = [start + n for start, n in zip(batch.starts, q_lens, strict=True)]
-        return _PreparedPrefill(self, Extent(q_lens, kv_lens, batch.page_table))
+        return _PreparedPrefill(self, Extent.of(batch))
 
     def turn(self, device: torch.device, group: int) -> _Turn:
         """The wrapper of prompt chunks whose last plan is the older one."""
@@ -164,10 +90,10 @@ class FlashInferBackend(AttentionBackend):
         turns[-1].copied.synchronize()  # a plan made two passes ago: long copied unless the host is far ahead
         return turns[-1]
 
-    def round_plan(self, batch: DecodeBatch, heads: Heads) -> "RoundPlan":
+    def round_plan(self, batch: DecodeBatch, heads: Heads) -> RoundPlan:
         """What all passes of this shape share. Captured graphs hold its memory, so it is never freed."""
         device = batch.prefix_len.device
-        # a single row of a round sees all of its tail: it has no siblings
+        # a single row of a round sees all of its suffix: it has no siblings
         causal = batch.rows > 1 and (batch.chain or batch.mode is Mode.DRAFT_EXTEND)
         key = (device, heads, batch.rows, causal, batch.page_table.shape)
         if key not in self._rounds:
@@ -215,14 +141,18 @@ class _Prepared(Prepared):
         self._heads: Heads | None = None
         self._run: Callable[..., object]
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
         heads = Heads.of(q, kv, scale)
         if self._heads is None:
             self._run = self._plan(heads)
             self._heads = heads
         assert heads == self._heads, "the layers of a pass differ in shape, type or scale"
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        self.plan(q, kv, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._run(q, (kv.k, kv.v), out=out)
+        # its kernels read the plan before they wait: see `attention.kernels.pdl`
+        self._run(q, (kv.k, kv.v), out=out, enable_pdl=False)
         return out
 
     @abstractmethod
@@ -234,6 +164,12 @@ class _PreparedPrefill(_Prepared):
     def __init__(self, backend: FlashInferBackend, extent: Extent) -> None:
         super().__init__(backend)
         self.extent = extent
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        num_rows = sum(self.extent.q_lens)
+        out = super().forward(q[:num_rows], kv, scale)
+        padding = q.shape[0] - num_rows
+        return torch.cat((out, out.new_zeros((padding, *out.shape[1:])))) if padding else out
 
     def _plan(self, heads: Heads) -> Callable[..., object]:
         device = self.extent.page_table.device
@@ -251,126 +187,8 @@ class _PreparedRound(_Prepared):
         self.batch = batch
 
     def _plan(self, heads: Heads) -> Callable[..., object]:
-        wrapper = self.backend.round_plan(self.batch, heads).write(self.batch)
-        # an early launch reads the plan before the kernel that writes it has ended
-        return partial(wrapper.run, enable_pdl=False)
-
-
-class RoundPlan:
-    """A wrapper that reads its plan from memory of ours, for batches of one shape.
-
-    kernel: for this number of rows. mask: [B, bytes] uint8 where rows differ in what they see, else None.
-    """
-
-    def __init__(self, kernel: Kernel, batch: DecodeBatch, mask: Tensor | None) -> None:
-        num_requests, width = batch.page_table.shape
-        device = batch.page_table.device
-        self._arrays = PlanArrays(kernel.grid(num_requests), device)
-        self._last_page_len = torch.empty(num_requests, dtype=torch.int32, device=device)
-        self._mask = mask
-        self._wrapper = wrapper = copy(kernel.wrapper)
-        steps = torch.arange(num_requests + 1, dtype=torch.int32, device=device)
-        wrapper._int_workspace_buffer = self._arrays.ints.view(torch.uint8)
-        wrapper._plan_info = plan_info(kernel, self._arrays)
-        wrapper._batch_size = num_requests
-        wrapper._qo_indptr_last = num_requests * batch.rows
-        wrapper._qo_indptr_buf = steps * batch.rows
-        wrapper._paged_kv_indptr_buf = steps * width
-        wrapper._paged_kv_last_page_len_buf = self._last_page_len
-        if mask is not None:
-            wrapper._custom_mask_buf = mask.flatten()
-            wrapper._mask_indptr_buf = steps * mask.shape[1]
-
-    def write(self, batch: DecodeBatch) -> Wrapper:
-        """Cut the work of `batch` and pack its masks, on the device; the wrapper that then attends."""
-        width = batch.page_table.shape[1]
-        write_plan(self._arrays, batch.prefix_len, batch.suffix_len, width, self._last_page_len)
-        if self._mask is not None:
-            write_mask(self._mask, batch.mask, batch.prefix_len, batch.suffix_len)
-        self._wrapper._paged_kv_indices_buf = batch.page_table.reshape(-1)
-        return self._wrapper
-
-
-def plan_info(kernel: Kernel, arrays: PlanArrays) -> list[int]:
-    """A wrapper's plan: sizes, and where it finds the arrays and room for partial results."""
-    grid, heads = arrays.grid, kernel.heads
-    values = {name: arrays.byte(name) for name in arrays.begin} | {
-        "padded_batch_size": grid.padded,
-        "max_total_num_rows": grid.num_requests * grid.rows,
-        "cta_tile_q": kernel.tile_rows,
-        "partial_v": 0,
-        "partial_lse": 4 * heads.num_heads * grid.padded * kernel.tile_rows * heads.head_dim,
-        "enable_cuda_graph": 1,  # tiles without work are launched too
-        "split_kv": int(grid.splits),
-    }
-    return [values[name] for name in kernel.plan]
-
-
-def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> Kernel:
-    """The kernel for rounds of `rows` rows, from a plan that FlashInfer makes of one request.
-
-    Raises RuntimeError where ours of the same request differs: another version of FlashInfer.
-    """
-    wrapper, names = _sample(workspace, heads, rows, causal)
-    info = dict(zip(names, (int(value) for value in wrapper._plan_info), strict=True))
-    kernel = Kernel(wrapper, names, heads, rows, info.get("cta_tile_q", 1), info["padded_batch_size"])
-    arrays = PlanArrays(kernel.grid(1), workspace.device)
-    prefix_len = torch.tensor([SAMPLE_PAGES * heads.page_size - rows], dtype=torch.int32, device=workspace.device)
-    write_plan(arrays, prefix_len, rows, SAMPLE_PAGES, torch.empty_like(prefix_len))
-    num_tiles = int(arrays.values("block_valid").sum())
-    for name in arrays.begin:
-        if name in info:
-            ours = arrays.values(name)
-            if name in TILE_ARRAYS:
-                ours = ours[:num_tiles]  # behind them FlashInfer leaves what was there
-            theirs = wrapper._int_workspace_buffer[info[name] :][: ours.nbytes].view(ours.dtype)
-            if not torch.equal(ours, theirs):
-                import flashinfer
-
-                raise RuntimeError(
-                    f"attention backend 'flashinfer': flashinfer {flashinfer.__version__} plans {rows} rows otherwise "
-                    f"than 0.6.17 ({name}); pip install flashinfer-python==0.6.17, or choose triton"
-                )
-    wrapper._int_workspace_buffer = wrapper._pin_memory_int_workspace_buffer = None  # 8 MiB each
-    return kernel
-
-
-def _sample(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> tuple[Wrapper, tuple[str, ...]]:
-    """A wrapper that has planned one request of `rows` rows, and what its plan consists of."""
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
-
-    def buffer(size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=workspace.device)
-
-    def host(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    lists = host(0, SAMPLE_PAGES), buffer(SAMPLE_PAGES), host(heads.page_size)
-    if rows == 1 and heads.group <= MAX_CUDA_CORE_GROUP:
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=False,
-            paged_kv_indptr_buffer=buffer(2),
-            paged_kv_indices_buffer=buffer(SAMPLE_PAGES),
-            paged_kv_last_page_len_buffer=buffer(1),
-            backend="fa2",
-        )
-        wrapper.plan(*lists, *heads.shape, **heads.options)
-        return wrapper, DECODE_PLAN
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(
-        workspace,
-        "NHD",
-        use_cuda_graph=True,
-        qo_indptr_buf=buffer(2),
-        paged_kv_indptr_buf=buffer(2),
-        paged_kv_indices_buf=buffer(SAMPLE_PAGES),
-        paged_kv_last_page_len_buf=buffer(1),
-        backend="fa2",
-    )
-    wrapper.plan(host(0, rows), *lists, *heads.shape, causal=causal, **heads.options)
-    return wrapper, ROWS_PLAN
+        run: Callable[..., object] = self.backend.round_plan(self.batch, heads).write(self.batch).run
+        return run
 
 
 def prefill_kernel(device: torch.device) -> str:
@@ -380,13 +198,13 @@ def prefill_kernel(device: torch.device) -> str:
 
 def paged(extent: Extent, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """FlashInfer's page lists: indptr [C + 1] and last_page_len [C] int32 on the host, indices int32 on the device:
-    each chunk's pages, one chunk behind the other. Nothing waits for the device."""
+    each chunk's pages, one chunk after the other. Nothing waits for the device."""
     device, table = extent.page_table.device, extent.page_table
     counts = torch.tensor([-(-length // page_size) for length in extent.kv_lens])
     ends = counts.cumsum(0)
-    rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    column = torch.arange(int(ends[-1])) - (ends - counts)[rows]
-    flat = to_device(rows * table.shape[1] + column, device)
+    chunk = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    column = torch.arange(int(ends[-1])) - (ends - counts)[chunk]
+    flat = to_device(torch.tensor(extent.chunks)[chunk] * table.shape[1] + column, device)
     last_page_len = [(length - 1) % page_size + 1 for length in extent.kv_lens]
     return _pinned([0, *ends.tolist()], device), table.flatten()[flat], _pinned(last_page_len, device)
 

@@ -1,7 +1,8 @@
 """Attention in plain PyTorch: the oracle that other backends are tested against, and the backend of CPUs.
 
-A row's result does not depend on which other requests share the pass: padding behind a request's own length is masked
-to minus infinity and contributes exact zeros.
+A row's result does not depend on what the other requests of a pass hold, nor on their lengths: what lies after a
+request's own length is masked to minus infinity and contributes exact zeros. Its last bits may depend on the number of
+requests and on the bound of their lengths, by which a library of matrix products may choose its kernels.
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
-from attention.kv_cache.pool import LayerKV
 from attention.metadata import DecodeBatch, PrefillBatch
+from attention.views import LayerKV
 
 
 class TorchBackend(AttentionBackend):
@@ -62,9 +63,9 @@ def _prepare_decode(batch: DecodeBatch) -> _PreparedDecode:
 def _hidden_positions(batch: DecodeBatch, length: int) -> Tensor:
     """[B, 1, 1, R, length] bool: True where a row must not look."""
     column = torch.arange(length, device=batch.mask.device) - batch.prefix_len.long().unsqueeze(1)
-    in_tail = (column >= 0) & (column < batch.suffix_len)
+    in_suffix = (column >= 0) & (column < batch.suffix_len)
     bits = (batch.mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
-    seen = (column < 0).unsqueeze(1) | (in_tail.unsqueeze(1) & bits.bool())
+    seen = (column < 0).unsqueeze(1) | (in_suffix.unsqueeze(1) & bits.bool())
     return ~seen.view(batch.num_requests, 1, 1, batch.rows, length)
 
 
@@ -73,10 +74,12 @@ class _PreparedPrefill(Prepared):
     batch: PrefillBatch
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        out = torch.empty_like(q)
-        for c, start in enumerate(self.batch.starts):
-            first, end = self.batch.qo_indptr[c], self.batch.qo_indptr[c + 1]
-            out[first:end] = _attend_chunk(q[first:end], kv, self.batch.page_table[c], start, scale)
+        out, end, chunks = torch.empty_like(q), 0, self.batch.known
+        for c, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
+            first, end = end, end + count
+            if count:
+                out[first:end] = _attend_chunk(q[first:end], kv, self.batch.page_table[c], start, scale)
+        out[end:] = 0.0  # padding
         return out
 
 

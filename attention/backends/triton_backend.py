@@ -1,8 +1,9 @@
 """Attention by our Triton kernels: every mode, every length read on the device, safe to capture in a CUDA graph.
 
-Captured graphs of a `DecodeBatch` stay valid when lengths, page tables and masks change: only batch size, rows and tail
-are fixed. A shape must run once before it is captured, which compiles its kernels and makes its workspace. One backend
-serves one stream at a time: its workspace is shared by all its layers and passes.
+Captured graphs of a `DecodeBatch` stay valid when lengths, page tables and masks change: only batch size, rows and
+suffix are fixed. Those of a `PrefillBatch` stay valid when chunks change: only the numbers of rows and chunks are. A
+shape must run once before it is captured, which compiles its kernels and makes its workspace. One backend serves one
+stream at a time: its workspace is shared by all its layers and passes.
 
 A request is cut into stretches whose number depends on the other lengths in the batch, so the last bits of a row's
 result may too. Equal batches give equal bits. A backend with a `span` is for results that depend on nothing else than
@@ -17,21 +18,22 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.kernels.decode import (
+from attention.kernels.decode import attend_decode
+from attention.kernels.decode_plan import (
     MAX_SPLITS,
     DecodePlan,
     DecodeTiles,
     DecodeWorkspace,
-    attend_decode,
     decode_tiles,
     partial_rows,
 )
 from attention.kernels.pdl import supports_pdl
-from attention.kernels.prefill import PrefillTiles, attend_prefill, list_tiles, prefill_tiles
+from attention.kernels.prefill import PrefillTiles, attend_prefill, prefill_tiles
+from attention.kernels.prefill_plan import plan_tiles
 from attention.kernels.split_kv import plan_items, plan_spans
-from attention.kv_cache.pool import LayerKV
 from attention.limits import triton_head_dim_refusal
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, to_device
+from attention.views import LayerKV
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 
@@ -40,7 +42,7 @@ MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, se
 FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
 FIXED_SPAN = 1024  # tokens of an item where contexts are short enough
 MAX_PIECE_ROWS = 32  # of a prompt chunk
-MAX_PIECE_SLOTS = 256  # partial results that the pieces of one launch have room for
+MAX_PIECE_PARTIALS = 256  # partial results that the pieces of one launch have room for
 
 
 def fixed_span(max_model_len: int) -> int:
@@ -74,9 +76,9 @@ class TritonBackend(AttentionBackend):
         return self._workspaces[key]
 
     def fixed_workspace(self, num_rows: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
-        """Room for num_rows rows of partial results: slots x columns x rows of one. Graphs are captured from the
-        largest batch down, so that there is seldom more than one, of 4 * (head_dim + 1) bytes a row: for 32 requests of
-        up to 8,192 tokens, 4 rows each and 8 KV heads with 4 query heads of 128 values, 21 MB."""
+        """Room for num_rows rows of partials: those of all items x columns. Graphs are captured from the largest batch
+        down, so that there is seldom more than one, of 4 * (head_dim + 1) bytes a row: for 32 requests of up to 8,192
+        tokens, 4 rows each and 8 KV heads with 4 query heads of 128 values, 21 MB."""
         key = (device, FIXED_TILES, head_dim)
         held = self._workspaces.get(key)
         if held is None or held.lse.shape[0] < num_rows:
@@ -95,19 +97,26 @@ class _PreparedDecode(Prepared):
     backend: TritonBackend
     plans: dict[tuple[int, int, int, int], DecodePlan] = field(default_factory=dict)
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        plan = self._plan(q.shape[1], kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
-        return attend_decode(q, kv, self.batch, plan, scale)
-
-    def _plan(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodePlan:
-        key = (num_heads, num_kv_heads, head_dim, itemsize)
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
+        key = self._key(q, kv)
         if key not in self.plans:
+            num_heads, num_kv_heads, head_dim, itemsize = key
             _check_head_dim(head_dim)
             if self.backend.span is not None:
                 self.plans[key] = plan_fixed(self.batch, num_heads, num_kv_heads, head_dim, self.backend)
             else:
                 self.plans[key] = self._plan_for_the_device(num_heads, num_kv_heads, head_dim, itemsize)
-        return self.plans[key]
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        key = self._key(q, kv)
+        planned = key in self.plans  # else the predecessor is the kernel that writes the plan
+        self.plan(q, kv, scale)
+        plan = self.plans[key]
+        return attend_decode(q, kv, self.batch, plan, scale, early=plan.pdl and planned)
+
+    @staticmethod
+    def _key(q: Tensor, kv: LayerKV) -> tuple[int, int, int, int]:
+        return (q.shape[1], kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
 
     def _plan_for_the_device(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodePlan:
         device = self.batch.prefix_len.device
@@ -172,37 +181,49 @@ class _PreparedPrefill(Prepared):
     batch: PrefillBatch
     plans: dict[tuple[int, int, int], tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
 
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
+        self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
+
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         tiles, tile_list = self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
-        return attend_prefill(q, kv, self.batch.page_table, tile_list, tiles, scale)
+        return attend_prefill(q, kv, self.batch, tile_list, tiles, scale)
 
     def _plan(self, group: int, head_dim: int, itemsize: int) -> tuple[PrefillTiles, Tensor]:
         key = (group, head_dim, itemsize)
         if key not in self.plans:
             _check_head_dim(head_dim)
-            tiles, device = prefill_tiles(group, head_dim, itemsize), self.batch.page_table.device
-            host = torch.tensor(list_tiles(self.batch, tiles.block_m // group), dtype=torch.int32)
-            self.plans[key] = (tiles, to_device(host, device))
+            tiles = prefill_tiles(group, head_dim, itemsize)
+            self.plans[key] = (tiles, plan_tiles(self.batch, tiles.block_m // group))
         return self.plans[key]
 
 
 @dataclass(frozen=True)
 class _PreparedPieces(Prepared):
-    """Prompt chunks as tail batches. plans: by the number of query heads for a KV head, made at a pass's first layer;
-    there is one. Each has batches, and the rows of q that they take."""
+    """Prompt chunks as decode batches.
+
+    plans: by the number of query heads for a KV head, made at a pass's first layer; there is one. Each has batches, and
+        the rows of q that they take.
+    """
 
     batch: PrefillBatch
     backend: TritonBackend
     plans: dict[int, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
         group = q.shape[1] // kv.k.shape[2]
         if group not in self.plans:
             rows = max(1, min(MAX_PIECE_ROWS, FIXED_TILES.block_m // group))
             self.plans[group] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for suffix_len, places in self.plans[group]:
-            out[places] = suffix_len.forward(q[places], kv, scale)
+        for pieces, _ in self.plans[group]:
+            pieces.plan(q, kv, scale)
+
+    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        self.plan(q, kv, scale)
+        group = q.shape[1] // kv.k.shape[2]
+        make = torch.zeros if self.batch.is_padded else torch.empty
+        out = make(q.shape, dtype=q.dtype, device=q.device)
+        for pieces, places in self.plans[group]:
+            out[places] = pieces.forward(q[places], kv, scale)
         return out
 
     def _prepare(self, size: int, largest: int) -> list[tuple[_PreparedDecode, Tensor]]:
@@ -210,12 +231,12 @@ class _PreparedPieces(Prepared):
         assert self.backend.span is not None
         pieces = [piece for piece in list_pieces(self.batch, largest) if piece[3] == size]
         longest = max((start + size for _, _, start, _ in pieces), default=1)
-        at_once = max(1, MAX_PIECE_SLOTS // -(-longest // self.backend.span))
+        at_once = max(1, MAX_PIECE_PARTIALS // -(-longest // self.backend.span))
         device, prepared = self.batch.page_table.device, []
         for first in range(0, len(pieces), at_once):
             columns = torch.tensor(pieces[first : first + at_once], dtype=torch.int64).unbind(1)
             chunk, row, start, _ = (to_device(column.contiguous(), device) for column in columns)
-            suffix_len = DecodeBatch(
+            decode = DecodeBatch(
                 Mode.DRAFT_EXTEND,
                 size,
                 size,
@@ -225,16 +246,16 @@ class _PreparedPieces(Prepared):
                 longest,
             )
             places = (row.unsqueeze(1) + torch.arange(size, device=device)).flatten()
-            prepared.append((_PreparedDecode(suffix_len, self.backend), places))
+            prepared.append((_PreparedDecode(decode, self.backend), places))
         return prepared
 
 
 def list_pieces(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
     """The chunks' rows in pieces of `rows`, as (chunk, first row, its position, rows). The last piece of a chunk may
     have some of the one before again; chunks of fewer rows come one by one."""
-    pieces = []
-    for chunk, start in enumerate(batch.starts):
-        first, end = batch.qo_indptr[chunk], batch.qo_indptr[chunk + 1]
+    pieces, end, chunks = [], 0, batch.known
+    for chunk, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
+        first, end = end, end + count
         size = rows if end - first >= rows else 1
         for row in range(first, end, size):
             row = min(row, end - size)

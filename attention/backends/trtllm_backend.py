@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.kv_cache.pool import LayerKV
 from attention.limits import TRTLLM_GEN_MAJOR
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.views import LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
 COUNTER_BYTES = 1 << 20  # trtllm-gen: four for each request and query head
@@ -54,7 +54,7 @@ class TrtllmBackend(AttentionBackend):
     def _mask(self, batch: DecodeBatch, kernel: str) -> Tensor | None:
         """The mask words of `batch`, in a buffer of its shape that lives on; None where rows see all before them."""
         if batch.rows == 1:
-            return None  # sees its whole tail in every mode: a round's single row has no siblings
+            return None  # sees its whole suffix in every mode: a round's single row has no siblings
         if batch.mode is Mode.DRAFT_DECODE or batch.suffix_len != batch.rows:
             raise ValueError(
                 f"attention backend 'trtllm': {batch.mode.value} with {batch.rows} rows that see "

@@ -3,42 +3,38 @@
 
 All query heads of a KV head and all rows of a request share one tile, so KV is read once. The grid is KV heads (times
 blocks of rows) x items of `attention.kernels.split_kv`. Where a batch is small enough that all its requests are cut, a
-second kernel merges their partial results, spread over the device. Where only unusually long requests are cut, the
-programs that finish last do so and nothing is launched for it: of every FAN items the last merges those, of these last
-ones the last merges all.
+second kernel merges their partial results (partials), spread over the device. Where only unusually long requests are
+cut, the programs that finish last do so and nothing is launched for it: of every FAN items the last merges those, of
+these last ones the last merges all.
 
 In a `fixed` plan a row's bits do not depend on the pass it is in: neither on the other requests, nor on how many rows
-there are, nor on where a tree put its ancestors. Tiles have one shape, items are fixed spans (`plan_spans`), and behind
+there are, nor on where a tree put its ancestors. Tiles have one shape, items are fixed spans (`plan_spans`), and after
 the prefix of a tree (PATHS) a tile is computed once per row, with that row's path in the order of a chain and nothing
 for the others. All that a tile, an item or a merge holds of columns that a row does not see leaves its sums as they
 were, to the bit: a weight of 2^-inf = 0, a factor of 2^0 = 1. So does one partial result merged with an empty one,
 1 * part / 1, which is what a single item stores at once.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.decode_plan import FAN, MAX_SPLITS, DecodePlan, partial_rows
 from attention.kernels.merge_states import merge_by_the_last, merge_rows
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kernels.pdl import pdl_wait
-from attention.kernels.split_kv import ITEM_FIELDS, Items
-from attention.kv_cache.pool import LayerKV
+from attention.kernels.split_kv import ITEM_FIELDS
 from attention.metadata import DecodeBatch, Mode
+from attention.views import LayerKV
 
-FAN = 8
-MAX_SPLITS = FAN * FAN
-MAX_BLOCK_M = 64
 TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in others a row's path lies in its columns as a chain does
 
 
 @triton.jit
 def _path_columns(path, over):
-    """For places `over` [N] of a row's path: the tail columns they are at, the path being the set bits of the row's
-    mask in their order, and whether they are seen: those before the path are, those behind it are not."""
+    """For places `over` [N] of a row's path: the suffix columns they are at, the path being the set bits of the row's
+    mask in their order, and whether they are seen: those before the path are, those after it are not."""
     place, length = over * 0, 0
     for part in tl.static_range(4):  # of 16 bits, for few registers
         bit = part * 16 + tl.arange(0, 16)
@@ -50,7 +46,7 @@ def _path_columns(path, over):
     return place, over < length
 
 
-@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "tail", "num_tickets"])
+@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
 def _attend_decode(
     q_ptr,
     k_ptr,
@@ -93,7 +89,7 @@ def _attend_decode(
     if request < 0:
         return
     low, high = tl.load(item + 1), tl.load(item + 2)
-    slot, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    partial, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
     packed = (tl.program_id(0) // KV_HEADS) * BLOCK_M + m
     live = packed < ROWS * GROUP
@@ -102,14 +98,14 @@ def _attend_decode(
     prefix = tl.load(prefix_ptr + request)
     last = prefix + suffix_len - 1
     # Triton keeps several tiles of K and V in flight only if their page numbers were loaded a tile earlier. Positions
-    # behind the last read some row of its page, and are masked.
+    # after the last read some row of its page, and are masked.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     if PDL:
-        # Only what kernels before the previous one wrote has been read so far. Who triggers early must have waited.
+        # So far only what was complete before the layer's store has been read, the plan too: see `kernels.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
@@ -151,17 +147,17 @@ def _attend_decode(
     if count == 1:
         tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
     else:
-        partial = (slot * COLUMNS + tl.program_id(0)) * PART_M + m
-        tl.store((part_ptr + partial.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
+        part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
+        tl.store((part_ptr + part_row.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        tl.store(lse_ptr + partial, lse, mask=live)
+        tl.store(lse_ptr + part_row, lse, mask=live)
         if not APART:
             merge_by_the_last(
                 part_ptr,
                 lse_ptr,
                 ticket_ptr,
                 out,
-                slot,
+                partial,
                 first,
                 count,
                 m,
@@ -175,99 +171,15 @@ def _attend_decode(
             )
 
 
-@dataclass(frozen=True)
-class DecodeTiles:
-    """How a tail batch of some shape is computed.
-
-    block_m: rows x group in a program. block_n: KV positions in a tile. warps, stages: Triton's. programs_per_sm: how
-    many items the splitting aims at. min_span: no item of a split request is shorter, but for rounding.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    programs_per_sm: int
-    min_span: int
-
-    def merge_slice(self, head_dim: int) -> int:
-        """How many of head_dim's columns are merged at once: FAN partial results in 64 registers of each thread."""
-        return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
-
-
-def decode_tiles(packed_rows: int, head_dim: int, itemsize: int, density: float) -> DecodeTiles:
-    """The table, measured on an H200 (tests/bench/RESULTS.md), for packed_rows = rows x group. density: requests x KV
-    heads by multiprocessors, which is to say how many programs each has when nothing is cut."""
-    if itemsize == 4:
-        return DecodeTiles(min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows))), 32, 4, 2, 2, 128)
-    few, narrow = packed_rows <= 16, head_dim <= 128
-    if density <= 1:
-        return DecodeTiles(16, 64, 4, 3, 2, 64) if few else DecodeTiles(64, 32, 4, 4, 2, 64)
-    if few and density > 2:
-        return DecodeTiles(16, 32, 1 if narrow else 2, 4, 2, 128)
-    # Tiles of 64 rows run on wgmma, which takes K and V from shared memory and needs fewer barriers than mma on 16
-    # rows. Alone that is worth the empty rows of a few; within rounds, which run at the limit of the GPU's power,
-    # multiplying them costs more. Tiles of 128 tokens make up for the barriers where shared memory has room for three.
-    if few and narrow:
-        return DecodeTiles(16, 128, 4, 3, 1, 128)
-    return DecodeTiles(64, 64, 4, 3, 2, 128)
-
-
-@dataclass(frozen=True)
-class DecodeWorkspace:
-    """Partial results: part [slots * columns, block_m, head_dim] and lse [slots * columns, block_m] float32, and
-    tickets [2, slots * columns] int32 that are zero between launches."""
-
-    part: Tensor
-    lse: Tensor
-    tickets: Tensor
-
-    @staticmethod
-    def create(tiles: DecodeTiles, head_dim: int, num_programs: int, device: torch.device) -> "DecodeWorkspace":
-        """For a budget of items x columns up to num_programs: twice as many partial results (see `plan_items`)."""
-        partials = 2 * num_programs
-        return DecodeWorkspace(
-            torch.empty(partials * tiles.block_m * head_dim, dtype=torch.float32, device=device),
-            torch.empty(partials * tiles.block_m, dtype=torch.float32, device=device),
-            torch.zeros(2 * partials, dtype=torch.int32, device=device),
-        )
-
-    @staticmethod
-    def merged_apart(num_rows: int, head_dim: int, device: torch.device) -> "DecodeWorkspace":
-        """For num_rows rows of partial results, all of them merged by the second kernel."""
-        return DecodeWorkspace(
-            torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
-            torch.empty(num_rows, dtype=torch.float32, device=device),
-            torch.empty(0, dtype=torch.int32, device=device),
-        )
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """What all layers of a pass share. items: of `plan_items`, with a budget of at most the workspace's programs by
-    columns. apart: merge in a second kernel, of up to `splits` partial results at a time. pdl: launch before the
-    previous kernel ends (compute capability 9 or later). fixed: a row's bits depend on its own path only, given `apart`
-    and items of `plan_spans`."""
-
-    tiles: DecodeTiles
-    items: Items
-    workspace: DecodeWorkspace
-    apart: bool
-    splits: int
-    pdl: bool
-    fixed: bool = False
-
-
-def partial_rows(tiles: DecodeTiles, packed_rows: int) -> int:
-    """Rows that programs store of a partial result if none are kept that are not there, for packed_rows = rows x group
-    of a request."""
-    return min(tiles.block_m, 1 << (packed_rows - 1).bit_length())
-
-
-def attend_decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, scale: float) -> Tensor:
+def attend_decode(
+    q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool = False
+) -> Tensor:
     """[B * R, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides.
 
-    plan: made for this batch and these numbers of heads. scale: positive.
+    plan: made for this batch and these numbers of heads.
+    scale: positive.
+    early: launch before the kernel before it ends; a fence (`kernels.pdl`) must stand between it and whatever wrote
+        the plan, prefix lengths, masks or pages.
     """
     tiles, workspace = plan.tiles, plan.workspace
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
@@ -278,7 +190,6 @@ def attend_decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # Fused or not, a multiplication and an addition round differently, and which are fused is the compiler's choice in
     # every variant of a kernel anew: in a fixed plan none are.
-    launch = pdl_wait(plan.pdl) | {"enable_fp_fusion": not plan.fixed}
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     _attend_decode[(columns, plan.items.items.shape[0])](
@@ -313,22 +224,30 @@ def attend_decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, plan: DecodePlan, 
         UPCAST=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **launch,
+        enable_fp_fusion=not plan.fixed,
+        **pdl_wait(early),
     )
     if plan.apart:
-        merge_rows[(batch.rows * group, num_kv_heads, batch.num_requests)](
-            workspace.part,
-            workspace.lse,
-            out,
-            plan.items.requests,
-            **shape,
-            BLOCK_M=part_m,
-            SPLITS=plan.splits,
-            MAX_SPLITS=MAX_SPLITS,
-            num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
-            **launch,
-        )
+        _merge_apart(out, batch, plan, shape, part_m)
     return out
+
+
+def _merge_apart(out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int) -> None:
+    """Launches the kernel that merges the partials of requests that were cut, into out."""
+    workspace, head_dim = plan.workspace, shape["D"]
+    merge_rows[(batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)](
+        workspace.part,
+        workspace.lse,
+        out,
+        plan.items.requests,
+        **shape,
+        BLOCK_M=part_m,
+        SPLITS=plan.splits,
+        MAX_SPLITS=MAX_SPLITS,
+        num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
+        enable_fp_fusion=not plan.fixed,
+        **pdl_wait(plan.pdl),
+    )
 
 
 def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:

@@ -81,7 +81,7 @@ class PlanArrays:
 
 @triton.jit(
     do_not_specialize=[
-        "tail",
+        "suffix_len",
         "num_requests",
         "rows",
         "tiles",
@@ -124,7 +124,7 @@ def _plan(
     live = request < num_requests
     length = tl.load(prefix_len_ptr + request, mask=live, other=0) + suffix_len
     pages = tl.where(live, (length + page_size - 1) // page_size, 0)
-    # A request's pages are a whole row of the table, so that its last page may begin behind its end: then this is
+    # A request's pages are a whole row of the table, so that its last page may begin after its end: then this is
     # negative, and the sum by which the kernels find the length is right all the same.
     tl.store(last_page_len_ptr + request, length - (table_width - 1) * page_size, mask=live)
 
@@ -168,7 +168,7 @@ def _plan(
 def write_plan(
     arrays: PlanArrays, prefix_len: Tensor, suffix_len: int, table_width: int, last_page_len: Tensor
 ) -> None:
-    """Cut requests of prefix_len [B] int32 tokens and `tail` more into `arrays`; nothing is read on the host.
+    """Cut requests of prefix_len [B] int32 tokens and suffix_len more into `arrays`; nothing is read on the host.
 
     table_width: pages of a row of the page table, all of which belong to the request. last_page_len: [B] int32 to
     fill, tokens on the last of them.
@@ -203,7 +203,7 @@ def write_plan(
     )
 
 
-@triton.jit(do_not_specialize=["tail", "rows", "request_stride", "row_stride", "bytes_stride"])
+@triton.jit(do_not_specialize=["suffix_len", "rows", "request_stride", "row_stride", "bytes_stride"])
 def _pack_mask(
     mask_ptr,
     prefix_len_ptr,
@@ -242,7 +242,7 @@ def write_mask(packed: Tensor, mask: Tensor, prefix_len: Tensor, suffix_len: int
     """FlashInfer's packed masks: bit r * length + j of a request's bytes says whether its row r sees position j.
 
     packed: [B, bytes] uint8 to fill, as far as each request's length reaches. mask: [B, rows] int64, bit j is column
-    prefix_len + j, of `tail`; all rows see the prefix. prefix_len: [B] int32.
+    prefix_len + j, of suffix_len; all rows see the prefix. prefix_len: [B] int32.
     """
     num_requests, num_bytes = packed.shape
     _pack_mask[(num_requests, triton.cdiv(num_bytes, MASK_BYTES))](

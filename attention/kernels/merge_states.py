@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Partial results of attention become one, each weighted by two to its log-sum: by a kernel of its own, or by the
-programs of `attention.kernels.decode` that finish last."""
+"""Partial results of attention (partials) become one, each weighted by two to its log-sum: by a kernel of its own, or
+by the programs of `attention.kernels.decode` that finish last."""
 
 import triton
 import triton.language as tl
@@ -22,11 +22,11 @@ def merge_rows(
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row and query head from its partial results, SPLITS of them at a time. BLOCK_M: rows that each has."""
+    """One row and query head from its partials, SPLITS of them at a time. BLOCK_M: rows that each has."""
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
-        # What comes next is a product, which reads only weights before it waits.
+        # The plan's counts are older than the predecessor, which waited: see `kernels.pdl`.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if count > 1:
@@ -41,10 +41,10 @@ def merge_rows(
         acc = tl.zeros([D], tl.float32)
         for start in range(0, count, SPLITS):
             i = start + tl.arange(0, SPLITS)
-            slot = base + i * stride
-            lse = tl.load(lse_ptr + slot, mask=i < count, other=float("-inf"), cache_modifier=".cg")
+            partial = base + i * stride
+            lse = tl.load(lse_ptr + partial, mask=i < count, other=float("-inf"), cache_modifier=".cg")
             part = tl.load(
-                part_ptr + slot.to(tl.int64)[:, None] * D + d[None, :],
+                part_ptr + partial.to(tl.int64)[:, None] * D + d[None, :],
                 mask=(i < count)[:, None],
                 other=0.0,
                 cache_modifier=".cg",
@@ -72,9 +72,8 @@ def _merge(
     SLICE: tl.constexpr,
     FAN: tl.constexpr,
 ):
-    """Stores the weighted mean of `count` <= FAN partial results, `step` slots apart, at rows target [BLOCK_M] of D
-    values, by slices of D that keep registers few. Returns its log-sum [BLOCK_M]. in_place: target is one of the slots.
-    """
+    """Stores the weighted mean of `count` <= FAN partials, `step` apart, at rows target [BLOCK_M] of D values, by
+    slices of D that keep registers few. Returns its log-sum [BLOCK_M]. in_place: target is one of the partials."""
     stride = step * COLUMNS * BLOCK_M
     base = (first * COLUMNS + tl.program_id(0)) * BLOCK_M
     # L1 is not coherent: what other programs wrote is read from L2.
@@ -113,7 +112,7 @@ def merge_by_the_last(
     lse_ptr,
     ticket_ptr,
     out,
-    slot,
+    partial,
     first,
     count,
     m,
@@ -128,7 +127,7 @@ def merge_by_the_last(
     """After this program's partial result is stored: merges if it finds the others of its FAN, or of all, stored."""
     # The barrier puts every thread's stores before the one thread's release.
     tl.debug_barrier()
-    leader = first + (slot - first) // FAN * FAN
+    leader = first + (partial - first) // FAN * FAN
     members = tl.minimum(FAN, first + count - leader)
     ticket = ticket_ptr + leader * COLUMNS + tl.program_id(0)
     if tl.atomic_add(ticket, 1, sem="acq_rel") == members - 1:
@@ -136,14 +135,14 @@ def merge_by_the_last(
         if count <= FAN:
             _merge(part_ptr, lse_ptr, leader, 1, members, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
         else:
-            partial = (leader * COLUMNS + tl.program_id(0)) * BLOCK_M + m
+            row = (leader * COLUMNS + tl.program_id(0)) * BLOCK_M + m
             lse = _merge(
                 part_ptr,
                 lse_ptr,
                 leader,
                 1,
                 members,
-                part_ptr + partial.to(tl.int64) * D,
+                part_ptr + row.to(tl.int64) * D,
                 m,
                 live,
                 True,
@@ -153,7 +152,7 @@ def merge_by_the_last(
                 SLICE,
                 FAN,
             )
-            tl.store(lse_ptr + partial, lse, mask=live)
+            tl.store(lse_ptr + row, lse, mask=live)
             tl.debug_barrier()
             ticket = ticket_ptr + num_tickets + first * COLUMNS + tl.program_id(0)
             groups = tl.cdiv(count, FAN)

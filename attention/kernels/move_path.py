@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Moves the KV of an accepted path to the front of its tree in one launch instead of sixteen. Called by
-`attention.kv_cache.pool` on GPUs; its torch code is the reference."""
+`attention.kv_cache.heads` on GPUs; the reference is `KVLayout.move_path`, in torch."""
 
 import triton
 import triton.language as tl
@@ -45,7 +45,7 @@ def _move_path(
 
 
 def move_path(k: Tensor, v: Tensor, page_table: Tensor, length: Tensor, path: Tensor) -> None:
-    """`attention.kv_cache.pool.KVPool.move_path` for pools k, v [layers, pages, page_size, kv_heads, head_dim]."""
+    """`attention.kv_cache.pool.KVPool.move_path` for tensors k, v [layers, pages, page_size, kv_heads, head_dim]."""
     layers, _, page_size, num_kv_heads, head_dim = k.shape
     batch, rows = path.shape
     token = num_kv_heads * head_dim

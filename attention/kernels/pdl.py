@@ -1,4 +1,42 @@
-"""Whether kernels may be launched before the one in front of them ends, and how they are."""
+"""Early launch (programmatic dependent launch, PDL; compute capability 9 or later): whether the device has it, how a
+kernel asks for it, the rule, and what every kernel that is launched early reads before it waits.
+
+A kernel launched early may start when every program of its predecessor, the kernel just before it on the stream, has
+triggered its dependents (`gdc_launch_dependents`) or ended. Its `gdc_wait` returns when the predecessor has ended and
+what that wrote can be seen. Before the wait nothing of the predecessor is promised, even if it never triggers: that its
+programs have ended does not say that their writes have arrived (PTX ISA, griddepcontrol; CUDA C++ Programming Guide,
+Programmatic Dependent Launch and Synchronization).
+
+The rule:
+1. A kernel launched early waits, in every program that does anything. So when a kernel has ended, all before it have,
+   and after its wait a kernel may read and write whatever they did.
+2. Before its wait it writes nothing. It reads constants (weights, addresses: written before the first step), or what
+   was written before a *fence*: a kernel between the writer and itself that is launched normally, or that waits before
+   it triggers. A fence starts, or triggers, only when all before it have ended; and whatever comes after it starts only
+   then, however many kernels in between trigger before they wait.
+3. The writer itself is no fence, even where it is launched normally: it has to be complete, not only the kernels before
+   it. So what the predecessor wrote is never read before the wait.
+
+    kernel                  first      reads before its wait          written by, and the fence after that
+    rope_store              waits      nothing                        (is a fence)
+    attend_decode           waits      items of the plan              split_kv's planner, before the layer's store,
+                                                                      which is the fence: see `Prepared.plan`. A forward
+                                                                      that has to plan itself is launched normally
+                                       masks, prefix lengths, pages   kernels before the pass; the store is the fence
+    merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
+    rms_norm, add_rms_norm  triggers   the norm's weight              constant
+    silu_mul                triggers   nothing
+    skinny_gemm             triggers   the first columns of W         constant
+    head_input              triggers   the norms' weights             constant
+    one_shot_all_reduce     waits      the norm's weight, addresses   constant
+
+FlashInfer's kernels (0.6.17): its fa2 kernels read their plan before they wait, and ours writes it, so that no wrapper
+of the library is launched early. XQA (`csrc/xqa/mha.cu`) triggers, waits, and then reads. Of trtllm-gen there is no
+source: what it is given is written before the layer's store, a fence, or by a copy of q that is launched normally.
+
+`tests.attention.test_pdl` compiles the kernels and looks at what stands before the wait; `tests.attention.pdl_stress`
+runs them a million times with other lengths each time.
+"""
 
 from functools import cache
 

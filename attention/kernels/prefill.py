@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Causal attention of ragged prompt chunks over their paged KV (see `PrefillBatch`).
 
-A program takes a tile of neighbouring rows with all query heads of one KV head. Tiles are listed on the host, where the
-chunks' lengths are known, the longest context first: the last programs to run are then short ones.
+A program takes a tile of neighbouring rows with all query heads of one KV head; `attention.kernels.prefill_plan` lists
+the tiles.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
-from attention.kv_cache.pool import LayerKV
+from attention.kernels.prefill_plan import TILE_FIELDS
 from attention.metadata import PrefillBatch
-
-# Columns of a tile: its chunk, its first row, one past the chunk's last row, the position of its first row.
-TILE_FIELDS = tl.constexpr(4)
+from attention.views import LayerKV
 
 
 @triton.jit
@@ -80,7 +78,10 @@ def _attend_prefill(
     ROWS: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
-    chunk, first, end, start = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    chunk = tl.load(tile)
+    if chunk < 0:
+        return
+    first, end, start = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
     row, query_head = first + m // GROUP, head * GROUP + m % GROUP
     live = (m < ROWS * GROUP) & (row < end)
@@ -167,28 +168,22 @@ def prefill_tiles(group: int, head_dim: int, itemsize: int) -> PrefillTiles:
     return PrefillTiles(max(128, triton.next_power_of_2(group)), 32, 8, 3)
 
 
-def list_tiles(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
-    """The tiles of `rows` neighbouring rows, as TILE_FIELDS tells, the longest context first."""
-    tiles = [
-        (chunk, first, batch.qo_indptr[chunk + 1], start + first - batch.qo_indptr[chunk])
-        for chunk, start in enumerate(batch.starts)
-        for first in range(batch.qo_indptr[chunk], batch.qo_indptr[chunk + 1], rows)
-    ]
-    return sorted(tiles, key=lambda tile: -tile[3])
-
-
 def attend_prefill(
-    q: Tensor, kv: LayerKV, page_table: Tensor, tile_list: Tensor, tiles: PrefillTiles, scale: float
+    q: Tensor, kv: LayerKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
 ) -> Tensor:
-    """[rows, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides.
+    """[rows, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides; zeros
+    for rows that belong to no chunk.
 
-    page_table: [C, max_pages] int32. tile_list: [num_tiles, TILE_FIELDS] int32 on the device, of `list_tiles` with
-    block_m // group rows each. scale: positive.
+    tile_list: [num_tiles, TILE_FIELDS] int32, of `plan_tiles` for this batch with block_m // group rows each.
+    scale: positive.
     """
+    page_table = batch.page_table
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and scale > 0
     assert page_table.stride(1) == 1 and tile_list.is_contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # Padding rows go on through the model and write their KV to page 0, of which masked values must be finite.
+    make = torch.zeros if batch.is_padded else torch.empty
+    out = make(q.shape, dtype=q.dtype, device=q.device)
     _attend_prefill[(num_kv_heads, tile_list.shape[0])](
         q,
         kv.k,
@@ -217,8 +212,10 @@ def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tens
     """The same, chunk by chunk in float64."""
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for c, start in enumerate(batch.starts):
-        rows = slice(batch.qo_indptr[c], batch.qo_indptr[c + 1])
+    starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
+    out[indptr[-1] :] = 0.0
+    for c, start in enumerate(starts):
+        rows = slice(indptr[c], indptr[c + 1])
         length = start + rows.stop - rows.start
         pages = batch.page_table[c, : -(-length // page_size)].long()
         keys, values = (

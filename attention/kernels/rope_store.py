@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.pdl import pdl_wait
-from attention.kv_cache.pool import LayerKV
+from attention.views import LayerKV
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _rope_store(
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
-        # Waits first, so that a kernel started by the trigger may read what any kernel before this one wrote.
+        # Waits first: for the kernel that the trigger starts this one is a fence, see `kernels.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     half, d, g = tl.arange(0, D // 2), tl.arange(0, D), tl.arange(0, GROUP_PADDED)[:, None]
@@ -74,7 +74,7 @@ def rope_store(
     q, k and v may be views of one packed product (last stride 1). cos, sin: [max_position, head_dim / 2] float32,
     contiguous; positions: [rows] int64, the rows' lines in them. slot_mapping: [rows] int64 token indices; rows that
     share one (padding) leave any one of their values. k and v themselves stay as they are. pdl: launch before the
-    previous kernel ends (compute capability 9 or later).
+    previous kernel ends (compute capability 9 or later). Reference: `attention.kv_cache.heads.store_reference`.
     """
     rows, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
@@ -104,17 +104,3 @@ def rope_store(
         num_warps=1,
         **pdl_wait(pdl),
     )
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: LayerKV, slot_mapping: Tensor
-) -> None:
-    """The same in torch."""
-    cos, sin = (x[positions].unsqueeze(1) for x in (cos, sin))
-    rotated = []
-    for x in (q, k):
-        first, second = x.float().chunk(2, dim=-1)
-        rotated.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype))
-    q.copy_(rotated[0])
-    kv.k.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, rotated[1])
-    kv.v.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)

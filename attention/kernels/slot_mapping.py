@@ -1,17 +1,20 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Where the rows of a `DecodeBatch` are written and where they stand, in one launch instead of about ten. Called by
-`workers.runner.forward_context` on GPUs."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Where the rows of a pass write and where they stand, in one launch instead of about ten. Called by
+`attention.slot_mapping` on GPUs; the references are `decode_places` and `prefill_places` of `attention.metadata`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, decode_slot_mapping
+from attention.metadata import DecodeBatch, PrefillBatch
+
+BLOCK = 128  # rows of a program
+CHUNKS = 16  # looked at together
 
 
 @triton.jit
-def _decode_rows(
+def _decode_places(
     prefix_ptr,
     table_ptr,
     table_stride,
@@ -31,11 +34,41 @@ def _decode_rows(
     tl.store(slot_ptr + b * ROWS + row, page * page_size + position % page_size, mask=inside)
 
 
-def decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
+@triton.jit(do_not_specialize=["table_stride", "num_chunks", "num_rows", "page_size"])
+def _prefill_places(
+    indptr_ptr,
+    starts_ptr,
+    table_ptr,
+    table_stride,
+    position_ptr,
+    slot_ptr,
+    num_chunks,
+    num_rows,
+    page_size,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chunk = row * 0
+    for low in range(0, num_chunks, CHUNKS):
+        c = low + tl.arange(0, CHUNKS)
+        end = tl.load(indptr_ptr + 1 + c, mask=c < num_chunks, other=2147483647)
+        chunk += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
+    inside = chunk < num_chunks
+    start = tl.load(starts_ptr + chunk, mask=inside, other=0)
+    position = tl.where(inside, start + row - tl.load(indptr_ptr + chunk, mask=inside, other=0), 0)
+    entry = table_ptr + chunk.to(tl.int64) * table_stride + position // page_size
+    page = tl.load(entry, mask=inside, other=0).to(tl.int64)
+    tl.store(position_ptr + row, position.to(tl.int64), mask=row < num_rows)
+    slot = tl.where(inside, page * page_size + position % page_size, 0)
+    tl.store(slot_ptr + row, slot, mask=row < num_rows)
+
+
+def decode_places(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """KV positions and the pool's token indices that the rows of `batch` write, [B * R] int64 each."""
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
     positions, slots = torch.empty((2, batch.num_rows), dtype=torch.int64, device=batch.prefix_len.device).unbind(0)
-    _decode_rows[(batch.num_requests,)](
+    _decode_places[(batch.num_requests,)](
         batch.prefix_len,
         batch.page_table,
         batch.page_table.stride(0),
@@ -50,6 +83,22 @@ def decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
     return positions, slots
 
 
-def reference(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """The same in torch."""
-    return batch.kv_positions().flatten(), decode_slot_mapping(batch, page_size)
+def prefill_places(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """The same for the rows of prompt chunks, [num_rows] int64 each; 0 and 0 for padding rows."""
+    assert batch.page_table.stride(1) == 1 and batch.qo_indptr.is_contiguous() and batch.starts.is_contiguous()
+    positions, slots = torch.empty((2, batch.num_rows), dtype=torch.int64, device=batch.starts.device).unbind(0)
+    _prefill_places[(triton.cdiv(batch.num_rows, BLOCK),)](
+        batch.qo_indptr,
+        batch.starts,
+        batch.page_table,
+        batch.page_table.stride(0),
+        positions,
+        slots,
+        batch.num_chunks,
+        batch.num_rows,
+        page_size,
+        BLOCK=BLOCK,
+        CHUNKS=CHUNKS,
+        num_warps=4,
+    )
+    return positions, slots

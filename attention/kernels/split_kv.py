@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of an item: the request or IDLE; the first and one past the last KV position; the slot for its partial result
-# (of those of all requests that are cut); the slot of the request's first item; the request's number of items.
+# Columns of an item: the request or IDLE; the first and one past the last KV position; the number of its partial result
+# (among those of all requests that are cut); that of the request's first item; the request's number of items.
 ITEM_FIELDS = tl.constexpr(8)  # six, so that an item does not cross a 32-byte sector
 IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["tail", "num_requests", "budget", "min_span", "num_items"])
+@triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "min_span", "num_items"])
 def _plan_items(
     prefix_ptr,
     items_ptr,
@@ -43,8 +43,8 @@ def _plan_items(
     even = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
     count = tl.cdiv(length, tl.maximum(even, 1))
     start = tl.cumsum(count, 0) - count
-    partial = tl.where(count > 1, count, 0)
-    first = tl.cumsum(partial, 0) - partial
+    partials = tl.where(count > 1, count, 0)
+    first = tl.cumsum(partials, 0) - partials
     for chunk in range(0, tl.max(count, 0), CHUNK):
         i = chunk + tl.arange(0, CHUNK)[None, :]
         item = items_ptr + (start[:, None] + i) * ITEM_FIELDS
@@ -63,7 +63,7 @@ def _plan_items(
     tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
 
 
-@triton.jit(do_not_specialize=["tail", "span", "each"])
+@triton.jit(do_not_specialize=["suffix_len", "span", "each"])
 def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EACH: tl.constexpr):
     request, i = tl.program_id(0), tl.arange(0, EACH)
     length = tl.load(prefix_ptr + request) + suffix_len
@@ -83,18 +83,19 @@ def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EAC
 
 @dataclass(frozen=True)
 class Items:
-    """items: [any, ITEM_FIELDS] int32. requests: [num_requests, 2] int32, the slot of each request's first item and its
-    number of items."""
+    """items: [any, ITEM_FIELDS] int32.
+    requests: [num_requests, 2] int32, the number of the partial of each request's first item, and its number of items.
+    """
 
     items: Tensor
     requests: Tensor
 
 
 def plan_items(prefix_len: Tensor, suffix_len: int, budget: int, min_span: int, tile: int, max_splits: int) -> Items:
-    """The items of requests of prefix_len [B] int32 plus `tail` positions each.
+    """The items of requests of prefix_len [B] int32 plus suffix_len positions each.
 
     No request is cut into more than max_splits items nor, but for the last, into items shorter than about min_span;
-    boundaries are multiples of `tile`. At most 2 * budget slots are used. budget = 0 cuts nothing.
+    boundaries are multiples of `tile`. At most 2 * budget partials are used. budget = 0 cuts nothing.
     """
     num_requests = prefix_len.shape[0]
     num_items = num_requests + budget
@@ -119,8 +120,8 @@ def plan_items(prefix_len: Tensor, suffix_len: int, budget: int, min_span: int, 
 
 
 def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int) -> Items:
-    """The items of requests of prefix_len [B] int32 plus `tail` positions each, at most max_kv_len: each request is cut
-    at the multiples of `span`, whatever the others are. A request has ceil(max_kv_len / span) slots."""
+    """The items of requests of prefix_len [B] int32 plus suffix_len positions each, at most max_kv_len: each request is
+    cut at the multiples of `span`, whatever the others are. A request has ceil(max_kv_len / span) partials."""
     num_requests, each = prefix_len.shape[0], triton.cdiv(max_kv_len, span)
     items = torch.empty((num_requests * each, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
@@ -133,11 +134,11 @@ def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int) 
 def reference(lengths: list[int], budget: int, min_span: int, tile: int, max_splits: int) -> list[list[int]]:
     """The same items as rows of six fields, without the idle ones."""
     span = max(triton.cdiv(sum(lengths), max(budget, 1)), min_span if budget else 1 << 30)
-    items, slot = [], 0
+    items, partial = [], 0
     for request, length in enumerate(lengths):
         count = min(triton.cdiv(length, span), max_splits)
         even = triton.cdiv(triton.cdiv(length, count), tile) * tile
         bounds = [(low, min(low + even, length)) for low in range(0, length, even)]
-        items += [[request, low, high, slot + i, slot, len(bounds)] for i, (low, high) in enumerate(bounds)]
-        slot += len(bounds) if len(bounds) > 1 else 0
+        items += [[request, low, high, partial + i, partial, len(bounds)] for i, (low, high) in enumerate(bounds)]
+        partial += len(bounds) if len(bounds) > 1 else 0
     return items

@@ -1,1 +1,8 @@
-""""""
+"""Pages and what is in them.
+
+page_allocator   who holds which page (pure Python)
+prefix_cache     which pages an earlier prompt with the same beginning left (pure Python)
+layout           how layers keep their KV: the interface
+heads            the layout of keys and values by heads
+pool             the memory of one model on one rank
+"""

@@ -97,7 +97,7 @@ class PageAllocator:
             if self._holders[page] == 0:
                 self._free.append(page)
 
-    def count_unheld_tail(self, pages: Sequence[int], limit: int) -> int:
+    def num_unheld_at_end(self, pages: Sequence[int], limit: int) -> int:
         """How many of the last `limit` of `pages` no request holds, counted from the end up to the first held one."""
         count = 0
         for page in reversed(pages):
@@ -107,7 +107,7 @@ class PageAllocator:
         return count
 
     def check_integrity(self, held: Iterable[Sequence[int]], cached: Iterable[int]) -> None:
-        """Asserts that the books match what every holder (`held`: one page list each) and the cache say they have."""
+        """Asserts that the counts match what every holder (`held`: one page list each) and the cache say they have."""
         holders = [0] * (self.num_pages + 1)
         for pages in held:
             for page in pages:

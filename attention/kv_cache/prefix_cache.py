@@ -33,7 +33,7 @@ class _Node:
 class PrefixCache:
     """Radix tree from tokens to pages, least recently used leaves evicted first.
 
-    lookahead: tokens behind a page that its content depends on. A target's KV at position i depends on tokens 0..i: 0.
+    lookahead: tokens after a page that its content depends on. A target's KV at position i depends on tokens 0..i: 0.
     An EAGLE draft's KV at i is made of the target's features at i and of token i + 1 (EAGLE, arXiv 2401.15077, section
     4.1), so a page shared by target and draft at [s, s + page_size) is keyed by tokens s .. s + page_size: 1.
 
@@ -117,7 +117,7 @@ class PrefixCache:
             if stamp != node.stamp:  # used since it was queued
                 self._queue(node)
                 continue
-            num = self._allocator.count_unheld_tail(node.pages, count - freed)
+            num = self._allocator.num_unheld_at_end(node.pages, count - freed)
             if num == 0:
                 held.append(node)
                 continue

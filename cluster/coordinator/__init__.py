@@ -1,1 +1,9 @@
-""""""
+"""The scheduler at work: takes requests, keeps the ranks busy, sends tokens to the ingresses. Knows no Ray.
+
+coordinator      the loop in a thread, driven from other threads
+loop             what the thread does, turn by turn
+request_streams  clients: requests in, tokens and ends out
+publisher        tokens out, one message per ingress and step
+worker_links     ranks: plans out, results in, stamps that show a hang or a death
+stats            the scheduler's counters as the message of /health and /metrics
+"""

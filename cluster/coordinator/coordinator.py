@@ -1,6 +1,6 @@
-"""The scheduler's loop with a thread around it: what the Ray actor `EagleCoordinator` wraps. Knows no Ray.
+"""The scheduler's loop in a thread of its own, driven from others. The Ray actor `EagleCoordinator` wraps it.
 
-Tests and benchmarks drive it directly. The work is in `cluster.coordinator.loop`.
+The work is in `cluster.coordinator.loop`.
 """
 
 import logging
@@ -25,7 +25,8 @@ class Coordinator:
     """All methods may be called from any thread but the loop's own; callbacks come in that one and must return at once.
 
     on_worker_group_lost(reason): a rank died, failed or hangs; the worker group is detached already, and whoever
-    started it shall kill it and attach another. on_death(reason): the loop itself raised; nothing works any more.
+    started it shall kill it and attach another.
+    on_death(reason): the loop itself raised; nothing works any more.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Coordinator:
     @property
     def endpoint(self) -> str:
         """The inbox, for `cluster.transport.channel.connect_engine`."""
-        return self._loop.inbox.endpoint
+        return self._loop.streams.endpoint
 
     def start(self) -> None:
         """Run the loop. Requests are queued from now on and run once a worker group is attached."""
@@ -57,7 +58,7 @@ class Coordinator:
 
     def detach(self, reason: str) -> None:
         """The worker group is lost or about to be killed; what ran on it is resumed or ended, as the settings say."""
-        self._call(lambda: self._loop.let_go(reason))
+        self._call(lambda: self._loop.detach(reason))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait until all others have ended; False if that took longer than `timeout_s`."""
@@ -67,10 +68,10 @@ class Coordinator:
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error."""
-        self._call(lambda: self._loop.fail_all(reason))
+        self._call(lambda: self._loop.streams.fail_all(reason))
 
     def stop(self, reason: str = "the engine was stopped") -> None:
-        """End the loop: ranks are told to stop, unfinished requests get an error. Nothing if it has ended already."""
+        """End the loop: the ranks stop, unfinished requests get an error. Nothing if it has ended already."""
         if self._thread.is_alive():
             self._call(lambda: self._loop.end(reason))
             self._thread.join(_CALL_TIMEOUT_S)

@@ -10,30 +10,32 @@ from typing import Literal
 
 import zmq
 
-from cluster.coordinator.publisher import Stream, TokenPublisher
+from cluster.coordinator.request_streams import RequestStreams
 from cluster.coordinator.stats import engine_stats
 from cluster.coordinator.worker_links import WorkerLinks
-from cluster.transport.channel import BadMessageError, Context, Inbox, IngressLink, Refused, decode
-from cluster.transport.messages import Abort, EngineStats, FlushOutcome, GenerateRequest, GenerateSummary, Refusal
+from cluster.transport.channel import Context
+from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
-from workers.scheduling.plan import StepResult, unpack_i32
-from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestOutput, UnfinishedError
+from workers.scheduling.plan import StepResult
+from workers.scheduling.request import RequestOutput, UnfinishedError
 from workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 0.5
-_LAST_WORDS_MS = 200  # for messages still queued when the coordinator ends
-_MAX_MESSAGES_PER_TURN = 64  # so that a flood of requests does not hold up the running ones
+_LINGER_MS = 200  # for messages still queued when the coordinator ends
 
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """on_worker_loss: whether running requests are resumed on the next worker group, at most `max_resumes` times each,
-    or end with an error. step_timeout_s: a plan unanswered for longer means that the worker group hangs, and it is
-    given
-    up."""
+    """How an engine is run.
+
+    on_worker_loss: whether running requests are resumed on the next worker group or end with an error.
+    max_resumes: how often each is resumed at most.
+    step_timeout_s: a plan unanswered for longer means that the worker group hangs, and it is given up.
+    max_in_flight: plans sent before the first one's result is read.
+    """
 
     engine_id: str
     transport: Transport
@@ -45,8 +47,12 @@ class CoordinatorSettings:
 
 @dataclass(frozen=True)
 class CoordinatorHealth:
-    """loop_age_s: since the loop last came round, which it does every half second at least. heartbeat_age_s: per rank.
-    oldest_plan_age_s: of the oldest plan without a result, 0 if there is none."""
+    """Ages of what happens regularly.
+
+    loop_age_s: since the last turn of the loop, which takes half a second at most.
+    heartbeat_age_s: per rank.
+    oldest_plan_age_s: of the oldest plan without a result, 0 if there is none.
+    """
 
     status: str
     detail: str
@@ -75,18 +81,9 @@ class CoordinatorLoop:
         self._on_worker_group_lost = on_worker_group_lost
         self._clock = clock
         self._context: Context = zmq.Context()
-        self.inbox = Inbox(self._context, settings.transport, f"{settings.engine_id}-inbox")
-        self.reactor.watch(self.inbox.socket, self._read_inbox)
-        self._publisher = TokenPublisher(
-            self._context,
-            settings.transport,
-            self.reactor,
-            settings.engine_id,
-            scheduler.num_draft_tokens,
-            clock,
-            self._ingress_gone,
+        self.streams = RequestStreams(
+            self._context, settings.transport, self.reactor, settings.engine_id, scheduler, clock
         )
-        self._streams: dict[str, Stream] = {}
         self._outputs: list[RequestOutput] = []
         self._worker_group: WorkerLinks | None = None
         self._num_attached = 0
@@ -107,13 +104,13 @@ class CoordinatorLoop:
             self._housekeep(now)
         self._send_plans()
         self._publish()
-        if self._on_idle is not None and not self._streams:
+        if self._on_idle is not None and self.streams.is_empty:
             self._on_idle()
             self._on_idle = None
 
     def attach(self, endpoints: Sequence[str], epoch: int) -> None:
-        """Take a worker group into use, letting go of a former one."""
-        self.let_go("another worker group takes its place")
+        """Take a worker group into use, in place of a former one."""
+        self.detach("another worker group takes its place")
         self._scheduler.requeue_all(epoch)
         self._worker_group = WorkerLinks(
             self._context,
@@ -129,7 +126,7 @@ class CoordinatorLoop:
         if self.status != "draining":
             self.status, self._detail = "ready", ""
 
-    def let_go(self, reason: str) -> None:
+    def detach(self, reason: str) -> None:
         """Detach the worker group: what ran on it goes back to the queue, or ends with an error."""
         if self._worker_group is None:
             return
@@ -139,41 +136,24 @@ class CoordinatorLoop:
         if self.status != "draining":
             self.status = "recovering"
         self._publish()
-        resumes = self._settings.max_resumes if self._settings.on_worker_loss == "resume" else 0
-        for request in self._scheduler.requeue_all(self._scheduler.epoch):
-            stream = self._streams[request.request_id]
-            stream.num_resumes += 1
-            if stream.num_resumes > resumes:
-                times = f" (after {resumes} resumptions)" if resumes else ""
-                self._end(request.request_id, FinishReason.ERROR, reason + times)
-        self._publisher.flush()
+        max_resumes = self._settings.max_resumes if self._settings.on_worker_loss == "resume" else 0
+        self.streams.lost_workers(self._scheduler.requeue_all(self._scheduler.epoch), max_resumes, reason)
 
     def start_draining(self, on_idle: Callable[[], None]) -> None:
         """Refuse new requests; call `on_idle` once there are none."""
         self.status = "draining"
+        self.streams.is_draining = True
         self._on_idle = on_idle
 
-    def fail_all(self, reason: str) -> None:
-        """End every request with an error."""
-        for request_id in list(self._streams):
-            self._end(request_id, FinishReason.ERROR, reason)
-        self._publisher.flush()
-
     def end(self, reason: str) -> None:
-        """Fail what is unfinished, tell the ranks to stop, close everything."""
+        """Fail what is unfinished, stop the ranks, close everything."""
         self.is_stopping = True
-        self.fail_all(reason)
+        self.streams.fail_all(reason)
         if self._worker_group is not None:
             self._worker_group.stop()
-            self._worker_group.close(_LAST_WORDS_MS)
+            self._worker_group.close(_LINGER_MS)
             self._worker_group = None
-        self.close()
-
-    def close(self) -> None:
-        """Close all sockets."""
-        self._publisher.close(_LAST_WORDS_MS)
-        self.reactor.forget(self.inbox.socket)
-        self.inbox.close(_LAST_WORDS_MS)
+        self.streams.close(_LINGER_MS)
         self._context.term()
 
     def die(self, reason: str) -> None:
@@ -202,14 +182,13 @@ class CoordinatorLoop:
         """Stamps; safe in any thread."""
         now, worker_group = self._clock(), self._worker_group
         oldest = worker_group.oldest_plan(now) if worker_group is not None else None
+        heartbeats = worker_group.last_heartbeat_s if worker_group is not None else ()
         return CoordinatorHealth(
             status=self.status,
             detail=self._detail,
             epoch=self._scheduler.epoch,
             loop_age_s=now - self._last_turn_s,
-            heartbeat_age_s=tuple(now - stamp for stamp in worker_group.last_heartbeat_s)
-            if worker_group is not None
-            else (),
+            heartbeat_age_s=tuple(now - stamp for stamp in heartbeats),
             oldest_plan_age_s=oldest[1] if oldest is not None else 0.0,
         )
 
@@ -226,88 +205,15 @@ class CoordinatorLoop:
 
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, []
-        for output in outputs:
-            request = output.request
-            stream = self._streams.get(request.request_id)
-            if stream is None:
-                continue  # ended since the step
-            try:
-                self._publisher.put(stream, output)
-                if output.finish_reason is not None:
-                    del self._streams[request.request_id]
-                    self._send_summary(stream, request, output.finish_reason, None)
-            except Exception as error:  # a bug that one request meets must not end all others
-                logger.exception("request %s failed while its tokens were sent", request.request_id)
-                self._end(request.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
-        self._publisher.flush()
-
-    def _read_inbox(self) -> None:
-        for _ in range(_MAX_MESSAGES_PER_TURN):
-            received = self.inbox.receive()
-            if received is None:
-                return
-            sender, raw = received
-            try:
-                message = decode(raw)
-            except BadMessageError:
-                logger.exception("a message from an engine replica was dropped")
-                continue
-            if isinstance(message, GenerateRequest):
-                refusal = self._submit(sender, message)
-                if refusal is not None:
-                    self.inbox.send(sender, Refused(message.request_id, refusal))
-            elif isinstance(message, Abort):
-                self._end(message.request_id, FinishReason.ABORT, None)
-            else:
-                logger.error("a %s from an engine replica was dropped", type(message).__name__)
-
-    def _submit(self, sender: bytes, message: GenerateRequest) -> Refusal | None:
-        """Queue a request, or say why not. Nothing that one request holds may end the loop."""
-        if self.status == "draining":
-            return Refusal("not_ready", "the engine is draining")
-        try:
-            request = Request(
-                message.request_id,
-                unpack_i32(message.prompt).tolist(),
-                message.sampling,
-                output=unpack_i32(message.output).tolist(),
-            )
-            ingress = self._publisher.open(message.reply_to)
-            self._scheduler.submit(request)
-        except QueueFullError as error:
-            return Refusal("queue_full", str(error))
-        except ValueError as error:  # RequestTooLargeError is one
-            return Refusal("too_large", str(error))
-        except Exception as error:
-            logger.exception("request %s could not be queued", message.request_id)
-            return Refusal("not_ready", f"{type(error).__name__}: {error}")
-        self._streams[message.request_id] = Stream(message.request_id, sender, ingress, message.running_stats)
-        return None
-
-    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
-        """End a request in whatever state; an unknown one has ended already."""
-        request = self._scheduler.abort(request_id, reason)
-        stream = self._streams.pop(request_id, None)
-        if stream is None:
-            return
-        self._publisher.put_end(stream, reason, error)
-        self._send_summary(stream, request, reason, error)
-
-    def _send_summary(self, stream: Stream, request: Request | None, reason: FinishReason, error: str | None) -> None:
-        num_output = len(request.output) if request is not None else 0
-        self.inbox.send(stream.engine, GenerateSummary(stream.request_id, reason.value, num_output, error))
-
-    def _ingress_gone(self, link: IngressLink, reason: str) -> None:
-        for stream in [stream for stream in self._streams.values() if stream.ingress is link]:
-            self._end(stream.request_id, FinishReason.ABORT, reason)
+        self.streams.publish(outputs)
 
     def _worker_group_lost(self, reason: str) -> None:
         logger.error("worker group of epoch %d lost: %s", self._scheduler.epoch, reason)
-        self.let_go(reason)
+        self.detach(reason)
         self._on_worker_group_lost(reason)
 
     def _housekeep(self, now: float) -> None:
-        self._publisher.check_connections()
+        self.streams.check_connections()
         oldest = self._worker_group.oldest_plan(now) if self._worker_group is not None else None
         if oldest is not None and oldest[1] > self._settings.step_timeout_s:
             self._worker_group_lost(

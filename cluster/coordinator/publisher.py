@@ -1,4 +1,4 @@
-"""Tokens on their way out: one message per ingress and step. Used by the coordinator, in its thread."""
+"""Tokens out: one message per ingress and step. Used by `cluster.coordinator.request_streams`, in the loop's thread."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,13 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class Stream:
-    """Where a request's tokens go. engine: the replica that is told how it ended. running_stats: as in
-    `GenerateRequest`. num_resumes: worker groups it has lost."""
+    """Where a request's tokens go.
+
+    engine: the replica that called, which gets the summary.
+    ingress: gets the tokens.
+    running_stats: as in `GenerateRequest`.
+    num_resumes: worker groups it has lost.
+    """
 
     __slots__ = ("request_id", "engine", "ingress", "running_stats", "num_resumes")
 
@@ -30,7 +35,7 @@ class Stream:
 class TokenPublisher:
     """Links to ingresses, opened with their first request, and the step's deltas for each.
 
-    An ingress that closes its socket, never opens it, or does not read is gone: on_gone is called with its link and
+    An ingress that closes its socket, never opens it, or does not read is lost: on_gone is called with its link and
     the reason, in the reactor's thread. It never makes the loop wait.
     """
 

@@ -1,8 +1,7 @@
-"""From the scheduler's counters to the message that /health and /metrics are made of."""
+"""The scheduler's state as the message that /health and /metrics are made of. Used by `cluster.coordinator.loop`."""
 
-from cluster.transport.messages import EngineStats, Histogram
+from cluster.transport.messages import EngineStats
 from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.stats import HistogramCounts
 
 
 def engine_stats(
@@ -18,31 +17,10 @@ def engine_stats(
         num_waiting=scheduler.num_waiting,
         kv_usage=scheduler.kv_usage,
         num_pages=scheduler.allocator.num_pages,
-        num_steps=stats.num_steps,
-        num_preemptions=stats.num_preemptions,
-        num_worker_restarts=num_worker_restarts,
-        prompt_tokens=stats.prompt_tokens,
-        generation_tokens=stats.generation_tokens,
+        last_step_age_s=last_step_age_s,
         prefix_queries=0 if cache is None else cache.num_queried_tokens,
         prefix_hits=0 if cache is None else cache.num_hit_tokens,
-        finished=dict(stats.finished),
-        num_drafts=stats.num_drafts,
         num_draft_tokens=stats.num_drafts * scheduler.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        accepted_per_position=stats.accepted_per_position,
-        last_step_age_s=last_step_age_s,
-        histograms={
-            "time_to_first_token_seconds": _histogram(stats.time_to_first_token_s),
-            "inter_token_latency_seconds": _histogram(stats.inter_token_s),
-            "request_time_per_output_token_seconds": _histogram(stats.time_per_output_token_s),
-            "e2e_request_latency_seconds": _histogram(stats.e2e_s),
-            "request_queue_time_seconds": _histogram(stats.queue_s),
-            "request_prompt_tokens": _histogram(stats.request_prompt_tokens),
-            "request_generation_tokens": _histogram(stats.request_generation_tokens),
-            "step_seconds": _histogram(stats.step_s),
-        },
+        num_worker_restarts=num_worker_restarts,
+        scheduler=stats.copy(),
     )
-
-
-def _histogram(counts: HistogramCounts) -> Histogram:
-    return Histogram(bounds=counts.bounds, counts=tuple(counts.counts), total=counts.total)

@@ -3,15 +3,21 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from cluster.transport.channel import Context, Heartbeat, RankFailure, RankLink, Stop, encode
+from cluster.transport.channel import Context, RankLink
+from cluster.transport.encoding import encode
+from cluster.transport.messages import Heartbeat, RankFailure, Stop
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.plan import StepPlan, StepResult
 
 
 class WorkerLinks:
-    """One epoch of ranks, attached. on_result is called with rank 0's results, on_lost at most once, with the reason,
-    when a rank dies, fails or stops reading; both in the reactor's thread. After that the owner calls `close`."""
+    """One epoch of ranks, attached. Callbacks come in the reactor's thread.
+
+    on_result: called with rank 0's results.
+    on_lost: called at most once, with the reason, when a rank dies, fails or stops reading; then the owner calls
+        `close`.
+    """
 
     def __init__(
         self,
@@ -90,8 +96,8 @@ class WorkerLinks:
     def _check(self, link: RankLink) -> None:
         reason = link.monitor.check()
         if reason is not None:
-            while not self._is_lost and link.has_news():
-                self._receive(link)  # its last words
+            while not self._is_lost and link.is_readable():
+                self._receive(link)  # what it sent before
             self._lose(f"rank {link.rank} is gone: {reason}")
 
     def _lose(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""How many generations one ingress carries at a time; more are told at once to come again, never queued here."""
+"""How many generations one ingress carries at a time; more are refused at once (429) and never queued here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,11 @@ from cluster.http.errors import overloaded, unavailable
 
 
 class Admission:
-    """limit: generations in flight. draining: set it to refuse all new work with 503 while running work ends."""
+    """Counts generations.
+
+    limit: at a time.
+    draining: set it to refuse all new work with 503 while running work ends.
+    """
 
     def __init__(self, limit: int, retry_after_s: float) -> None:
         self._limit = limit

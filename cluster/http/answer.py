@@ -1,41 +1,51 @@
 """One answer: the engine's token deltas, cut at stop strings and turned into text. Pure; no HTTP, no clock."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from cluster.http.detokenizer import Detokenizer
 from cluster.http.stop_strings import StopMatcher
 from cluster.transport.messages import SpeculationStats, TokenDelta
 from workers.scheduling.plan import TokenLogprobs
 
+EndReason = Literal["stop", "length"]
+_END_REASONS: dict[str | None, EndReason | None] = {None: None, "stop": "stop", "length": "length"}
+
 
 class EngineFailedError(Exception):
     """The engine ended the answer before its time; the message is for the log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a delta adds to an answer. offsets: where each token's text begins in the answer's text. finish: "stop" or
-    "length" with the last piece; stop_reason: the stop string or the stop token's id, None for end of sequence."""
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What a delta adds to an answer. A msgspec struct, because one is made per chunk: 0.2 us, a frozen dataclass 1 us.
+
+    offsets: where each token's text begins in the answer's text.
+    finish: with the last piece.
+    stop_reason: the stop string or the stop token's id, None for end of sequence.
+    """
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     offsets: tuple[int, ...] = ()
-    finish: str | None = None
+    finish: EndReason | None = None
     stop_reason: str | int | None = None
 
 
 class Answer:
     """State of one choice while it is generated.
 
-    include_stop: show the stop string, or the stop token's text, too. min_tokens: stop strings are looked for in what
-    comes after that many tokens. eos_token_ids: reported as plain end of sequence.
+    include_stop: show the stop string, or the stop token's text, too.
+    min_tokens: stop strings are looked for in what comes after that many tokens.
+    eos_token_ids: reported as plain end of sequence.
 
-    num_tokens counts every token up to and including the one that ended the answer, as vLLM counts usage. The text of
-    a stop token is not shown. Nothing after the end leaks: the tokens of an accepted run behind a stop string are
-    dropped from text, tokens, logprobs and counts. cached_tokens and speculation are the last that a delta told, the
-    round that brought a stop string included; None: not told yet, or no draft.
+    num_tokens: up to and including the one that ended the answer, as vLLM counts usage.
+    cached_tokens, speculation: of the last delta that had them, the round that brought a stop string included.
+
+    The text of a stop token is not shown. Nothing after the end leaks: accepted tokens after a stop string are dropped
+    from text, tokens, logprobs and counts.
     """
 
     def __init__(
@@ -53,7 +63,7 @@ class Answer:
         self._eos_token_ids = eos_token_ids
         self._decoded_len = 0
         self.num_tokens = 0
-        self.finish: str | None = None
+        self.finish: EndReason | None = None
         self.stop_reason: str | int | None = None
         self.cached_tokens: int | None = None
         self.speculation: SpeculationStats | None = None
@@ -61,7 +71,7 @@ class Answer:
     def push(self, delta: TokenDelta) -> Piece:
         """The next piece. Raises EngineFailedError if the delta says so."""
         assert self.finish is None, "a delta after the last one"
-        if delta.finish not in (None, "stop", "length"):
+        if delta.finish not in _END_REASONS:
             raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}")
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
@@ -99,7 +109,7 @@ class Answer:
         """The engine's last delta. A stop string completed by the text that was still held back goes first."""
         if not self._show(self._detokenizer.flush(), shown):
             shown.append(self._matcher.flush())
-            self.finish = delta.finish
+            self.finish = _END_REASONS[delta.finish]
             if delta.finish == "stop" and delta.tokens and delta.tokens[-1] not in self._eos_token_ids:
                 self.stop_reason = delta.tokens[-1]
 

@@ -1,6 +1,6 @@
 """A model's chat template, rendered as transformers renders it, without importing transformers (and with it torch).
 
-Held equal to `PreTrainedTokenizerBase.apply_chat_template` by tests/cluster/test_tokenizer.py.
+Held equal to `PreTrainedTokenizerBase.apply_chat_template` by tests/cluster/http/test_tokenizer.py.
 """
 
 import json
@@ -20,7 +20,11 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """source: Jinja text. special_tokens: names and texts that the template may use ("bos_token" -> "<s>")."""
+    """Renders messages.
+
+    source: Jinja text.
+    special_tokens: names and texts that the template may use ("bos_token" -> "<s>").
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(

@@ -1,23 +1,29 @@
-"""What one HTTP ingress is told. Written in the `ingress` section of the configuration, read by `cluster.http.app`."""
+"""What one HTTP ingress is configured with: the `ingress` section of the configuration. Read by `cluster.http.app`."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+OutputParserName = Literal["text"]  # rows of `cluster.http.output_parser.PARSERS`
 
 
 @dataclass(frozen=True)
 class EdgeConfig:
-    """served_model_name: the name clients ask for; "" takes the name of the model's folder. max_model_len: prompt and
-    answer tokens together; 0 takes the engine's.
+    """Names and lengths, load, bounds of one request, access, defaults.
 
-    Load. max_concurrent_requests: generations (choices) in flight in one ingress; more are refused with 429.
-    retry_after_s: what a 429 or 503 advises if the engine does not. request_timeout_s: a generation that takes longer
-    is aborted: 504 with `x-should-retry: false` (OpenAI's client would repeat a 408 or a bare 504 twice, and so triple
-    the work), or an error event in a stream; None: no limit.
-
-    Bounds of one request. max_body_bytes: 413 above. max_n: choices per prompt. max_choices: prompts x n.
-    max_stop_strings: entries of `stop`, each at most max_stop_length characters.
-
-    api_keys: if any, every route but /health wants `Authorization: Bearer <key>`. default_*: sampling parameters of a
-    request that does not set them.
+    served_model_name: the name clients ask for; "" takes the name of the model's folder.
+    max_model_len: prompt and answer tokens together; 0 takes the engine's.
+    max_concurrent_requests: generations (choices) carried by one ingress; more are refused with 429.
+    retry_after_s: what a 429 or 503 advises if the engine does not.
+    request_timeout_s: a generation that takes longer is aborted: 504 with `x-should-retry: false` (OpenAI's client
+        would repeat a 408 or a bare 504 twice, and so triple the work), or an error event in a stream; None: no limit.
+    max_body_bytes: 413 above.
+    max_n: choices per prompt.
+    max_choices: prompts x n.
+    max_stop_strings: entries of `stop`.
+    max_stop_length: characters of each.
+    api_keys: if any, every route but /health wants `Authorization: Bearer <key>`.
+    output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content.
+    default_*: sampling parameters of a request that does not set them.
     """
 
     served_model_name: str = ""
@@ -31,6 +37,7 @@ class EdgeConfig:
     max_stop_strings: int = 16
     max_stop_length: int = 1024
     api_keys: tuple[str, ...] = ()
+    output_parser: OutputParserName = "text"
     default_temperature: float = 1.0
     default_top_p: float = 1.0
     default_top_k: int = 0

@@ -88,7 +88,7 @@ class PrefixDetokenizer:
 
 
 def _token_bytes(text: str) -> bytes:
-    """The bytes behind a token's printable form, as the byte-level decoder of `tokenizers` finds them: a token with
+    """The bytes of a token's printable form, as the byte-level decoder of `tokenizers` finds them: a token with
     any character outside the alphabet (an added token with a space, say) stands for itself."""
     raw = bytearray()
     for character in text:

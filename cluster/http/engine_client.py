@@ -1,7 +1,7 @@
 """What the HTTP edge needs from an engine: tokens for a prompt, and statistics.
 
-The edge (`cluster.http.app`) is written against this protocol and nothing else; the deployment implements it over Serve
-and ZeroMQ, the tests by a script.
+The edge is written against this protocol and nothing else; `cluster.ingress.remote_engines` implements it over Serve
+and ZeroMQ.
 """
 
 from collections.abc import AsyncGenerator

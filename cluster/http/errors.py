@@ -8,6 +8,7 @@ import math
 import msgspec
 from starlette.responses import Response
 
+from cluster.http.schema.response import ErrorDetail, ErrorReply
 from cluster.transport.messages import Refusal
 
 JSON_HEADERS = {"content-type": "application/json"}
@@ -34,10 +35,13 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
 
+    def detail(self) -> ErrorDetail:
+        """What the client reads."""
+        return ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
+
     def body(self) -> bytes:
         """The JSON document; also the payload of an error event inside a stream."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(ErrorReply(error=self.detail()))
 
     def response(self) -> Response:
         return Response(self.body(), self.status, {**JSON_HEADERS, **self.headers})
@@ -120,7 +124,7 @@ def internal(request_id: str) -> ApiError:
 
 
 def refused(refusal: Refusal) -> ApiError:
-    """What the engine said at its door."""
+    """Why the engine did not take a request."""
     match refusal.kind:
         case "too_large":
             return too_long(refusal.message, "prompt")

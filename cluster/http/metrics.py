@@ -1,43 +1,25 @@
-"""Prometheus text from the statistics of all engines: one sum per metric, under vLLM's names where vLLM has one.
+"""Prometheus text from the statistics of all engines: one sum per metric. What there is, and under which name, is
+declared at the numbers themselves, in `EngineStats` and `SchedulerStats`.
 
 Any ingress gives the same numbers, because they are the engines' and not its own: load-balanced scrapes and benchmark
 tools that take differences would otherwise see counters jump. A counter falls only when an engine is replaced, which
 Prometheus treats as a reset.
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from cluster.transport.messages import EngineStats, Histogram
+from cluster.transport.messages import EngineStats
+from workers.scheduling.stats import Histogram, Metric, SchedulerStats
 
-# EngineStats field, metric, help
-COUNTERS = (
-    ("prefix_queries", "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
-    ("prefix_hits", "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
-    ("num_preemptions", "vllm:num_preemptions", "Requests that gave their pages back and started again"),
-    ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of admitted requests"),
-    ("generation_tokens", "vllm:generation_tokens", "Tokens generated"),
-    ("num_drafts", "vllm:spec_decode_num_drafts", "Rounds that verified drafts"),
-    ("num_draft_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens drafted"),
-    ("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted"),
-    ("num_steps", "aerie:steps", "Steps executed"),
-    ("num_worker_restarts", "aerie:worker_restarts", "Times that an engine's workers were restarted"),
-)
-HISTOGRAMS = {
-    "time_to_first_token_seconds": ("vllm:", "From arrival to the first token"),
-    "inter_token_latency_seconds": ("vllm:", "Between deliveries of tokens; one delivery may carry several"),
-    "request_time_per_output_token_seconds": ("vllm:", "Mean time per token after the first, per request"),
-    "e2e_request_latency_seconds": ("vllm:", "From arrival to the last token"),
-    "request_queue_time_seconds": ("vllm:", "From arrival to the first step"),
-    "request_prompt_tokens": ("vllm:", "Prompt tokens per request"),
-    "request_generation_tokens": ("vllm:", "Tokens generated per request"),
-    "step_seconds": ("aerie:", "Time of a step on rank 0"),
-}
 STATES = ("starting", "ready", "recovering", "draining", "dead")
 
 
@@ -48,77 +30,66 @@ def prometheus_text(engines: Sequence[EngineStats], model_name: str) -> bytes:
     return generate_latest(registry)
 
 
+@functools.cache
+def declared_metrics(kind: type) -> dict[str, Metric]:
+    """Field or property -> metric, of a class that annotates them with `Metric`."""
+    hints = get_type_hints(kind, include_extras=True)
+    for name, member in vars(kind).items():
+        if isinstance(member, property) and member.fget is not None:
+            hints[name] = get_type_hints(member.fget, include_extras=True).get("return")
+    extras = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: extra for name, found in extras.items() for extra in found if isinstance(extra, Metric)}
+
+
 class _Snapshot(Collector):
     def __init__(self, engines: Sequence[EngineStats], model_name: str) -> None:
         self._engines = engines
         self._label = [model_name]
 
-    def collect(self) -> Iterator[Metric]:
-        yield from self._gauges()
-        for name, metric, text in COUNTERS:
-            yield self._counter(metric, text, sum(getattr(engine, name) for engine in self._engines))
-        yield self._by(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Rounds that accepted the draft at a position",
-            "position",
-            _summed(dict(enumerate(e.accepted_per_position)) for e in self._engines),
-        )
-        yield self._by(
-            "vllm:request_success",
-            "Requests that ended",
-            "finished_reason",
-            _summed(engine.finished for engine in self._engines),
-        )
-        yield from self._histograms()
+    def collect(self) -> Iterator[Family]:
+        schedulers = [engine.scheduler for engine in self._engines if engine.scheduler is not None]
+        for kind, holders in ((EngineStats, self._engines), (SchedulerStats, schedulers)):
+            for name, metric in declared_metrics(kind).items():
+                values = [getattr(holder, name) for holder in holders]
+                if metric.kind != "histogram":
+                    yield self._family(metric, self._by_label(metric, values))
+                elif values:
+                    yield self._histogram(metric, values)
+        states = Counter(engine.status for engine in self._engines)
+        of_engines = Metric("aerie:engines", "Engines by state", "gauge", label="status")
+        yield self._family(of_engines, {status: states[status] for status in STATES})
 
-    def _gauges(self) -> Iterator[Metric]:
-        engines = self._engines
-        num_pages = sum(engine.num_pages for engine in engines)
-        used = sum(engine.kv_usage * engine.num_pages for engine in engines)
-        gauges = (
-            ("vllm:num_requests_running", "Requests that decode", sum(e.num_running for e in engines)),
-            ("vllm:num_requests_waiting", "Requests in the queue", sum(e.num_waiting for e in engines)),
-            ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", used / num_pages if num_pages else 0.0),
-            (
-                "aerie:last_step_age_seconds",
-                "Age of the last step, of the engine where it is oldest",
-                max((e.last_step_age_s for e in engines), default=0.0),
-            ),
-        )
-        for name, text, value in gauges:
-            family = GaugeMetricFamily(name, text, labels=["model_name"])
-            family.add_metric(self._label, value)
-            yield family
-        states = Counter(engine.status for engine in engines)
-        family = GaugeMetricFamily("aerie:engines", "Engines by state", labels=["model_name", "status"])
-        for status in STATES:
-            family.add_metric([*self._label, status], states[status])
-        yield family
+    def _by_label(self, metric: Metric, values: Sequence[Any]) -> Mapping[str, float]:
+        """All engines' numbers as one, by label; under "" if the metric has none."""
+        if metric.label:
+            return _summed(values)
+        if metric.across == "max":
+            return {"": max(values, default=0.0)}
+        if metric.across == "mean":
+            pages = [engine.num_pages for engine in self._engines]
+            weighed = sum(value * weight for value, weight in zip(values, pages, strict=True))
+            return {"": weighed / sum(pages) if sum(pages) else 0.0}
+        return {"": sum(values)}
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric(self._label, value)
-        return family
-
-    def _by(self, name: str, text: str, label: str, values: Counter[str]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name", label])
+    def _family(self, metric: Metric, values: Mapping[str, float]) -> Family:
+        labels = ["model_name", *([metric.label] if metric.label else [])]
+        kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+        family = kind(metric.name, metric.help, labels=labels)
         for key, value in values.items():
-            family.add_metric([*self._label, key], value)
+            family.add_metric([*self._label, *([key] if metric.label else [])], value)
         return family
 
-    def _histograms(self) -> Iterator[Metric]:
-        for name, (prefix, text) in HISTOGRAMS.items():
-            parts = [engine.histograms[name] for engine in self._engines if name in engine.histograms]
-            if parts:
-                family = HistogramMetricFamily(prefix + name, text, labels=["model_name"])
-                family.add_metric(self._label, _buckets(parts), sum(part.total for part in parts))
-                yield family
+    def _histogram(self, metric: Metric, parts: Sequence[Histogram]) -> Family:
+        family = HistogramMetricFamily(metric.name, metric.help, labels=["model_name"])
+        family.add_metric(self._label, _buckets(parts), sum(part.total for part in parts))
+        return family
 
 
-def _summed(parts: Iterable[dict[str, int] | dict[int, int]]) -> Counter[str]:
+def _summed(parts: Sequence[Mapping[str, int] | Sequence[int]]) -> Counter[str]:
+    """By key, or by position."""
     total: Counter[str] = Counter()
     for part in parts:
-        for key, value in part.items():
+        for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
             total[str(key)] += value
     return total
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.http.chat_template import ChatTemplateError
 from cluster.http.errors import invalid, unsupported
-from cluster.http.schema import Message
+from cluster.http.schema.request import Message
 from cluster.http.tokenizer import ChatTokenizer
 
 MAX_PARTS = 4096

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.config import EdgeConfig
+from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from cluster.http.prompts import chat_prompt, check_token_ids, listed_prompts
-from cluster.http.schema import ChatBody, TextBody
+from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.tokenizer import ChatTokenizer
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -32,9 +32,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class EdgeRequest:
-    """A request ready to run. choices: prompt by prompt, n of each. echo: texts in front of the answers, one per
-    prompt, or none. eos_token_ids: the model's own among the stop tokens. logprobs: as in SamplingParams. The rest
-    says how the answer is shown."""
+    """A request ready to run.
+
+    choices: prompt by prompt, n of each.
+    echo: texts in front of the answers, one per prompt, or none.
+    eos_token_ids: the model's own among the stop tokens.
+    logprobs: as in SamplingParams.
+    The rest says how the answer is shown.
+    """
 
     chat: bool
     prompts: list[list[int]]
@@ -49,9 +54,10 @@ class EdgeRequest:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    output_parser: OutputParserName
 
 
-async def chat_request(body: ChatBody, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
+async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
     """Raises ApiError."""
     check_model(body.model, config)
     if body.top_logprobs and not body.logprobs:
@@ -66,7 +72,7 @@ async def chat_request(body: ChatBody, config: EdgeConfig, tokenizer: ChatTokeni
     return _request(body, [prompt], [], logprobs, body.max_completion_tokens or body.max_tokens, config, tokenizer)
 
 
-async def text_request(body: TextBody, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
+async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
     """Raises ApiError."""
     check_model(body.model, config)
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -100,7 +106,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def _request(
-    body: ChatBody | TextBody,
+    body: ChatCompletionRequest | CompletionRequest,
     prompts: list[list[int]],
     echo: list[str],
     logprobs: int,
@@ -110,7 +116,7 @@ def _request(
 ) -> EdgeRequest:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
-    chat = isinstance(body, ChatBody)
+    chat = isinstance(body, ChatCompletionRequest)
     n = _num_choices(body.n, len(prompts), config)
     eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
     sampling = _sampling(body, logprobs, eos, config, tokenizer)
@@ -139,11 +145,16 @@ def _request(
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
+        output_parser=config.output_parser if chat else "text",
     )
 
 
 def _sampling(
-    body: ChatBody | TextBody, logprobs: int, eos: frozenset[int], config: EdgeConfig, tokenizer: ChatTokenizer
+    body: ChatCompletionRequest | CompletionRequest,
+    logprobs: int,
+    eos: frozenset[int],
+    config: EdgeConfig,
+    tokenizer: ChatTokenizer,
 ) -> SamplingParams:
     """What all choices have in common; max_tokens and seed are still to be set."""
     temperature = _given(body.temperature, config.default_temperature)

@@ -1,7 +1,7 @@
 """Carries out one generation request: drives its choices on the engine, sends the reply, stops when the client leaves.
 
 The reply's status is decided by the first delta: until then an error has its own status, afterwards a stream ends with
-an error event. A stream is never cut without a word.
+an error event. A stream never just breaks off.
 """
 
 import asyncio
@@ -20,17 +20,16 @@ from cluster.http.answer import Answer, EngineFailedError, Piece, joined
 from cluster.http.config import EdgeConfig
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
+from cluster.http.output_parser import PARSERS, ReplyDelta, joined_deltas
+from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
+from cluster.http.replies.streaming import DONE, STREAM_HEADERS, event
 from cluster.http.request import EdgeRequest
-from cluster.http.response import DONE, Replies, event
 from cluster.http.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect events
-]
+
+Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # of choice, piece, and what the parser made of it
 
 
 @dataclass(frozen=True)
@@ -44,23 +43,37 @@ class Edge:
 
 
 class GenerationResponse(Response):
-    """The reply to `request`. reply_id: unique, names the generations on the engine too. request_id: the client's name
-    for the request, for logs and error messages."""
+    """The reply to `request`.
 
-    def __init__(self, edge: Edge, request: EdgeRequest, reply_id: str, request_id: str) -> None:
+    reply_form: the endpoint's.
+    reply_id: unique, names the generations on the engine too.
+    request_id: the client's name for the request, for logs and error messages.
+    """
+
+    def __init__(
+        self,
+        edge: Edge,
+        request: EdgeRequest,
+        reply_form: Callable[[ReplyContext], Reply],
+        reply_id: str,
+        request_id: str,
+    ) -> None:
         self.background = None
         self._edge = edge
         self._request = request
         self._reply_id = reply_id
         self._request_id = request_id
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
-        self._replies = Replies(
-            request, self._answers, reply_id, int(time.time()), edge.config.served_model_name, edge.tokenizer
+        self._parsers = [PARSERS[request.output_parser](request, edge.tokenizer) for _ in request.choices]
+        self._reply = reply_form(
+            ReplyContext(
+                request, self._answers, reply_id, int(time.time()), edge.config.served_model_name, edge.tokenizer
+            )
         )
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._reply(scope, receive, send))
+        work = asyncio.ensure_future(self._respond(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -72,7 +85,7 @@ class GenerationResponse(Response):
         else:
             work.result()
 
-    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._edge.admission.enter(len(self._request.choices)):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
@@ -84,17 +97,17 @@ class GenerationResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         """Events as they come. Raises ApiError."""
-        replies = self._replies
+        reply = self._reply
         lock = asyncio.Lock()  # several choices send; the head goes first
         opened: set[int] = set()
 
-        async def emit(index: int, piece: Piece) -> None:
-            events = replies.piece_event(index, piece)
+        async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
+            events = reply.piece_event(index, piece, delta)
             if index not in opened:
                 opened.add(index)
-                events = replies.first_event(index) + events
+                events = reply.first_event(index) + events
             if piece.finish is not None:
-                events += replies.finish_event(index)
+                events += reply.finish_event(index, delta.finish)
             async with lock:
                 if not self._started:
                     await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
@@ -103,21 +116,24 @@ class GenerationResponse(Response):
                     await send(_body(events, more=True))
 
         await self._generate(emit)
-        end = replies.usage_event() + DONE if self._request.include_usage else DONE
+        end = reply.usage_event() + DONE if self._request.include_usage else DONE
         await send(_body(end, more=False))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One document. Raises ApiError."""
         pieces: list[list[Piece]] = [[] for _ in self._answers]
+        deltas: list[list[ReplyDelta]] = [[] for _ in self._answers]
 
-        async def keep(index: int, piece: Piece) -> None:
+        async def keep(index: int, piece: Piece, delta: ReplyDelta) -> None:
             pieces[index].append(piece)
+            deltas[index].append(delta)
 
         await self._generate(keep)
-        document = self._replies.document([joined(parts) for parts in pieces])
+        answers = zip(pieces, deltas, strict=True)
+        document = self._reply.document([WholeAnswer(joined(piece), *joined_deltas(delta)) for piece, delta in answers])
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
 
-    async def _generate(self, emit: Callable[[int, Piece], Awaitable[None]]) -> None:
+    async def _generate(self, emit: Emit) -> None:
         """Run all choices to their ends; every failure becomes an ApiError, after all of them are aborted."""
         limit_s = self._edge.config.request_timeout_s
         try:
@@ -135,10 +151,10 @@ class GenerationResponse(Response):
             logger.exception("request %s: unexpected", self._request_id)
             raise internal(self._request_id) from None
 
-    async def _run_choice(self, index: int, emit: Callable[[int, Piece], Awaitable[None]]) -> None:
+    async def _run_choice(self, index: int, emit: Emit) -> None:
         """One choice to its end. A stop string ends it before the engine does: leaving the block aborts it there."""
         choice = self._request.choices[index]
-        answer = self._answers[index]
+        answer, parser = self._answers[index], self._parsers[index]
         prompt = self._request.prompts[choice.prompt]
         # Where a stop string may end the answer, the last delta read may be any.
         running_stats = bool(self._request.stops)
@@ -148,10 +164,10 @@ class GenerationResponse(Response):
                 piece = answer.push(delta)
                 if piece.finish is not None:
                     break
-                await emit(index, piece)
+                await emit(index, piece, parser.push(piece))
             else:
                 raise EngineFailedError("the engine's stream ended without a last delta")
-        await emit(index, piece)
+        await emit(index, piece, parser.push(piece))
 
 
 def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answer:

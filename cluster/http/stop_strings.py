@@ -5,7 +5,11 @@ from typing import NamedTuple
 
 
 class StopMatch(NamedTuple):
-    """shown: the text in front of the stop string. stop: the stop string itself."""
+    """A stop string that ends the text.
+
+    shown: the text in front of it.
+    stop: the string itself.
+    """
 
     shown: str
     stop: str

@@ -24,9 +24,9 @@ from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
 from cluster.http.tokenizer import ChatTokenizer
 from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
-from cluster.plan_report import model_name
-from cluster.replica.actors import coordinator_prefix, find_coordinators
-from cluster.transport.channel import bind_ingress, decode_tokens
+from cluster.transport.channel import bind_ingress
+from cluster.transport.discovery import coordinator_prefix, find_coordinators
+from cluster.transport.encoding import decode_tokens
 from cluster.transport.keys import make_transport
 from cluster.transport.messages import EngineStats, FlushOutcome
 
@@ -133,6 +133,6 @@ def edge_config(config: AerieConfig) -> EdgeConfig:
     """The edge's configuration, with what it leaves to the engine's filled in."""
     return dataclasses.replace(
         config.ingress,
-        served_model_name=model_name(config),
+        served_model_name=config.served_model_name,
         max_model_len=config.ingress.max_model_len or config.model.max_model_len or 0,
     )

@@ -15,11 +15,11 @@ import msgspec
 
 from cluster.http.engine_client import EngineRefused
 from cluster.transport.messages import (
+    EngineAnswer,
     EngineStats,
     FlushOutcome,
     GenerateRequest,
     GenerateSummary,
-    Refusal,
     TokenBatch,
     TokenDelta,
 )
@@ -29,13 +29,6 @@ logger = logging.getLogger(__name__)
 
 STATS_MAX_AGE_S = 0.5
 LAST_TOKENS_TIMEOUT_S = 5.0  # between the end of a call and its last tokens, which travel on another way
-
-
-class EngineAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What `Engine.generate` returns, as msgpack: one of both."""
-
-    summary: GenerateSummary | None = None
-    refusal: Refusal | None = None
 
 
 class EngineCalls(Protocol):
@@ -50,7 +43,7 @@ class EngineCalls(Protocol):
         ...
 
     async def flush_cache(self) -> list[FlushOutcome]:
-        """What every engine that is known did when told to empty its prefix cache, within a time limit."""
+        """Have every engine that is known empty its prefix cache, within a time limit."""
         ...
 
 
@@ -121,8 +114,12 @@ class TokenInbox:
 
 
 class RemoteEngines:
-    """EngineClient over Serve and ZeroMQ. reply_to: where engines send tokens, read by whoever feeds `inbox`. resume:
-    continue a request once on another engine if its engine fails."""
+    """EngineClient over Serve and ZeroMQ.
+
+    inbox: fed with what arrives at `reply_to`.
+    reply_to: where engines send tokens.
+    resume: continue a request once on another engine if its engine fails.
+    """
 
     def __init__(
         self,
@@ -222,7 +219,7 @@ class RemoteEngines:
 
 
 class _EngineFailed(Exception):
-    """The engine that ran a request is gone, or its tokens are."""
+    """The engine that ran a request is lost, or tokens of it are."""
 
 
 def _outcome(call: "asyncio.Future[bytes]") -> GenerateSummary:

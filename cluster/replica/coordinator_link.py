@@ -5,15 +5,16 @@ import logging
 
 import zmq.asyncio
 
-from cluster.transport.channel import BadMessageError, Refused, connect_engine, decode, encode
-from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal
+from cluster.transport.channel import connect_engine
+from cluster.transport.encoding import BadMessageError, decode, encode
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, Refused
 from cluster.transport.sockets import Transport
 
 logger = logging.getLogger(__name__)
 
 
 class EngineLostError(RuntimeError):
-    """The coordinator is gone, and with it the request; it may be resumed on another engine."""
+    """The coordinator is lost, and with it the request; it may be resumed on another engine."""
 
 
 class CoordinatorLink:

@@ -18,20 +18,24 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from cluster.config import AerieConfig
-from cluster.ingress.remote_engines import EngineAnswer
-from cluster.plan_report import ready_line
-from cluster.replica.actors import coordinator_prefix
+from cluster.replica.plan_report import ready_line
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
+from cluster.replica.worker_actor import Worker
 from cluster.replica.worker_group import WorkerGroupError, WorkerGroupPlan
+from cluster.transport.discovery import coordinator_prefix
 from cluster.transport.keys import make_transport
-from cluster.transport.messages import GenerateRequest, Refusal
+from cluster.transport.messages import EngineAnswer, GenerateRequest, Refusal
 
 
 class Engine:
-    """One replica. factory: names what a rank is made of. one_node: all of the application runs on this node.
-    model.device is "cpu" or "cuda"."""
+    """One replica. config.model.device is "cpu" or "cuda". one_node: all of the application runs on this node.
 
-    async def __init__(self, config: AerieConfig, factory: str, one_node: bool) -> None:  # type: ignore[misc]
+    worker: the class of its ranks' actors.
+    """
+
+    worker: type[Worker] = Worker
+
+    async def __init__(self, config: AerieConfig, one_node: bool) -> None:  # type: ignore[misc]
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         engine_id = uuid.uuid4().hex[:8]
@@ -40,7 +44,7 @@ class Engine:
         folder = transport.folder or tempfile.mkdtemp(prefix="aerie-")
         self._limit_s = 2 * config.engine.start_timeout_s
         self._supervisor = Supervisor(
-            WorkerGroupPlan(config, factory, group, transport, folder, application),
+            WorkerGroupPlan(config, self.worker, group, transport, folder, application),
             engine_id=engine_id,
             name_prefix=coordinator_prefix(application),
             report=_report,

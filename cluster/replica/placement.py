@@ -32,6 +32,17 @@ class Placement:
     strategy: Literal["STRICT_PACK", "PACK"]
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs."""
+
+    rank: int
+    node_id: str
+    address: str
+    pid: int
+    device: str
+
+
 def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
     """The placement of each engine replica. Raises ConfigError, with the cluster's totals, if the replicas can never
     fit (unless `parallel.autoscaling` says that nodes may still come)."""

@@ -1,4 +1,4 @@
-"""Keeps one engine alive: a coordinator, its link and a worker group of workers, restarted when any of them fails.
+"""Keeps one engine alive: a coordinator, its link and a worker group, restarted when any of them fails.
 
 Driven by the `Engine` deployment; needs Ray and a placement group, not Serve.
 """
@@ -14,16 +14,17 @@ import ray
 import zmq.asyncio
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.plan_report import rank_lines
-from cluster.replica.actors import NAMESPACE, EagleCoordinator
+from cluster.replica.coordinator_actor import EagleCoordinator
 from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.placement import ENGINE_CPUS
+from cluster.replica.plan_report import rank_lines
 from cluster.replica.worker_group import Report, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
+from cluster.transport.discovery import NAMESPACE
 
 T = TypeVar("T")
 
 WATCH_PERIOD_S = 2.0
-LOOP_LIMIT_S = 30.0  # a coordinator's loop comes round every half second
+LOOP_LIMIT_S = 30.0  # a turn of a coordinator's loop takes half a second at most
 BACKOFF_LIMIT_S = 30.0
 CALL_TIMEOUT_S = 10.0  # for an actor call that should take milliseconds
 
@@ -37,7 +38,11 @@ class CoordinatorLostError(RuntimeError):
 
 
 class Supervisor:
-    """link: the way to the coordinator; None while there is none. down_since: monotonic seconds, None while serving."""
+    """One engine's processes.
+
+    link: the way to the coordinator; None while there is none.
+    down_since: monotonic seconds, None while serving.
+    """
 
     def __init__(self, plan: WorkerGroupPlan, engine_id: str, name_prefix: str, report: Report) -> None:
         self.link: CoordinatorLink | None = None
@@ -180,21 +185,21 @@ class Supervisor:
         first counts. Only the coordinator sees a hang."""
         assert self._worker_group is not None and self._coordinator_death is not None
         ended = asyncio.ensure_future(self._worker_group.failure())
-        told = asyncio.ensure_future(_await(self._coordinator.worker_group_lost.remote()))
+        reported = asyncio.ensure_future(_await(self._coordinator.worker_group_lost.remote()))
         try:
             while True:
-                watched = (ended, told, self._coordinator_death)
+                watched = (ended, reported, self._coordinator_death)
                 await asyncio.wait(watched, timeout=WATCH_PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
                 if self._coordinator_death.done():
                     raise CoordinatorLostError(_outcome(self._coordinator_death))
-                if told.done() or ended.done():
-                    return _outcome(told if told.done() else ended)
+                if reported.done() or ended.done():
+                    return _outcome(reported if reported.done() else ended)
                 age_s = await self._ask("loop_age_s", limit_s=CALL_TIMEOUT_S)
                 if age_s > LOOP_LIMIT_S:
                     raise CoordinatorLostError(f"the coordinator's loop hangs for {age_s:.0f} s")
         finally:
             ended.cancel()
-            told.cancel()
+            reported.cancel()
 
     async def _ask(self, method: str, *arguments: object, limit_s: float) -> Any:
         try:

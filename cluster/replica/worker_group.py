@@ -1,7 +1,7 @@
 """One epoch of an engine's workers: started together, watched together, killed together.
 
-Used by `cluster.replica.engine`. A worker group is never repaired: when one rank dies the others wait in a collective
-for minutes, so all are killed and a new worker group with a new rendezvous takes their place.
+Used by `cluster.replica.supervisor`. A worker group is never repaired: when one rank dies the others wait in a
+collective for minutes, so all are killed and a new worker group with a new rendezvous takes their place.
 """
 
 import asyncio
@@ -19,10 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
-from cluster.replica.actors import LOOPBACK, RankPlace, Worker, phase_line
-from cluster.replica.placement import WORKER_CPUS, order_ranks
+from cluster.replica.placement import WORKER_CPUS, RankPlace, order_ranks
+from cluster.replica.plan_report import phase_line
+from cluster.replica.worker_actor import Worker
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
+
+LOOPBACK = "127.0.0.1"
 
 Report = Callable[[str], None]
 T = TypeVar("T")
@@ -36,12 +39,15 @@ class WorkerGroupError(RuntimeError):
 class WorkerGroupPlan:
     """What every worker group of an engine has in common.
 
-    factory: what a rank is made of. transport: of the engine's own process and its coordinator's. folder: of this node,
-    for the sockets of ranks beside the coordinator. application: whose keys ranks on other nodes use.
+    worker: the class of a rank's actor.
+    group: bundle 0 is the engine's and its coordinator's, each of the others a worker's.
+    transport: of the engine's own process and its coordinator's.
+    folder: of this node, for the sockets of ranks beside the coordinator.
+    application: whose keys ranks on other nodes use.
     """
 
     config: AerieConfig
-    factory: str
+    worker: type[Worker]
     group: PlacementGroup
     transport: Transport
     folder: str
@@ -86,7 +92,7 @@ class WorkerGroup:
         return f"rank {rank}: {first_line(error) if error is not None else self._runs[rank].result()}"
 
     def kill(self, hung: bool = True) -> None:
-        """End every rank at once; nothing is left to say goodbye to. hung: some may not listen any more."""
+        """End every rank at once. hung: some may not answer any more."""
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         own_node = ray.get_runtime_context().get_node_id()
@@ -121,7 +127,7 @@ class WorkerGroup:
         group = self._plan.group
         nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
         order = order_ranks(nodes, first=nodes[0])
-        make = ray.remote(Worker)
+        make = ray.remote(self._plan.worker)
         config = self._plan.config
         self._workers = [
             make.options(
@@ -129,7 +135,7 @@ class WorkerGroup:
                 num_gpus=1 if config.model.device == "cuda" else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            ).remote(config, rank, self._plan.factory)
+            ).remote(config, rank)
             for rank, bundle in enumerate(order)
         ]
         self.places = await self._all("place")

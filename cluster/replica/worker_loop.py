@@ -5,7 +5,8 @@ import traceback
 from collections.abc import Callable
 from typing import Literal
 
-from cluster.transport.channel import Heartbeat, RankChannel, Stop
+from cluster.transport.channel import RankChannel
+from cluster.transport.messages import Heartbeat, Stop
 from workers.runner.executor import StepExecutor
 
 HEARTBEAT_S = 0.5
@@ -16,9 +17,9 @@ _DEVICE_POLL_S = 50e-6  # between looks at a step that a GPU works on; 1-2 % of 
 def run_worker_loop(
     executor: StepExecutor, channel: RankChannel, clock: Callable[[], float] = time.monotonic
 ) -> Literal["stopped", "coordinator lost"]:
-    """Executes plans in order until told to stop or until the coordinator's connection closes; says which.
+    """Executes plans in order until a `Stop` comes or the coordinator's connection closes; returns which.
 
-    Rank 0 sends results, all send heartbeats. What the executor raises is sent up with its traceback and raised here.
+    Rank 0 sends results, all send heartbeats. What the executor raises is sent with its traceback, and raised here.
     """
     loop = _Loop(executor, channel, clock)
     try:
@@ -32,7 +33,7 @@ def run_worker_loop(
 
 
 def _end(channel: RankChannel) -> Literal["stopped", "coordinator lost"]:
-    """Why the connection closed: a coordinator that stops says so before."""
+    """Why the connection closed: a coordinator that stops has sent a `Stop` before."""
     while (message := channel.receive()) is not None:
         if isinstance(message, Stop):
             return "stopped"
@@ -57,8 +58,8 @@ class _Loop:
             channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps))
             self._heartbeat_due_s = now + HEARTBEAT_S
         if executor.num_pending == 0:
-            news = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
-            if news and channel.lost() is not None:
+            changed = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
+            if changed and channel.lost() is not None:
                 return _end(channel)
         launched = False
         if executor.num_pending < _MAX_PENDING:

@@ -1,15 +1,15 @@
-"""What travels between engine replica, coordinator, ranks and ingresses, and the links it travels on.
+"""The links between engine replica, coordinator, ranks and ingresses. Every link is used by one thread.
 
-One byte says what a message is, msgpack follows: typed, no pickle. Every link is used by one thread. The coordinator's
-ends never block: a peer that does not read is bounded by its link's high-water mark and then treated as gone.
+The coordinator's ends never block: a peer that does not read is bounded by its link's high-water mark and then treated
+as lost.
 """
 
 import contextlib
 
-import msgspec
 import zmq
 
-from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, TokenBatch, TokenDelta
+from cluster.transport.encoding import BadMessageError, Message, decode, encode, encode_tokens
+from cluster.transport.messages import GenerateSummary, Heartbeat, RankFailure, Refused, Stop, TokenBatch, TokenDelta
 from cluster.transport.sockets import PeerMonitor, Transport, open_socket
 from workers.scheduling.plan import StepPlan, StepResult
 
@@ -19,78 +19,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 # (seen with 64, where scripted ranks share two cores with other jobs). A hang is found by its stamps, not by this.
 _RANK_HIGH_WATER = 1024
 _INBOX_HIGH_WATER = 10_000
-_INGRESS_HIGH_WATER = 1000  # token messages, seconds of them: an ingress further behind is taken for gone
-
-
-class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """A rank is alive: its loop runs. num_steps: steps it has finished."""
-
-    rank: int
-    epoch: int
-    num_steps: int
-
-
-class RankFailure(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's executor raised; its loop has ended. message: the traceback."""
-
-    rank: int
-    epoch: int
-    message: str
-
-
-class Stop(msgspec.Struct, frozen=True, array_like=True):
-    """The rank shall end its loop."""
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """The coordinator did not take a request."""
-
-    request_id: str
-    refusal: Refusal
-
-
-Message = StepPlan | StepResult | Heartbeat | RankFailure | Stop | GenerateRequest | Abort | GenerateSummary | Refused
-_KINDS: dict[type, bytes] = {
-    StepPlan: b"P",
-    StepResult: b"R",
-    Heartbeat: b"H",
-    RankFailure: b"F",
-    Stop: b"S",
-    GenerateRequest: b"G",
-    Abort: b"A",
-    GenerateSummary: b"D",
-    Refused: b"N",
-}
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
-    kind[0]: msgspec.msgpack.Decoder(message) for message, kind in _KINDS.items()
-}
-_TOKENS = msgspec.msgpack.Decoder(TokenBatch)
-
-
-class BadMessageError(ValueError):
-    """Bytes that are not one of our messages."""
-
-
-def encode(message: Message) -> bytes:
-    """One byte that says which, and msgpack."""
-    return _KINDS[type(message)] + _ENCODER.encode(message)
-
-
-def decode(raw: bytes) -> Message:
-    """What `encode` was given; raises BadMessageError."""
-    decoder = _DECODERS.get(raw[0]) if raw else None
-    if decoder is None:
-        raise BadMessageError(f"message begins with {raw[:1]!r}, known are {sorted(_KINDS.values())}")
-    try:
-        return decoder.decode(memoryview(raw)[1:])
-    except msgspec.MsgspecError as error:
-        raise BadMessageError(f"message {raw[:1]!r}: {error}") from error
-
-
-def decode_tokens(raw: bytes) -> TokenBatch:
-    """What an ingress receives on the socket of `bind_ingress`."""
-    return _TOKENS.decode(raw)
+_INGRESS_HIGH_WATER = 1000  # token messages, seconds of them: an ingress that lags more is taken for lost
 
 
 def bind_ingress(context: Context, transport: Transport, name: str) -> tuple["zmq.Socket[bytes]", str]:
@@ -160,7 +89,7 @@ def _connected(
 
 
 def _sent(socket: "zmq.Socket[bytes]", raw: bytes) -> bool:
-    """Send without waiting; False if the peer is a high-water mark behind."""
+    """Send without waiting; False if the peer has a high-water mark of unread messages."""
     try:
         socket.send(raw, zmq.NOBLOCK)
     except zmq.Again:
@@ -179,7 +108,7 @@ class RankLink:
         """False if the rank has not read what was sent before, which a living one does."""
         return _sent(self.socket, raw)
 
-    def has_news(self) -> bool:
+    def is_readable(self) -> bool:
         """Whether `receive` would return a message."""
         return bool(self.socket.poll(0))
 
@@ -217,7 +146,7 @@ class RankChannel:
             raise
 
     def wait(self, timeout_ms: int) -> bool:
-        """Until there is a message or news of the connection, at most `timeout_ms`; whether there is such news."""
+        """Until there is a message or the connection changes, at most `timeout_ms`; whether it did."""
         return any(socket is self._monitor.socket for socket, _ in self._poller.poll(timeout_ms))
 
     def receive(self) -> StepPlan | Stop | None:
@@ -243,7 +172,7 @@ class RankChannel:
         return self._monitor.check()
 
     def send(self, message: StepResult | Heartbeat) -> bool:
-        """Never waits. False if nobody is there to read it: the coordinator has not connected yet, or is gone."""
+        """Never waits. False if nobody is there to read it: the coordinator has not connected yet, or is lost."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -251,7 +180,7 @@ class RankChannel:
         return True
 
     def fail(self, message: str) -> None:
-        """Tell the coordinator why this rank ends; it is given a second to take it when the channel closes."""
+        """Send the coordinator why this rank ends; the message has a second to leave when the channel closes."""
         self._socket.setsockopt(zmq.LINGER, 1000)
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(RankFailure(self.rank, self.epoch, message)), zmq.NOBLOCK)
@@ -262,7 +191,11 @@ class RankChannel:
 
 
 class IngressLink:
-    """The coordinator's end towards one ingress. sequence: of the next batch; deltas: what it will hold."""
+    """The coordinator's end towards one ingress.
+
+    sequence: of the next batch.
+    deltas: what it will hold.
+    """
 
     def __init__(self, context: Context, transport: Transport, endpoint: str, sequence: int) -> None:
         self.endpoint = endpoint
@@ -271,8 +204,8 @@ class IngressLink:
         self.socket, self.monitor = _connected(context, transport, zmq.PUSH, _INGRESS_HIGH_WATER, endpoint)
 
     def send(self, batch: TokenBatch) -> bool:
-        """False if the ingress is `_INGRESS_HIGH_WATER` messages behind."""
-        sent = _sent(self.socket, _ENCODER.encode(batch))
+        """False if the ingress has `_INGRESS_HIGH_WATER` unread messages."""
+        sent = _sent(self.socket, encode_tokens(batch))
         self.sequence += sent
         return sent
 

@@ -1,20 +1,29 @@
-"""What travels between ingresses, the engine replica and its coordinator, as msgpack (`msgspec`), never pickle.
+"""What travels between ingresses, engine replicas, coordinators and ranks, besides the plans and results of
+`workers.scheduling.plan`.
 
-A request is one unary Serve call that carries a `GenerateRequest` and returns a `GenerateSummary`. Its tokens go from
-the coordinator straight to the ingress's ZeroMQ socket (`reply_to`): one `TokenBatch` a step with the tokens of all
-requests of that ingress.
+A request is one unary Serve call that carries a `GenerateRequest` and returns an `EngineAnswer`. Its tokens go from the
+coordinator straight to the ingress's ZeroMQ socket (`reply_to`): one `TokenBatch` a step with the tokens of all its
+requests.
 """
+
+from typing import Annotated
 
 import msgspec
 
 from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.stats import Metric, SchedulerStats
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """request_id: unique. prompt: int32 little-endian token ids. reply_to: endpoint of the ingress that reads tokens.
+    """One generation.
+
+    request_id: unique.
+    prompt: int32 little-endian token ids.
+    reply_to: endpoint of the ingress that reads the tokens.
     output: int32 token ids already delivered to the client (a stream that is resumed on another engine); they count
-    against sampling.max_tokens. running_stats: fill the statistics of every delta, because the ingress may end the
-    answer at any of them."""
+        against sampling.max_tokens.
+    running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
+    """
 
     request_id: str
     prompt: bytes
@@ -25,8 +34,12 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):
-    """num_rounds: rounds that verified drafts. histogram[k]: rounds that accepted k draft tokens. num_draft_tokens:
-    tokens drafted per round. Acceptance length = 1 + accepted / num_rounds."""
+    """Speculation in one request. Acceptance length = 1 + accepted / num_rounds.
+
+    num_rounds: rounds that verified drafts.
+    histogram: [k] rounds that accepted k draft tokens.
+    num_draft_tokens: tokens drafted per round.
+    """
 
     num_rounds: int
     histogram: tuple[int, ...]
@@ -34,9 +47,13 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request. finish: None while it runs, else "stop", "length", "abort" or "error" (then `error`
-    says why). cached_tokens and speculation, so far, are filled with the last delta, with `running_stats` with every
-    one; None: not told, or no draft."""
+    """New tokens of one request.
+
+    finish: None while it runs, else "stop", "length", "abort" or "error".
+    error: why, with finish="error".
+    cached_tokens: prompt tokens found in the prefix cache; in the last delta, with `running_stats` in every one.
+    speculation: so far; in the same deltas, None without a draft.
+    """
 
     request_id: str
     tokens: tuple[int, ...]
@@ -48,8 +65,11 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One step's tokens for one ingress. source: the coordinator's id; sequence counts from 0 per (source, ingress)
-    and shows a lost message."""
+    """One step's tokens for one ingress.
+
+    source: the coordinator's id.
+    sequence: counts from 0 per (source, ingress) and shows a lost message.
+    """
 
     source: str
     sequence: int
@@ -57,7 +77,7 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerateSummary(msgspec.Struct, frozen=True):
-    """What the unary call returns: how the request ended. Tokens do not travel here."""
+    """How a request ended. Its tokens travel in `TokenBatch`es."""
 
     request_id: str
     finish: str
@@ -73,15 +93,53 @@ class Refusal(msgspec.Struct, frozen=True):
     retry_after_s: float = 1.0
 
 
+class EngineAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What the unary call of an engine replica returns: one of both."""
+
+    summary: GenerateSummary | None = None
+    refusal: Refusal | None = None
+
+
 class Abort(msgspec.Struct, frozen=True, array_like=True):
     """Stop a request and free its pages; unknown ids are ignored (it may just have finished)."""
 
     request_id: str
 
 
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's loop runs. num_steps: steps it has finished."""
+
+    rank: int
+    epoch: int
+    num_steps: int
+
+
+class RankFailure(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's executor raised; its loop has ended. message: the traceback."""
+
+    rank: int
+    epoch: int
+    message: str
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True):
+    """The rank shall end its loop."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator did not take a request."""
+
+    request_id: str
+    refusal: Refusal
+
+
 class FlushOutcome(msgspec.Struct, frozen=True):
-    """What an engine replica did when told to empty its prefix cache. num_pages: how many it had. unfinished: which
-    requests kept it from doing so; fault: it could not be asked."""
+    """What became of an order to empty an engine's prefix cache.
+
+    num_pages: pages it had.
+    unfinished: which requests kept it from doing so.
+    fault: why it could not be asked.
+    """
 
     engine_id: str
     num_pages: int = 0
@@ -89,41 +147,39 @@ class FlushOutcome(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
-class Histogram(msgspec.Struct, frozen=True, array_like=True):
-    """Prometheus-style: counts[i] observations <= bounds[i], not cumulative; the last count is +Inf's."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
-
-
 class EngineStats(msgspec.Struct, frozen=True):
-    """One engine replica's state and counters since its coordinator started; /health and /metrics are made of these,
-    summed over replicas. status: "starting", "ready", "recovering" (workers are being restarted), "draining", "dead".
-    kv_usage: share of pages in use by requests, 0-1. prefix_*: prompt tokens looked up and found. Speculation:
-    num_drafts rounds verified, num_draft_tokens drafted, num_accepted_tokens, accepted_per_position[k] rounds that
-    accepted at least k + 1. histograms: "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-    "request_prompt_tokens", "request_generation_tokens", "step_seconds", measured in the coordinator."""
+    """One engine's state now, and its counters since its coordinator started; /health and /metrics are made of these.
+
+    status: "starting", "ready", "recovering" (workers are being restarted), "draining" or "dead".
+    detail: why, for the operator.
+    kv_usage: 0 to 1.
+    scheduler: None of an engine that has no scheduler yet, or could not be asked.
+    """
 
     engine_id: str
     status: str
     detail: str = ""
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
+    num_running: Annotated[int, Metric("vllm:num_requests_running", "Requests that decode", "gauge")] = 0
+    num_waiting: Annotated[int, Metric("vllm:num_requests_waiting", "Requests in the queue", "gauge")] = 0
+    kv_usage: Annotated[
+        float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge", across="mean")
+    ] = 0.0
     num_pages: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_worker_restarts: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    finished: dict[str, int] = {}
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
-    last_step_age_s: float = 0.0
-    histograms: dict[str, Histogram] = {}
+    last_step_age_s: Annotated[
+        float,
+        Metric(
+            "aerie:last_step_age_seconds",
+            "Age of the last step, of the engine where it is oldest",
+            "gauge",
+            across="max",
+        ),
+    ] = 0.0
+    prefix_queries: Annotated[
+        int, Metric("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+    ] = 0
+    prefix_hits: Annotated[int, Metric("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")] = 0
+    num_draft_tokens: Annotated[int, Metric("vllm:spec_decode_num_draft_tokens", "Tokens drafted")] = 0
+    num_worker_restarts: Annotated[
+        int, Metric("aerie:worker_restarts", "Times that an engine's workers were restarted")
+    ] = 0
+    scheduler: SchedulerStats | None = None

@@ -108,7 +108,7 @@ def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, high_water
 
 
 class PeerMonitor:
-    """Notices the end of a socket's one peer. `socket` is readable when there is news.
+    """Notices the end of a socket's one peer. `socket` is readable after an event of the connection.
 
     zmq reconnects by itself; for us a peer that was lost once is lost: its successor has another endpoint.
     """
@@ -130,7 +130,7 @@ class PeerMonitor:
         self.failure: str | None = None
 
     def check(self) -> str | None:
-        """Reads the news; why the peer is lost, or None."""
+        """Reads the events; why the peer is lost, or None."""
         while self.failure is None:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)

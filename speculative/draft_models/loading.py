@@ -1,110 +1,100 @@
-"""From a published draft checkpoint to a head on this rank."""
-
-from collections.abc import Iterator
+"""From a published draft checkpoint to a `DraftModel` on this rank."""
 
 import torch
 from torch import Tensor
 
-from speculative.config import SpeculativeConfig
-from speculative.draft_models.config import DraftConfig
-from speculative.draft_models.eagle import HEADS, DraftHead
+from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.config import ModelSource
 from workers.distributed.tp_group import TPGroup
-from workers.layers.linear_method import pack_all
+from workers.layers.linear import finish_weights
+from workers.layers.weighted import WeightKey
 from workers.models.decoder import Decoder
-from workers.models.weights import checkpoint_tensors, fill_dummy, load_parameters
-
-_ALIASES = {"layers.0.": "midlayer."}  # some published EAGLE-3 heads name their layer so
+from workers.models.loading import allocate
+from workers.models.registry import family_of
+from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
 
 
 def load_draft(
-    speculative: SpeculativeConfig,
-    config: DraftConfig,
+    method: DraftMethod,
     source: ModelSource,
     target: Decoder,
     group: TPGroup,
     device: torch.device,
     max_position: int,
-) -> DraftHead:
-    """This rank's part of the head. Embedding (and for EAGLE the vocabulary head) that the draft's file lacks are the
-    target's: the same modules where both are cut alike, copies from the target's checkpoint otherwise.
+) -> DraftModel:
+    """This rank's part of the draft. Embedding and vocabulary head that its checkpoint lacks are the target's: the same
+    modules where both are cut alike, copies from the target's checkpoint otherwise. source: of the target.
 
-    Raises ValueError naming what the checkpoint lacks, or holds and the head does not know.
+    Raises ValueError naming what the checkpoint lacks, or holds and the model does not know.
     """
-    with torch.device("meta"):
-        head = HEADS[config.method](config, group, max_position, device)
-    head.to(next(target.parameters()).dtype).to_empty(device=device)
+    dtype = next(target.parameters()).dtype
+    names = method.weight_names
+    model = allocate(lambda: method.build(group, max_position, device), names, method.model.quant, dtype, device)
     if source.load_format == "dummy":
-        fill_dummy(head, source.seed + 1)
-        head.target_ids = _dummy_target_ids(config, device)
-        pack_all(head)
-        return head.eval()
-    tensors = dict(_named(checkpoint_tensors(speculative.path), config))
-    head.target_ids = _target_ids(tensors, config, f"draft {speculative.path}", device)
-    shared = _share_with_target(head, tensors, config, source, target)
-    load_parameters(head, iter(tensors.items()), f"draft {speculative.path}", optional=shared)
-    pack_all(head)
-    return head.eval()
+        fill_dummy(model, source.seed + 1)
+        model.target_ids = _dummy_target_ids(method, device)
+    else:
+        tensors = {names.canonical(name): tensor for name, tensor in checkpoint_tensors(method.path)}
+        model.target_ids = _target_ids(tensors, method, device)
+        shared = _share_with_target(model, tensors, method, source, target)
+        load_weights(model, tensors.items(), names, f"draft {method.path}", elsewhere=shared)
+    finish_weights(model)
+    return model.eval()
 
 
-def _named(tensors: Iterator[tuple[str, Tensor]], config: DraftConfig) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under the names that our heads use."""
-    for name, tensor in tensors:
-        name = name.removeprefix("model.")
-        if config.method == "eagle3":
-            for alias, ours in _ALIASES.items():
-                name = name.replace(alias, ours, 1) if name.startswith(alias) else name
-        if name != "t2d" and "rotary_emb" not in name:
-            yield name, tensor
-
-
-def _target_ids(tensors: dict[str, Tensor], config: DraftConfig, source: str, device: torch.device) -> Tensor | None:
+def _target_ids(tensors: dict[str, Tensor], method: DraftMethod, device: torch.device) -> Tensor | None:
     """[draft vocab] int64 from the offsets d2t (target id = draft id + d2t); removes d2t from `tensors`."""
+    source, vocab_size, target_size = f"draft {method.path}", method.vocab_size, method.model.vocab_size
     offsets = tensors.pop("d2t", None)
-    if config.vocab_size == config.model.vocab_size and offsets is None:
+    if vocab_size == target_size and offsets is None:
         return None
     if offsets is None:
         raise ValueError(
-            f"{source}: has its own vocabulary of {config.vocab_size} but no d2t, so its tokens cannot be "
-            "told; use a head that carries d2t"
+            f"{source}: has its own vocabulary of {vocab_size} but no d2t, so nothing says which of the target's "
+            "tokens these are; use a checkpoint that has d2t"
         )
-    if offsets.shape != (config.vocab_size,):
-        raise ValueError(f"{source}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size={config.vocab_size}")
-    ids = torch.arange(config.vocab_size) + offsets.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= config.model.vocab_size:
+    if offsets.shape != (vocab_size,):
+        raise ValueError(f"{source}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size={vocab_size}")
+    ids = torch.arange(vocab_size) + offsets.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= target_size:
         raise ValueError(
-            f"{source}: d2t points outside the target's vocabulary of {config.model.vocab_size}; it "
-            "belongs to another target"
+            f"{source}: d2t points outside the target's vocabulary of {target_size}; it belongs to another target"
         )
     return ids.to(device)
 
 
-def _dummy_target_ids(config: DraftConfig, device: torch.device) -> Tensor | None:
-    same = config.vocab_size == config.model.vocab_size
-    return None if same else torch.arange(config.vocab_size, device=device)
+def _dummy_target_ids(method: DraftMethod, device: torch.device) -> Tensor | None:
+    same = method.vocab_size == method.model.vocab_size
+    return None if same else torch.arange(method.vocab_size, device=device)
 
 
 def _share_with_target(
-    head: DraftHead, tensors: dict[str, Tensor], config: DraftConfig, source: ModelSource, target: Decoder
+    model: DraftModel, tensors: dict[str, Tensor], method: DraftMethod, source: ModelSource, target: Decoder
 ) -> frozenset[str]:
-    """Fill what the head takes from the target; returns the names that its own checkpoint need not have."""
-    wanted = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
-    if config.method == "eagle3" and "lm_head" in wanted and config.vocab_size != config.model.vocab_size:
-        raise ValueError(f"draft: has its own vocabulary of {config.vocab_size} but no lm_head.weight")
-    if not wanted:
+    """Fill what the draft takes from the target; returns the names that its own checkpoint need not have."""
+    lacking = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
+    if "lm_head" in lacking and method.vocab_size != method.model.vocab_size:
+        raise ValueError(
+            f"draft {method.path}: has its own vocabulary of {method.vocab_size} but no lm_head.weight; "
+            "use a checkpoint that is whole"
+        )
+    if not lacking:
         return frozenset()
-    if head.group == target.group:
-        if "embed_tokens" in wanted:
-            head.embed_tokens = target.embed_tokens
-        if "lm_head" in wanted:
-            head.lm_head = target.lm_head
-        return frozenset(wanted)
-    names = {"model.embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
-    found = {names[name]: tensor for name, tensor in checkpoint_tensors(source.path) if name in names}
-    for name in wanted:
+    if model.group == target.group:
+        if "embed_tokens" in lacking:
+            model.embed_tokens = target.embed_tokens
+        if "lm_head" in lacking:
+            model.lm_head = target.lm_head
+        return frozenset(lacking)
+    family = family_of(target.config.architecture, f"model {source.path}")
+    names = family.weight_names(target.config)
+    wanted = {names.tensor_name(name, WeightKey("weight")): name for name in ("embed_tokens", "lm_head")}
+    named = ((names.canonical(name), tensor) for name, tensor in checkpoint_tensors(source.path))
+    found = {wanted[name]: tensor for name, tensor in named if name in wanted}
+    for name in lacking:
         full = found.get(name, found.get("embed_tokens"))  # a tied target has no lm_head of its own
         if full is None:
             raise ValueError(f"model {source.path}: has no {name} for the draft to share")
-        module = head.embed_tokens if name == "embed_tokens" else head.lm_head
-        module.load(name, "weight", full)
-    return frozenset(wanted)
+        module = model.embed_tokens if name == "embed_tokens" else model.lm_head
+        module.load(WeightKey("weight"), full)
+    return frozenset(lacking)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Acceptance and commit in one launch instead of about forty-five. Called by `speculative.decoding` on GPUs.
 
-Reference: `speculative.acceptance.accept`, then `workers.runner.slot_table.SlotTable.commit` and `verdict_of`.
+Reference: `speculative.acceptance.accept`, then `workers.runner.slot_table.SlotTable.commit` and `committed`.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.acceptance import Accepted, Verdict
+from speculative.acceptance import Accepted, Committed
 from speculative.tree import Tree
 from workers.runner.kernels.commit import count_output, counting_arguments, settle
 from workers.runner.slot_table import Commit, SlotTable
@@ -40,8 +40,6 @@ def _accept_commit(
     max_len_stride,
     finished_ptr,
     finished_stride,
-    speculative_ptr,
-    speculative_stride,
     stop_ptr,
     output_count_ptr,
     vocab_size,
@@ -79,8 +77,8 @@ def _accept_commit(
     chosen = tl.load(chosen_ptr + b * W + node, mask=inside, other=-1)
     wanted = tl.load(chosen_ptr + b * W + parent, mask=inside, other=-1)
     was_finished = tl.load(finished_ptr + slot * finished_stride).to(tl.int1)
-    wants = tl.load(speculative_ptr + slot * speculative_stride).to(tl.int1)
-    enabled = wants & (was_finished == 0)
+    drafted = tl.max(tl.where(node == 1, token, -1), 0) >= 0
+    enabled = drafted & (was_finished == 0)
 
     length = tl.load(seq_len_ptr + slot).to(tl.int64)
     matches = ((token == wanted) & enabled & inside) | (node == 0)
@@ -134,7 +132,7 @@ def _accept_commit(
     tl.store(accepted_ptr + b, num_drafts)
     tl.store(count_ptr + b, count)
     tl.store(finish_ptr + b, finish)
-    tl.store(reported_ptr + b, tl.where(wants & (count > 0) & (W > 1), num_drafts, -1))
+    tl.store(reported_ptr + b, tl.where(drafted & (count > 0), num_drafts, -1))
     depth_of_newest = tl.maximum(count - 1, 0)
     tl.store(newest_ptr + b, (b * COLUMNS + depth_of_newest).to(tl.int64))
     tl.store(position_ptr + b, (length + depth_of_newest).to(tl.int32))
@@ -142,9 +140,9 @@ def _accept_commit(
 
 def accept_commit(
     slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
-) -> Verdict:
+) -> Committed:
     """What `accept` (or `accept_synthetic` with a length) and `SlotTable.commit` return for slots [B] int64, trees and
-    choices [B, W] int64, as a verdict; changes the table in place."""
+    choices [B, W] int64, and where the paths are; changes the table in place."""
     from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
@@ -157,7 +155,7 @@ def accept_commit(
     position = torch.empty(batch, dtype=torch.int32, device=chosen.device)
     certain = int(synthetic_length - 1) if synthetic_length is not None else 0
     share = synthetic_length - 1 - certain if synthetic_length is not None else 0.0
-    finished, speculative = table.finished.view(torch.int8), table.speculative.view(torch.int8)
+    finished = table.finished.view(torch.int8)
     _accept_commit[(batch,)](
         *fields,
         fields[0].stride(0),
@@ -170,8 +168,6 @@ def accept_commit(
         table.max_len.stride(0),
         finished,
         finished.stride(0),
-        speculative,
-        speculative.stride(0),
         table.stop_ids,
         *counting_arguments(table),
         table.seed,
@@ -197,4 +193,4 @@ def accept_commit(
         num_warps=1,
     )
     accepted, commit = Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish)
-    return Verdict(accepted, commit, rows, newest, position, reported)
+    return Committed(accepted, commit, rows, newest, position, reported)

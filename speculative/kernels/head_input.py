@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The input of an EAGLE-3 layer, both norms side by side, in one launch instead of four. Called by
-`speculative.draft_models.eagle` on GPUs."""
+`speculative.draft_models.eagle3` on GPUs."""
 
 import torch
 import triton
@@ -30,6 +30,7 @@ def _head_input(
     weight_ptr = table_weight_ptr if second == 0 else hidden_weight_ptr
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if PDL:
+        # only constants have been read: see `attention.kernels.pdl`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     source = table_ptr + tl.load(id_ptr + row) * size

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What a round verifies, gathered from the slots in one launch instead of ten. Called by `speculative.tree` on GPUs."""
+"""What a round verifies, gathered from the slots in one launch instead of ten. Called on GPUs by
+`speculative.tree_table`."""
 
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.tree import RoundRows, Tree
+from speculative.tree import NO_TOKEN, RoundRows, Tree
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def _read_trees(
 def read_trees(
     fields: Sequence[Tensor], slots: Tensor, width: int, seq_len: Tensor, mask_words: Tensor | None = None
 ) -> RoundRows:
-    """`speculative.tree.TreeTable.read` for fields tokens, parents, depths, masks [num_slots + 1, W] int64."""
+    """`speculative.tree_table.TreeTable.read` for fields tokens, parents, depths, masks [num_slots + 1, W] int64."""
     batch, device = slots.shape[0], slots.device
     assert all(f.is_contiguous() for f in fields) and width <= fields[0].shape[1]
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
@@ -79,4 +80,30 @@ def read_trees(
         WORDS=words,
         num_warps=1,
     )
-    return RoundRows(Tree(*tree.unbind(0)), length, ids, positions)
+    return RoundRows(Tree(*tree.unbind(0)), length, ids, positions, mask_words)
+
+
+@triton.jit
+def _write_roots(
+    slot_ptr, bonus_ptr, bonus_stride, token_ptr, EMPTY: tl.constexpr, W: tl.constexpr, NODES: tl.constexpr
+):
+    slot = tl.load(slot_ptr + tl.program_id(0))
+    node = tl.arange(0, NODES)
+    bonus = tl.load(bonus_ptr + slot * bonus_stride)
+    tl.store(token_ptr + slot * W + node, tl.where(node == 0, bonus, EMPTY), mask=node < W)
+
+
+def write_roots(slots: Tensor, bonus: Tensor, tokens: Tensor) -> None:
+    """`speculative.tree_table.TreeTable.write_roots` for tokens [num_slots + 1, W] int64, in place."""
+    width = tokens.shape[1]
+    assert tokens.is_contiguous() and slots.is_contiguous()
+    _write_roots[(slots.shape[0],)](
+        slots,
+        bonus,
+        bonus.stride(0),
+        tokens,
+        EMPTY=NO_TOKEN,
+        W=width,
+        NODES=triton.next_power_of_2(width),
+        num_warps=1,
+    )

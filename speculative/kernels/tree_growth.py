@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Growing and cutting a draft tree, one launch per level and one for the cut, instead of a dozen and fifty. Called by
-`speculative.drafter` on GPUs; its torch code is the reference."""
+"""Growing and cutting a draft tree, one launch per level and one for the cut, instead of a dozen and fifty. Called on
+GPUs by `speculative.tree_growth`, which is the reference, and by `speculative.tree_table`."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ def _grow(
 
 
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """`speculative.tree.grow` on a GPU."""
+    """`speculative.tree_growth.grow` on a GPU."""
     k = children.ids.shape[1]
     parents = 1 if above is None else k
     batch, device = candidates.tokens.shape[0], candidates.tokens.device
@@ -129,6 +129,7 @@ def _cut(
     mask_ptr,
     num_candidates,
     W: tl.constexpr,
+    W_TABLE: tl.constexpr,
     NODES: tl.constexpr,
     CANDIDATES: tl.constexpr,
     MAX_DEPTH: tl.constexpr,
@@ -153,7 +154,7 @@ def _cut(
     for _ in tl.static_range(MAX_DEPTH - 1):
         mask = own | 1 | tl.sum(tl.where(is_parent, mask[None, :], 0), 1)
     slot = tl.load(slot_ptr + b)
-    out = slot * W + node
+    out = slot * W_TABLE + node
     root = node == 0
     token = tl.load(found_token_ptr + base + candidate, mask=inside, other=0)
     token = tl.where(root, tl.load(bonus_ptr + slot * bonus_stride), token)
@@ -164,12 +165,11 @@ def _cut(
     tl.store(mask_ptr + out, mask, mask=node < W)
 
 
-def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[Tensor]) -> None:
-    """`speculative.tree.best_tree` for slots [B] int64 under bonus [num_slots + 1] int64, written into fields: tokens,
-    parents, depths, masks [num_slots + 1, W] int64. At most MAX_CUT_CANDIDATES candidates."""
+def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[Tensor], width: int) -> None:
+    """`speculative.tree_growth.best_tree` for slots [B] int64 under bonus [num_slots + 1] int64, written into fields:
+    tokens, parents, depths, masks [num_slots + 1, at least `width`] int64. At most MAX_CUT_CANDIDATES candidates."""
     batch, num_candidates = candidates.scores.shape
-    width = fields[0].shape[1]
-    assert num_candidates <= MAX_CUT_CANDIDATES
+    assert num_candidates <= MAX_CUT_CANDIDATES and width <= fields[0].shape[1]
     assert all(f.is_contiguous() and f.shape == fields[0].shape for f in fields)
     _cut[(batch,)](
         candidates.tokens,
@@ -182,6 +182,7 @@ def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[T
         *fields,
         num_candidates,
         W=width,
+        W_TABLE=fields[0].shape[1],
         NODES=triton.next_power_of_2(width),
         CANDIDATES=max(16, triton.next_power_of_2(num_candidates)),
         MAX_DEPTH=candidates.max_depth,

@@ -13,7 +13,10 @@
     loop        the optimisation loop both trainings share
     graphs      one step of it, eager or as a CUDA graph
     checkpoint  resuming a training
-    cli         `aerie train-target`, `aerie train-draft`
+    errors      what the user is told to put right
+    commands    what `aerie train-target` and `aerie train-draft` do
+    arguments   what their arguments must be
+    cli         their options
 
-Nothing here knows the serving engine; only `cli` is imported by the command line, and it imports the rest when run.
+Nothing here knows the serving engine. The command line imports `cli` and `errors`, and `cli` the rest when it is run.
 """

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from speculative.training.cli import add_commands
+from speculative.training.errors import TrainingError
 
 
 def main() -> int:
@@ -14,8 +15,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         return int(arguments.run(arguments))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except TrainingError as error:
+        print(error, file=sys.stderr)
         return 2
 
 

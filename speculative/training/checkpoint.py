@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from speculative.training.errors import TrainingError
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,29 @@ class Checkpoint:
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[float]]:
         """Loads the state into model, optimizer and the RNGs; returns the steps done and their losses.
 
-        Raises `ValueError` when there is no checkpoint, or it belongs to a training with other options.
+        Raises `TrainingError` when there is no checkpoint, it cannot be read, or it belongs to a training with other
+        options.
         """
         if not self.path.is_file():
-            raise ValueError(f"resume: {self.path} does not exist; start without --resume")
-        state = torch.load(self.path, map_location="cpu", weights_only=True)
+            raise TrainingError(f"resume: {self.path} does not exist; start without --resume")
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):
+            raise TrainingError(f"resume: {self.path} cannot be read; delete it and start without --resume") from None
         for name, value in self.options.items():
             if state["options"].get(name) != value:
                 was = state["options"].get(name)
-                raise ValueError(
+                raise TrainingError(
                     f"{name}={value}: the checkpoint {self.path} was made with {was}; "
                     f"give the same, or start without --resume in a new output folder"
                 )
-        model.load_state_dict(state["model"])
+        try:
+            model.load_state_dict(state["model"])
+        except RuntimeError:
+            raise TrainingError(
+                f"resume: {self.path} holds a model of other dimensions; give the rows that it was trained on, or "
+                "start without --resume in a new output folder"
+            ) from None
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] and torch.cuda.is_available():
@@ -57,5 +70,5 @@ class Checkpoint:
         return int(state["step"]), list(state["losses"])
 
     def discard(self) -> None:
-        """Removes the file of a training that is complete."""
+        """Removes the file."""
         self.path.unlink(missing_ok=True)

@@ -102,4 +102,14 @@ def _add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, ba
     )
     parser.add_argument("--checkpoint-every", type=int, default=500, help="steps")
     parser.add_argument("--eval-every", type=int, default=500, help="steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the output folder")
+    parser.add_argument(
+        "--keep-checkpoint",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the state after the last step, for --resume with more steps",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint in the output folder, after its end with more --steps or --epochs",
+    )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
-from speculative.training.checkpoint import Checkpoint
+from speculative.training.arguments import check_arguments, choose_device, choose_dtype, loop_options, open_checkpoint
 from speculative.training.draft import (
     DraftOptions,
     build_head,
@@ -21,7 +21,7 @@ from speculative.training.draft import (
     train_draft,
 )
 from speculative.training.draft_files import load_draft, save_draft
-from speculative.training.loop import LoopOptions
+from speculative.training.errors import TrainingError
 from speculative.training.regenerate import (
     answer_prompts,
     generate_answers,
@@ -36,7 +36,7 @@ from speculative.training.rows import (
     split_validation,
     without_calc_marks,
 )
-from speculative.training.samples import LENGTH_STEP, Sample, encode_answers
+from speculative.training.samples import Sample, encode_answers
 from speculative.training.target import (
     TargetOptions,
     TargetShape,
@@ -47,17 +47,10 @@ from speculative.training.target import (
 )
 from speculative.training.vocabulary import choose_vocabulary, coverage
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Where a run leaves off does not change what it computes, so a resume may differ in these.
-_FREE_OPTIONS = (
-    *("run", "resume", "output", "device", "graphs", "generate_batch"),
-    *("checkpoint_every", "eval_every", "preview", "measure", "measure_rows", "measure_depths"),
-)
-
 
 def run_train_target(arguments: argparse.Namespace) -> int:
     """Trains tokenizer and model and saves them; prints losses and the answers to `--preview`. Returns 0."""
-    check_arguments(arguments, {"heads": 1, "kv_heads": 1, "layers": 1})
+    check_arguments(arguments, {"heads": 1, "kv_heads": 1, "layers": 1, "hidden_size": 1, "intermediate_size": 1})
     device = choose_device(arguments.device)
     checkpoint = open_checkpoint(arguments)
     conversations = read_conversations(arguments.data)
@@ -91,7 +84,8 @@ def run_train_target(arguments: argparse.Namespace) -> int:
         train, held, tokenizer, model, options, device, checkpoint=checkpoint, resume=arguments.resume
     )
     save_target(model, tokenizer, arguments.output)
-    checkpoint.discard()
+    if not arguments.keep_checkpoint:
+        checkpoint.discard()
     print(f"target: loss {mean_tail(losses):.4f} over the last steps; saved to {arguments.output}")
     preview(arguments.output, arguments.preview, device)
     return 0
@@ -99,12 +93,25 @@ def run_train_target(arguments: argparse.Namespace) -> int:
 
 def run_train_draft(arguments: argparse.Namespace) -> int:
     """Trains and saves a head for `--target`; prints its loss and its acceptance by depth. Returns 0."""
-    check_arguments(arguments, {"ttt_length": 1, "max_new_tokens": 1, "generate_batch": 1, "draft_vocab": 1})
+    check_arguments(
+        arguments,
+        {
+            "ttt_length": 1,
+            "max_new_tokens": 1,
+            "generate_batch": 1,
+            "draft_vocab": 1,
+            "ttt_decay": 0,
+            "measure_rows": 0,
+        },
+    )
+    for name, least in (("temperatures", 0), ("measure_depths", 1)):
+        if min(vars(arguments)[name]) < least:
+            raise TrainingError(f"{name}={min(vars(arguments)[name])}: must be at least {least}")
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
     checkpoint = open_checkpoint(arguments)
-    tokenizer, target = load_target(arguments.target, device, dtype)
     train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
+    tokenizer, target = load_target(arguments.target, device, dtype)
     samples = training_samples(arguments, target, tokenizer, train)
     held_samples = greedy_answers(arguments, target, tokenizer, held)
     shape = draft_shape(target, min(arguments.draft_vocab, target.config.vocab_size), arguments.intermediate_size)
@@ -133,7 +140,8 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
         {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id},
         arguments.output,
     )
-    checkpoint.discard()
+    if not arguments.keep_checkpoint:
+        checkpoint.discard()
     print(f"draft: loss {mean_tail(losses):.4f} over the last steps; saved to {arguments.output}")
     measure_saved(arguments, target, tokenizer, {"validation": held_samples})
     return 0
@@ -206,11 +214,26 @@ def measure_saved(
 def load_target(
     folder: Path, device: torch.device, dtype: torch.dtype
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and frozen model of a Hugging Face folder. Raises `ValueError` when there is no such folder."""
+    """Tokenizer and frozen model of a Hugging Face folder. Raises `TrainingError` when there is no such folder, or its
+    weights are not those of its config.json, for which transformers would make up random ones."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"target={folder}: holds no config.json; give the folder of a Hugging Face model")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    return AutoTokenizer.from_pretrained(folder), model
+        raise TrainingError(f"target={folder}: holds no config.json; give the folder of a Hugging Face model")
+    transformers_logging.set_verbosity_error()  # what does not fit is said below, in a line instead of a table
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise TrainingError(f"target={folder}: cannot be loaded ({cause}); download it again") from None
+    unfit = sorted(loading["missing_keys"]) + [name for name, *_ in sorted(loading["mismatched_keys"])]
+    if unfit:
+        raise TrainingError(
+            f"target={folder}: its weights lack {unfit[0]} and {len(unfit) - 1} more of what its config.json "
+            "describes; download it again"
+        )
+    return tokenizer, model.to(device).eval()
 
 
 def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
@@ -226,62 +249,7 @@ def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
         print("---", tokenizer.decode(answer.tokens), sep="\n")
 
 
-def check_arguments(arguments: argparse.Namespace, least: dict[str, int]) -> None:
-    """Raises `ValueError` for a number under its least value, or a share that is none."""
-    given = vars(arguments)
-    for name, value in {"batch_tokens": LENGTH_STEP, "max_length": 2, **least}.items():
-        if given[name] < value:
-            raise ValueError(f"{name}={given[name]}: must be at least {value}")
-    if not 0 <= arguments.val_fraction < 1:
-        raise ValueError(f"val_fraction={arguments.val_fraction}: must be at least 0 and under 1; try 0.03")
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the GPU when there is one. Raises `ValueError` for an absent GPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name}: no CUDA device here; use --device cpu")
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; `auto` is bfloat16 on a GPU and float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return _DTYPES[name]
-
-
-def loop_options(arguments: argparse.Namespace, device: torch.device) -> LoopOptions:
-    """The arguments that the shared loop takes."""
-    return LoopOptions(
-        lr=arguments.lr,
-        warmup_steps=arguments.warmup_steps,
-        weight_decay=arguments.weight_decay,
-        max_grad_norm=1.0,
-        checkpoint_every=arguments.checkpoint_every,
-        eval_every=arguments.eval_every,
-        graphs=arguments.graphs and device.type == "cuda",
-    )
-
-
-def open_checkpoint(arguments: argparse.Namespace) -> Checkpoint:
-    """The output folder's checkpoint. Raises `ValueError` when one is there and `--resume` was not given."""
-    given: dict[str, Any] = {k: v for k, v in vars(arguments).items() if k not in _FREE_OPTIONS}
-    options = json.loads(json.dumps(given, default=str))
-    checkpoint = Checkpoint(arguments.output / "checkpoint.pt", options)
-    if checkpoint.path.exists() and not arguments.resume:
-        raise ValueError(
-            f"output={arguments.output}: holds the checkpoint of an unfinished training; "
-            "add --resume, delete checkpoint.pt, or choose another folder"
-        )
-    if arguments.resume and not checkpoint.path.exists():
-        raise ValueError(f"resume: {checkpoint.path} does not exist; start without --resume")
-    return checkpoint
-
-
 def mean_tail(losses: Sequence[float]) -> float:
     """The mean of the last fifty losses."""
-    decode = losses[-50:]
-    return sum(decode) / max(len(decode), 1)
+    last = losses[-50:]
+    return sum(last) / max(len(last), 1)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from speculative.training.acceptance import AcceptanceTally, add_rounds
 from speculative.training.checkpoint import Checkpoint
 from speculative.training.draft_model import DraftShape, Eagle3Head
+from speculative.training.errors import TrainingError
 from speculative.training.loop import LoopOptions, fit
 from speculative.training.samples import Batch, Sample, causal_mask, collate, plan_batches, plan_steps
 from speculative.training.vocabulary import DraftVocabulary
@@ -55,14 +56,14 @@ class TargetView:
 def draft_shape(target: PreTrainedModel, draft_vocab_size: int, intermediate_size: int | None = None) -> DraftShape:
     """A head's shape for the target: its dimensions, and the streams entering layers 2, L/2 and L-3.
 
-    Raises `ValueError` for a target of an architecture or depth that is not supported.
+    Raises `TrainingError` for a target of an architecture or depth that is not supported.
     """
     config = target.config
     if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(MODEL_TYPES)}")
+        raise TrainingError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(MODEL_TYPES)}")
     depth = config.num_hidden_layers
     if depth < _MIN_LAYERS:
-        raise ValueError(f"target: has {depth} layers; EAGLE-3 captures three of at least {_MIN_LAYERS}")
+        raise TrainingError(f"target: has {depth} layers; EAGLE-3 captures three of at least {_MIN_LAYERS}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DraftShape(
         hidden_size=config.hidden_size,

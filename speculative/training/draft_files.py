@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculative.training.draft_model import DraftShape, Eagle3Head
+from speculative.training.errors import TrainingError
 from speculative.training.vocabulary import DraftVocabulary
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -58,13 +60,20 @@ def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, token_ids: dict[st
     )
     config = json.dumps(draft_config(head.shape, token_ids), indent=2)
     (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+    make_readable(folder)
+
+
+def make_readable(folder: Path) -> None:
+    """Gives the weights the permissions of config.json: safetensors (0.8) writes files that only their owner reads."""
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", weights)
 
 
 def load_draft(folder: Path, device: torch.device) -> tuple[Eagle3Head, DraftVocabulary]:
-    """The head in float32 on the device, and its vocabulary. Raises `ValueError` for another architecture."""
+    """The head in float32 on the device, and its vocabulary. Raises `TrainingError` for another architecture."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config["architectures"] != [ARCHITECTURE]:
-        raise ValueError(f"draft={folder}: architectures={config['architectures']}; must be [{ARCHITECTURE!r}]")
+        raise TrainingError(f"draft={folder}: architectures={config['architectures']}; must be [{ARCHITECTURE!r}]")
     scaling = config["rope_scaling"] or {"rope_type": "default"}
     first, second, third = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     shape = DraftShape(

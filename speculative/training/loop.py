@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from speculative.training.checkpoint import Checkpoint
+from speculative.training.errors import TrainingError
 from speculative.training.graphs import EagerStep, GraphedStep, LossOf
 from speculative.training.samples import Batch
 
@@ -72,39 +73,46 @@ def fit(
     `batch_of` makes a batch of sample indices, `loss_of` its scalar loss. `evaluate` runs every
     `options.eval_every` steps and at the end; its numbers are printed. `stop_after` ends the run early with a
     checkpoint, as a kill would.
-    Raises `ValueError` for a loss that is not finite, and what `Checkpoint.restore` raises.
+    With a checkpoint the state is kept every `options.checkpoint_every` steps and at the end, so that a resume with a
+    longer plan of the same batches goes on; from there the learning rate follows the longer plan.
+    Raises `TrainingError` for a loss that is not finite, a plan shorter than what is done, and what
+    `Checkpoint.restore` raises.
     """
     optimizer = make_optimizer(model, options)
     start, losses = 0, list[float]()
     if resume:
         assert checkpoint is not None
         start, losses = checkpoint.restore(model, optimizer)
+        if start > len(plan):
+            raise TrainingError(
+                f"steps={len(plan)}: the training in {checkpoint.path.parent} has done {start}; give more with --steps "
+                "or --epochs"
+            )
     run = GraphedStep(model, loss_of) if options.graphs else EagerStep(model, loss_of)
     pending: list[Tensor] = []
-    bar = tqdm(total=len(plan), initial=start, desc=title, disable=not progress, mininterval=2.0)
-    for step in range(start, len(plan)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, len(plan), options)
-        model.train()
-        pending.append(run(batch_of(plan[step])))
-        nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
-        optimizer.step()
-        bar.update()
-        done = step + 1
-        leaving = done in (stop_after, len(plan))
-        if done % _LOG_EVERY == 0 or leaving:
-            losses += _drain(pending, done)
-            bar.set_postfix(loss=f"{losses[-1]:.4f}")
-        if checkpoint is not None and (done % options.checkpoint_every == 0 or done == stop_after):
-            losses += _drain(pending, done)
-            checkpoint.save(done, model, optimizer, losses)
-        if evaluate is not None and (done % options.eval_every == 0 or done == len(plan)):
-            model.eval()
-            figures = " ".join(f"{name} {value:.4f}" for name, value in evaluate().items())
-            tqdm.write(f"{title}: step {done}/{len(plan)} {figures}")
-        if leaving:
-            break
-    bar.close()
+    with tqdm(total=len(plan), initial=start, desc=title, disable=not progress, mininterval=2.0) as bar:
+        for step in range(start, len(plan)):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, len(plan), options)
+            model.train()
+            pending.append(run(batch_of(plan[step])))
+            nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+            optimizer.step()
+            bar.update()
+            done = step + 1
+            leaving = done in (stop_after, len(plan))
+            if done % _LOG_EVERY == 0 or leaving:
+                losses += _drain(pending, done)
+                bar.set_postfix(loss=f"{losses[-1]:.4f}")
+            if checkpoint is not None and (done % options.checkpoint_every == 0 or leaving):
+                losses += _drain(pending, done)
+                checkpoint.save(done, model, optimizer, losses)
+            if evaluate is not None and (done % options.eval_every == 0 or done == len(plan)):
+                model.eval()
+                figures = " ".join(f"{name} {value:.4f}" for name, value in evaluate().items())
+                tqdm.write(f"{title}: step {done}/{len(plan)} {figures}")
+            if leaving:
+                break
     return losses
 
 
@@ -113,5 +121,5 @@ def _drain(pending: list[Tensor], step: int) -> list[float]:
     values = [float(value) for value in torch.stack(pending).tolist()] if pending else []
     pending.clear()
     if not all(math.isfinite(value) for value in values):
-        raise ValueError(f"loss: not finite near step {step}; lower --lr or use --dtype float32")
+        raise TrainingError(f"loss: not finite near step {step}; lower --lr or use --dtype float32")
     return values

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speculative.training.errors import TrainingError
+
 ROLES = ("system", "user", "assistant")
 _CALC_MARK = re.compile(r"<<[^<>]*>>")
 
 
-class RowError(ValueError):
+class RowError(TrainingError):
     """A row that cannot be used; the text names the file, the place and the remedy."""
 
 
@@ -43,7 +45,7 @@ def read_conversations(sources: Sequence[str]) -> list[Conversation]:
     """All conversations of the sources, in order.
 
     A source is a `.json` or `.jsonl` file, or a folder whose such files are read in the order of their names;
-    `source@3` repeats it three times. Raises `RowError` for a row of no known form, `ValueError` for a source
+    `source@3` repeats it three times. Raises `RowError` for a row of no known form, `TrainingError` for a source
     without files.
     """
     conversations: list[Conversation] = []
@@ -52,7 +54,7 @@ def read_conversations(sources: Sequence[str]) -> list[Conversation]:
         found = [row for path in _files(Path(name)) for row in _read_file(path)]
         conversations += found * int(repeat)
     if not conversations:
-        raise ValueError(f"data={list(sources)}: holds no rows; name a .json or .jsonl file with at least one")
+        raise TrainingError(f"{', '.join(sources)}: holds no rows; name a .json or .jsonl file with at least one")
     return conversations
 
 
@@ -79,24 +81,29 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl"))
         if not found:
-            raise ValueError(f"data={path}: the folder holds no .json or .jsonl file")
+            raise TrainingError(f"{path}: the folder holds no .json or .jsonl file")
         return found
     if not path.is_file():
-        raise ValueError(f"data={path}: no such file or folder; give a .json or .jsonl file, or a folder of them")
+        raise TrainingError(f"{path}: no such file or folder; give a .json or .jsonl file, or a folder of them")
     if path.suffix not in (".json", ".jsonl"):
-        raise ValueError(f"data={path}: unknown ending {path.suffix!r}; use .json (a list) or .jsonl (a row a line)")
+        raise TrainingError(f"{path}: unknown ending {path.suffix!r}; use .json (a list) or .jsonl (a row a line)")
     return [path]
 
 
 def _read_file(path: Path) -> Iterator[Conversation]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RowError(f"{path}: is not UTF-8 (byte {error.start}); convert it") from None
+    except OSError as error:
+        raise RowError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    place = f"{path}:{number}"
-                    yield _conversation(_parse(line, place), place)
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                place = f"{path}:{number}"
+                yield _conversation(_parse(line, place), place)
         return
-    rows = _parse(path.read_text(encoding="utf-8"), str(path))
+    rows = _parse(text, str(path))
     if not isinstance(rows, list):
         raise RowError(f"{path}: holds one {type(rows).__name__}; a .json file must hold a list of rows")
     for number, row in enumerate(rows, start=1):

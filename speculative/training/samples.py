@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
+from speculative.training.errors import TrainingError
 from speculative.training.rows import Conversation
 
 # Batches are made of length-sorted runs of this many batches: less padding when larger, more random when smaller.
@@ -51,8 +53,18 @@ class Batch:
 
 
 def prompt_tokens(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The chat template's tokens up to and including the mark after which the assistant speaks."""
-    text = tokenizer.apply_chat_template(conversation.messages(), tokenize=False, add_generation_prompt=True)
+    """The chat template's tokens up to and including the mark after which the assistant speaks.
+
+    Raises `TrainingError` for a conversation that the template refuses.
+    """
+    try:
+        text = tokenizer.apply_chat_template(conversation.messages(), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        start = conversation.turns[0].content[:40] if conversation.turns else ""
+        raise TrainingError(
+            f"data: the model's chat template refuses the conversation that starts {start!r} ({error}); change its "
+            "roles or take it out"
+        ) from None
     assert isinstance(text, str)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -62,7 +74,7 @@ def encode_answers(
 ) -> list[Sample]:
     """One sample for each assistant turn, ended by the end-of-turn token; those over `max_length` are left out.
 
-    Raises `ValueError` if the tokenizer has no chat template or none of the samples fits.
+    Raises `TrainingError` if the tokenizer has no chat template or none of the samples fits.
     """
     require_chat_template(tokenizer)
     samples = []
@@ -74,16 +86,18 @@ def encode_answers(
                 samples.append(Sample((*prompt, *answer), len(prompt)))
     fitting = [sample for sample in samples if len(sample.tokens) <= max_length]
     if not fitting:
-        raise ValueError(f"max_length={max_length}: none of {len(samples)} answers fits; raise it or give other rows")
+        raise TrainingError(
+            f"max_length={max_length}: none of {len(samples)} answers fits; raise it or give other rows"
+        )
     return fitting
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ValueError` when the tokenizer cannot render chats or has no end-of-turn token."""
+    """Raises `TrainingError` when the tokenizer cannot render chats or has no end-of-turn token."""
     if not tokenizer.chat_template:
-        raise ValueError("tokenizer: has no chat template; add chat_template.jinja to the model's folder")
+        raise TrainingError("tokenizer: has no chat template; add chat_template.jinja to the model's folder")
     if tokenizer.eos_token_id is None:
-        raise ValueError("tokenizer: has no eos_token; set it in tokenizer_config.json")
+        raise TrainingError("tokenizer: has no eos_token; set it in tokenizer_config.json")
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int) -> list[list[int]]:
@@ -115,7 +129,7 @@ def plan_steps(
 ) -> list[list[int]]:
     """The batches of a whole training: `steps` of them, or those of `epochs` passes when `steps` is None."""
     if not lengths:
-        raise ValueError("data: no sample to train on; give more rows or a larger max_length")
+        raise TrainingError("data: no sample to train on; give more rows or a larger max_length")
     plan: list[list[int]] = []
     epoch = 0
     while (len(plan) < steps) if steps is not None else (epoch < epochs):

@@ -23,6 +23,8 @@ from transformers import (
 )
 
 from speculative.training.checkpoint import Checkpoint
+from speculative.training.draft_files import make_readable
+from speculative.training.errors import TrainingError
 from speculative.training.loop import LoopOptions, fit
 from speculative.training.rows import Conversation, Turn
 from speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_steps
@@ -69,11 +71,11 @@ def build_tokenizer(conversations: Sequence[Conversation], shape: TargetShape) -
 def build_target(shape: TargetShape, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
     """A freshly initialised float32 model on the CPU, with tied embeddings and the tokenizer's special tokens.
 
-    Raises `ValueError` when the heads do not divide the hidden size.
+    Raises `TrainingError` when the heads do not divide the hidden size.
     """
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if shape.hidden_size % (2 * heads) or heads % kv_heads:
-        raise ValueError(
+        raise TrainingError(
             f"heads={heads}: must divide hidden_size={shape.hidden_size} into even parts, and kv_heads={kv_heads} must "
             "divide it; try heads of 64"
         )
@@ -231,3 +233,4 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, fol
     model.config.dtype = torch.bfloat16
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    make_readable(folder)

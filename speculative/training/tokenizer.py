@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from speculative.training.errors import TrainingError
+
 PAD, BOS, END = "<|pad|>", "<|bos|>", "<|end|>"
 ROLE_MARKS = ("<|system|>", "<|user|>", "<|assistant|>")
 NUM_BYTES = 256
@@ -29,11 +31,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
     """A tokenizer of at most `vocab_size` tokens trained on the texts; every byte string round trips through it.
 
     Plain text gets `<|bos|>` in front; the chat template writes it itself. The end of a turn is `eos_token`.
-    Raises `ValueError` when the vocabulary cannot hold the bytes and marks.
+    Raises `TrainingError` when the vocabulary cannot hold the bytes and marks.
     """
     special = [PAD, BOS, END, *ROLE_MARKS]
     if vocab_size < NUM_BYTES + len(special):
-        raise ValueError(f"vocab_size={vocab_size}: must be at least {NUM_BYTES + len(special)} (bytes and marks)")
+        raise TrainingError(f"vocab_size={vocab_size}: must be at least {NUM_BYTES + len(special)} (bytes and marks)")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

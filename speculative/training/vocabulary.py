@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculative.training.errors import TrainingError
 from speculative.training.samples import Sample
 
 
@@ -43,11 +44,11 @@ def choose_vocabulary(
 ) -> DraftVocabulary:
     """The `size` most frequent answer tokens, with those of `always` (the ends of a turn) in any case.
 
-    Ties go to the smaller id; when fewer tokens occur, the smallest unused ids fill up. Raises `ValueError` for a
+    Ties go to the smaller id; when fewer tokens occur, the smallest unused ids fill up. Raises `TrainingError` for a
     size outside 1..target_vocab_size.
     """
     if not len(always) <= size <= target_vocab_size:
-        raise ValueError(
+        raise TrainingError(
             f"draft_vocab={size}: must be between {len(always)} and the target's vocabulary of {target_vocab_size}"
         )
     counts = Counter(token for sample in samples for token in sample.tokens[sample.num_prompt :])

@@ -1,4 +1,4 @@
-"""The README's matrix of attention backends, from the facts that refuse a start: `python -m tests.attention.matrix`.
+"""The tables of docs/attention-backends.md, from the facts that refuse a start: `python -m tests.attention.matrix`.
 
 Asked are the conformance suite's uses, one fact changed at a time. What a backend needs installed does not count."""
 
@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
-from attention.backend import BACKENDS
 from attention.config import PAGE_SIZES
 from attention.limits import AttentionUse
 from attention.metadata import Mode
+from attention.registry import BACKENDS, limit
 from tests.support.attention_cases import WORKS, Shape, use_of
 
 PLACES = {
@@ -25,8 +25,7 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def refusal(name: str, use: AttentionUse) -> str | None:
-    facts = BACKENDS[name]
-    return facts.refusal(use) if use.mode in facts.modes else "it has no kernels for prompt chunks"
+    return limit(BACKENDS[name], use)
 
 
 def matrix() -> str:
@@ -84,7 +83,7 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(home, head_dim=512),
         dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
         dataclasses.replace(home, dtype=torch.float32),
-        dataclasses.replace(home, mla=True),
+        dataclasses.replace(home, layout="latent rows"),
     ]
     reasons = [refusal(name, use) for use in asked]
     return list(dict.fromkeys(reason for reason in reasons if reason is not None))

@@ -2,6 +2,7 @@
 Triton's interpreter, see `test_triton_backend`."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
-from attention.kernels import decode, split_kv  # noqa: E402
+from attention.kernels import decode, decode_plan, split_kv  # noqa: E402
 from attention.kv_cache.pool import KVPool  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from tests.attention.test_triton_backend import (  # noqa: E402
+from tests.attention.test_triton_prefill import check_prefill  # noqa: E402
+from tests.support.triton_cases import (  # noqa: E402
     assert_close,
-    check_prefill,
     random_decode,
     random_pool,
     random_rows,
@@ -29,7 +30,7 @@ SPAN = 128 if INTERPRETED else FIXED_SPAN
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUP, KV_HEADS, HEAD_DIM, PAGE = (4, 1, 16, 16) if INTERPRETED else (4, 8, 128, 16)
 SCALE = HEAD_DIM**-0.5
-# of a request and its tail: short, at a tile's end and a span's, one of which the tail reaches across
+# of a request and its suffix: short, at a tile's end and a span's, one of which the suffix reaches across
 PREFIXES = [0, 1, 57, SPAN - 3, SPAN + 60] if INTERPRETED else [0, 1, 61, 640, 1021, 1023, 1024, 2047, 5000]
 
 
@@ -54,8 +55,8 @@ class Text:
 
     def chunks(self, cuts: list[int]) -> Tensor:
         """All rows, as the chunks between `cuts` in one batch."""
-        starts = tuple(cuts[:-1])
-        batch = PrefillBatch(tuple(cuts), starts, self.table.expand(len(starts), -1))
+        starts, counts = cuts[:-1], [end - start for start, end in pairwise(cuts)]
+        batch = PrefillBatch.from_lists(starts, counts, self.table.expand(len(starts), -1))
         return attend(self.pool, batch, self.q)
 
 
@@ -66,7 +67,7 @@ def attend(pool: KVPool, batch: DecodeBatch | PrefillBatch, q: Tensor, backend: 
 def test_spans_hold_the_longest_context() -> None:
     for length, span in ((2, 1024), (8192, 1024), (32768, 1024), (32769, 2048), (131072, 4096)):
         assert fixed_span(length) == span
-        assert span * decode.MAX_SPLITS >= 2 * length
+        assert span * decode_plan.MAX_SPLITS >= 2 * length
 
 
 def test_contexts_are_cut_at_the_same_places_in_every_batch() -> None:
@@ -125,7 +126,7 @@ def test_rows_of_a_tree_equal_those_of_their_path() -> None:
         assert_close(tree, decode.reference(text.q[prefix:], text.pool.layer(0), batch, SCALE), DTYPE)
         for depth, node in enumerate(path):  # what a commit does, and the queries too
             place, source = (token_place(text.table, prefix + column) for column in (depth, node))
-            for x in (text.pool.k, text.pool.v):
+            for x in text.pool.tensors[0]:
                 x[0][place] = x[0][source].clone()
             text.q[prefix + depth] = text.q[prefix + node].clone()
         for depth, node in enumerate(path):
@@ -174,7 +175,8 @@ def test_prompts_equal_decoding_however_they_are_cut() -> None:
 
 
 def test_pieces_cover_every_row() -> None:
-    batch = PrefillBatch((0, 3, 43, 43 + 16), (9, 0, 100), torch.zeros((3, 8), dtype=torch.int32, device=DEVICE))
+    table = torch.zeros((3, 8), dtype=torch.int32, device=DEVICE)
+    batch = PrefillBatch.from_lists([9, 0, 100], [3, 40, 16], table)
     pieces = list_pieces(batch, 16)
     assert [p for p in pieces if p[0] == 0] == [(0, 0, 9, 1), (0, 1, 10, 1), (0, 2, 11, 1)]
     assert [p for p in pieces if p[0] == 1] == [(1, 3, 0, 16), (1, 19, 16, 16), (1, 27, 24, 16)]
@@ -183,6 +185,6 @@ def test_pieces_cover_every_row() -> None:
 
 def test_chunks_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for few pieces at once."""
-    monkeypatch.setattr("attention.backends.triton_backend.MAX_PIECE_SLOTS", 3)
-    monkeypatch.setattr("tests.attention.test_triton_backend.build_backend", lambda *_: TritonBackend(SPAN))
+    monkeypatch.setattr("attention.backends.triton_backend.MAX_PIECE_PARTIALS", 3)
+    monkeypatch.setattr("tests.attention.test_triton_prefill.build_backend", lambda *_: TritonBackend(SPAN))
     check_prefill([0, 40, 3], [50, 2, 2 * SPAN], GROUP, KV_HEADS, HEAD_DIM, PAGE, DTYPE)

@@ -1,6 +1,7 @@
 """What the flashinfer backend hands to FlashInfer for prompt chunks, seen by a recording stand-in: no GPU, no package.
 Rounds: `test_flashinfer_rounds`. Results are compared on a GPU by `test_conformance`."""
 
+import dataclasses
 import sys
 import types
 from typing import Any
@@ -9,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import build_backend
 from attention.backends.flashinfer_backend import Extent, paged
-from attention.metadata import Mode, PrefillBatch
+from attention.metadata import Mode
+from attention.registry import build_backend
 from tests.support.attention_cases import Shape, num_pages, prefill_batch, random_pool, random_rows
 
 CPU = torch.device("cpu")
@@ -34,7 +35,8 @@ class RecordingWrapper:
             assert tensor.dtype == torch.int32
         self.plans.append((args, kwargs))
 
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, enable_pdl: bool) -> Tensor:
+        assert not enable_pdl, "its kernels read the plan before they wait"
         return out
 
 
@@ -57,7 +59,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompt_chunks_are_planned_from_the_step_plan_alone() -> None:
     """Their page table may be anywhere: on the meta device no value can be read."""
     host = prefill_batch(SHAPE, CPU)
-    batch = PrefillBatch(host.qo_indptr, host.starts, host.page_table.to("meta"))
+    tensors = {name: getattr(host, name).to("meta") for name in ("qo_indptr", "starts", "page_table")}
+    batch = dataclasses.replace(host, **tensors)
     prepared = build_backend("flashinfer", Mode.PREFILL).prepare(batch)
     assert prepared.extent.kv_lens == [40, 34, 135, 1064]  # type: ignore[attr-defined]
 
@@ -84,5 +87,5 @@ def test_plans_take_turns_on_two_wrappers() -> None:
 
 def test_page_lists_of_pages_of_one() -> None:
     table = torch.tensor([[4, 2, 9], [7, 0, 0]], dtype=torch.int32)
-    indptr, indices, last = paged(Extent([1, 1], [3, 1], table), 1)
+    indptr, indices, last = paged(Extent([0, 1], [1, 1], [3, 1], table), 1)
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 3, 4], [4, 2, 9, 7], [1, 1])

@@ -13,11 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the plans are written by a Triton kernel; triton is not installed here")
 
-from attention.backend import build_backend  # noqa: E402
-from attention.backends.flashinfer_backend import DECODE_PLAN, ROWS_PLAN  # noqa: E402
+from attention.backends.flashinfer_rounds import DECODE_PLAN, ROWS_PLAN  # noqa: E402
 from attention.backends.torch_backend import TorchBackend  # noqa: E402
 from attention.kernels.flashinfer_plan import Grid  # noqa: E402
 from attention.metadata import Mode  # noqa: E402
+from attention.registry import build_backend  # noqa: E402
 from tests.attention.test_flashinfer_plan import planned  # noqa: E402
 from tests.support.attention_cases import (  # noqa: E402
     NUM_KV_HEADS,
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 ROOM = 12  # tiles for each KV head
 PREFIXES = (1, 500, 63, 0, 0)
 SHAPE = Shape(head_dim=16, dtype=torch.float32)
-TAILS = [work for work in WORKS if work.mode is not Mode.PREFILL]
+ROUNDS = [work for work in WORKS if work.mode is not Mode.PREFILL]
 
 
 class StandIn:
@@ -167,7 +167,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("prefixes", [PREFIXES, (30,) * ROOM], ids=["cut", "whole"])
-@pytest.mark.parametrize("work", TAILS, ids=lambda work: work.name)
+@pytest.mark.parametrize("work", ROUNDS, ids=lambda work: work.name)
 def test_kernels_find_in_the_plan_what_they_must_attend_to(work: Work, prefixes: tuple[int, ...], group: int) -> None:
     torch.manual_seed(0)
     shape = dataclasses.replace(SHAPE, group=group)
@@ -188,7 +188,7 @@ def test_shapes_share_one_plan_of_the_library_s() -> None:
     backend = build_backend("flashinfer", Mode.DECODE)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     for count in (1, 2, 5):
-        batch = decode_batch(TAILS[0], SHAPE, PREFIXES[:count], CPU)
+        batch = decode_batch(ROUNDS[0], SHAPE, PREFIXES[:count], CPU)
         backend.prepare(batch).forward(random_rows(count, SHAPE, CPU), kv, 0.2)
     assert StandIn.made == 1
 
@@ -196,7 +196,7 @@ def test_shapes_share_one_plan_of_the_library_s() -> None:
 @pytest.mark.parametrize("name", ["kv_tile", "o_indptr", "kv_chunk_size", "merge_indptr"])
 def test_a_library_that_plans_otherwise_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "spoilt", name)
-    batch = decode_batch(TAILS[1], SHAPE, PREFIXES, CPU)
+    batch = decode_batch(ROUNDS[1], SHAPE, PREFIXES, CPU)
     prepared = build_backend("flashinfer", Mode.VERIFY).prepare(batch)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
     message = rf"flashinfer 0.9 plans 6 rows otherwise than 0.6.17 \({name}\); pip install"
@@ -205,7 +205,7 @@ def test_a_library_that_plans_otherwise_is_refused(name: str, monkeypatch: pytes
 
 
 def test_masks_beyond_their_offsets_are_refused() -> None:
-    batch = decode_batch(next(work for work in TAILS if work.tree), SHAPE, PREFIXES, CPU)
+    batch = decode_batch(next(work for work in ROUNDS if work.tree), SHAPE, PREFIXES, CPU)
     endless = dataclasses.replace(batch, page_table=batch.page_table[:, :1].expand(-1, 1 << 26))
     prepared = build_backend("flashinfer", batch.mode).prepare(endless)
     kv = random_pool(SHAPE, 60, CPU).layer(0)
@@ -214,7 +214,7 @@ def test_masks_beyond_their_offsets_are_refused() -> None:
 
 
 def test_layers_of_one_pass_are_alike() -> None:
-    batch = decode_batch(TAILS[0], SHAPE, PREFIXES, CPU)
+    batch = decode_batch(ROUNDS[0], SHAPE, PREFIXES, CPU)
     prepared = build_backend("flashinfer", Mode.DECODE).prepare(batch)
     kv, q = random_pool(SHAPE, 60, CPU).layer(0), random_rows(len(PREFIXES), SHAPE, CPU)
     prepared.forward(q, kv, 0.2)

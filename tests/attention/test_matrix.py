@@ -1,17 +1,18 @@
-"""The table of backends: what the README says of it, and what it never imports."""
+"""The table of backends: what the documents say of it, and what it never imports."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from attention.backend import BACKENDS
+from attention.registry import BACKENDS
 from tests.attention.matrix import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_readme_has_the_matrix() -> None:
-    assert matrix() in (ROOT / "README.md").read_text(), "paste what `python -m tests.attention.matrix` prints"
+def test_the_page_has_the_matrix() -> None:
+    page = (ROOT / "docs" / "attention-backends.md").read_text()
+    assert matrix() in page, "paste what `python -m tests.attention.matrix` prints"
 
 
 def test_no_backend_costs_a_round_its_graph() -> None:

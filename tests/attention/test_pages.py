@@ -1,4 +1,4 @@
-"""PageAllocator: what is free, held, cached, and that the books say so."""
+"""PageAllocator: what is free, held, cached, and that the counts say so."""
 
 import random
 
@@ -66,7 +66,7 @@ def test_integrity_check_finds_a_lost_and_a_doubly_held_page():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_books_stay_right_under_random_use(seed):
+def test_counts_stay_right_under_random_use(seed):
     rng = random.Random(seed)
     allocator = PageAllocator(23)
     held: list[list[int]] = []

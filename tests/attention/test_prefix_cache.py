@@ -32,11 +32,11 @@ def test_finds_full_pages_and_leaves_one_token_to_compute():
     assert cache.match(tokens_of(0)) == []
 
 
-def test_with_lookahead_a_page_counts_only_with_the_token_behind_it():
+def test_with_lookahead_a_page_counts_only_with_the_token_after_it():
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, 4, lookahead=1)
     pages = allocator.allocate(2)
-    assert cache.insert(tokens_of(*range(8)), pages) == pages[:1]  # the token behind the second page is unknown
+    assert cache.insert(tokens_of(*range(8)), pages) == pages[:1]  # the token after the second page is unknown
     assert cache.insert(tokens_of(*range(9)), pages) == pages
     assert cache.match(tokens_of(0, 1, 2, 3, 4)) == pages[:1]
     assert cache.match(tokens_of(0, 1, 2, 3, 9, 5)) == []
@@ -44,7 +44,7 @@ def test_with_lookahead_a_page_counts_only_with_the_token_behind_it():
     assert cache.match(tokens_of(*range(8), 77)) == pages[:1]
 
 
-def test_pages_that_differ_only_in_the_token_behind_are_kept_side_by_side():
+def test_pages_that_differ_only_in_the_token_after_are_kept_side_by_side():
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, 2, lookahead=1)
     first, _ = insert(cache, allocator, tokens_of(1, 2, 3))

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import build_backend
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import move_tokens
 from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_slot_mapping, prefill_slot_mapping
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_places, prefill_places
+from attention.registry import build_backend
+from tests.support.attention_cases import heads_pool, write_tokens
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 CPU = torch.device("cpu")
@@ -26,7 +29,7 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
     """A pool with random KV for requests of these lengths on scattered pages, its table, and the KV per request."""
     generator = torch.Generator().manual_seed(seed)
     per_request = [-(-n // page_size) for n in lengths]
-    pool = KVPool(1, sum(per_request), page_size, KV_HEADS, DIM, torch.float32, CPU)
+    pool = heads_pool(1, sum(per_request), page_size, HeadsLayout(KV_HEADS, DIM, torch.float32), CPU)
     pages = (torch.randperm(sum(per_request), generator=generator) + 1).tolist()
     table = torch.zeros((len(lengths), max(per_request) + 2), dtype=torch.int32)
     keys, values = [], []
@@ -35,7 +38,7 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
         table[i, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
         k, v = torch.randn((2, n, KV_HEADS, DIM), generator=generator)
         slots = torch.tensor([mine[p // page_size] * page_size + p % page_size for p in range(n)])
-        pool.store(0, slots, k, v)
+        write_tokens(pool.layer(0), slots, k, v)
         keys.append(k)
         values.append(v)
     return pool, table, keys, values
@@ -43,7 +46,7 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 @pytest.mark.parametrize("rows,suffix_len", [(1, 1), (4, 4), (3, 9), (7, 7)])
-def test_tail_rows_see_their_prefix_and_their_mask(page_size: int, rows: int, suffix_len: int) -> None:
+def test_decode_rows_see_their_prefix_and_their_mask(page_size: int, rows: int, suffix_len: int) -> None:
     prefixes = [0, 1, 17, 54]
     pool, table, keys, values = paged([n + suffix_len for n in prefixes], page_size, seed=rows)
     generator = torch.Generator().manual_seed(suffix_len)
@@ -67,7 +70,7 @@ def test_chunk_rows_see_all_before_them(page_size: int) -> None:
     starts, counts = [0, 5, 33], [7, 1, 20]
     pool, table, keys, values = paged([s + n for s, n in zip(starts, counts, strict=True)], page_size, seed=3)
     q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(1))
-    batch = PrefillBatch((0, 7, 8, 28), tuple(starts), table)
+    batch = PrefillBatch.from_lists(starts, counts, table)
     out = build_backend("torch", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
     row = 0
     for c, start in enumerate(starts):
@@ -77,26 +80,44 @@ def test_chunk_rows_see_all_before_them(page_size: int) -> None:
             row += 1
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def decoded(pool: KVPool, q: Tensor, lengths: list[int], table: Tensor, max_kv_len: int) -> Tensor:
+    """One row for each request, which writes at its length."""
+    prefix, mask = torch.tensor(lengths, dtype=torch.int32), causal_mask(len(lengths), 1, CPU)
+    batch = DecodeBatch(Mode.DECODE, 1, 1, prefix, mask, table, max_kv_len)
+    return build_backend("torch", Mode.DECODE).prepare(batch).forward(q, pool.layer(0), 1.0)
+
+
+def test_a_row_does_not_depend_on_what_its_neighbours_hold() -> None:
+    """To the bit, in batches of one size and one bound of lengths, whose matrix products are the same calls."""
     pool, table, _, _ = paged([9, 60], 4, seed=5)
     q = torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(2))
-    lengths = torch.tensor([8, 59], dtype=torch.int32)
-    backend = build_backend("torch", Mode.DECODE)
-    both = DecodeBatch(Mode.DECODE, 1, 1, lengths, causal_mask(2, 1, CPU), table, 60)
-    alone = DecodeBatch(Mode.DECODE, 1, 1, lengths[:1], causal_mask(1, 1, CPU), table[:1], 60)
-    out = backend.prepare(both).forward(q, pool.layer(0), 1.0)
-    assert torch.equal(out[:1], backend.prepare(alone).forward(q[:1], pool.layer(0), 1.0))
+    expected = decoded(pool, q, [8, 59], table, 60)[0]
+    others = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(3))
+    for length, neighbour in ((59, others), (30, others), (0, others), (0, torch.zeros_like(others))):
+        out = decoded(pool, torch.cat((q[:1], neighbour)), [8, length], table, 60)[0]
+        assert torch.equal(out, expected), length
+    pool.layer(0).k[table[1].long()] = 7.0  # its pages, and page 0, which both have after their ends
+    assert torch.equal(decoded(pool, q, [8, 59], table, 60)[0], expected)
 
 
-def test_kv_slots_follow_the_page_table() -> None:
+def test_a_row_alone_is_close_to_what_it_is_beside_others() -> None:
+    """A library of matrix products may choose its kernel by the size of a batch, and so the order of its sums."""
+    pool, table, _, _ = paged([9, 60], 4, seed=5)
+    q = torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+    beside = decoded(pool, q, [8, 59], table, 60)[:1]
+    for bound in (60, 9):
+        alone = decoded(pool, q[:1], [8], table[:1], bound)
+        # float32 sums of up to 60 terms: 60 * 2^-24 relative, values below 4
+        torch.testing.assert_close(alone, beside, atol=2e-6, rtol=1e-5)
+
+
+def test_token_indices_follow_the_page_table() -> None:
     table = torch.tensor([[3, 1, 7], [2, 9, 0]], dtype=torch.int32)
-    suffix_len = DecodeBatch(
-        Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8
-    )
-    # columns 1 and 2 of the tail: positions 4, 5 and 5, 6 on pages of 4
-    assert decode_slot_mapping(suffix_len, 4).tolist() == [4, 5, 37, 38]
-    chunks = PrefillBatch((0, 2, 5), (3, 0), table)
-    assert prefill_slot_mapping(chunks, 4).tolist() == [15, 4, 8, 9, 10]
+    batch = DecodeBatch(Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8)
+    # columns 1 and 2 of the suffix: positions 4, 5 and 5, 6 on pages of 4
+    assert decode_places(batch, 4)[1].tolist() == [4, 5, 37, 38]
+    chunks = PrefillBatch.from_lists([3, 0], [2, 3], table)
+    assert prefill_places(chunks, 4)[1].tolist() == [15, 4, 8, 9, 10]
 
 
 def test_an_unknown_backend_names_those_that_exist() -> None:
@@ -105,9 +126,9 @@ def test_an_unknown_backend_names_those_that_exist() -> None:
 
 
 def test_move_reads_everything_before_it_writes() -> None:
-    pool = KVPool(2, 2, 4, 1, 1, torch.float32, CPU)
+    pool = heads_pool(2, 2, 4, HeadsLayout(1, 1, torch.float32), CPU)
     values = torch.arange(8.0).view(8, 1, 1)
-    pool.store(1, torch.arange(4, 12), values, -values)
-    pool.move(torch.tensor([6, 5, 4]), torch.tensor([4, 6, 7]))
+    write_tokens(pool.layer(1), torch.arange(4, 12), values, -values)
+    move_tokens(pool.tensors[0], torch.tensor([6, 5, 4]), torch.tensor([4, 6, 7]))
     assert pool.layer(1).k.flatten()[4:9].tolist() == [2, 1, 1, 0, 4]
     assert pool.layer(1).v.flatten()[4:8].tolist() == [-2, -1, -1, 0]

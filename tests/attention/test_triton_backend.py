@@ -1,10 +1,6 @@
 """The triton backend against float64: on a GPU, or small cases under Triton's interpreter (TRITON_INTERPRET=1), which
-`test_triton_interpreter` starts in a process of its own.
-
-Tolerances bound ||out - expected|| / ||expected|| of one row and head. Weights and results are rounded to the cache's
-type, each by at most half a unit in the last place: twice that is bound enough; for
-float32, sums of up to 10^4 terms.
-"""
+`test_triton_interpreter` starts in a process of its own. Prompt chunks: `test_triton_prefill`. Tolerances:
+`tests.support.triton_cases`."""
 
 import pytest
 import torch
@@ -12,57 +8,25 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.backend import build_backend  # noqa: E402
 from attention.backends.triton_backend import TritonBackend, split_budget  # noqa: E402
-from attention.kernels import decode, prefill, rope_store, split_kv  # noqa: E402
-from attention.kv_cache.pool import KVPool, LayerKV  # noqa: E402
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from attention.kernels import decode, decode_plan, rope_store, split_kv  # noqa: E402
+from attention.kv_cache.heads import store_reference  # noqa: E402
+from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
+from attention.registry import build_backend  # noqa: E402
+from attention.views import LayerKV  # noqa: E402
+from tests.support.triton_cases import (  # noqa: E402
+    HALF_TYPES,
+    assert_close,
+    random_decode,
+    random_pool,
+    random_rows,
+    random_table,
+)
 from tests.support.triton_interpreter import DEVICE, MARKS  # noqa: E402
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-HALF_TYPES = [torch.bfloat16, torch.float16]
 pytestmark = MARKS
 
 production = pytest.mark.gpu  # sizes that the interpreter would take minutes for
-
-
-def random_pool(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVPool:
-    """All pages filled, those of nobody and page 0 too: what a kernel must not read would be seen."""
-    pool = KVPool(1, num_pages, page_size, num_kv_heads, head_dim, dtype, DEVICE)
-    pool.k.normal_()
-    pool.v.normal_()
-    return pool
-
-
-def random_table(lengths: list[int], page_size: int, num_pages: int, width: int | None = None) -> Tensor:
-    """[len(lengths), width] int32 of distinct random pages; zeros behind a request's end."""
-    counts = [-(-n // page_size) for n in lengths]
-    table = torch.zeros((len(lengths), width or max(counts) + 1), dtype=torch.int32)
-    pages = (torch.randperm(num_pages)[: sum(counts)] + 1).int().split(counts)
-    for row, mine in zip(table, pages, strict=True):
-        row[: len(mine)] = mine
-    return table.to(DEVICE)
-
-
-def random_rows(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[rows, heads, head_dim] as a model has them: a view of a packed product."""
-    return torch.randn((rows, heads + 4, head_dim), device=DEVICE).to(dtype)[:, :heads]
-
-
-def random_decode(
-    mode: Mode, rows: int, suffix_len: int, prefixes: list[int], page_size: int, num_pages: int
-) -> DecodeBatch:
-    """Random masks in which every row sees itself."""
-    mask = torch.randint(0, 1 << min(suffix_len, 62), (len(prefixes), rows), dtype=torch.int64)
-    mask |= 1 << torch.arange(suffix_len - rows, suffix_len)
-    table = random_table([n + suffix_len for n in prefixes], page_size, num_pages)
-    lengths = torch.tensor(prefixes, dtype=torch.int32, device=DEVICE)
-    return DecodeBatch(mode, rows, suffix_len, lengths, mask.to(DEVICE), table, max(prefixes) + suffix_len)
-
-
-def assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert error.max() < TOLERANCE[dtype], f"relative error {error.max():.2e} at {error.argmax()} of {error.shape}"
 
 
 def check_decode(
@@ -124,11 +88,11 @@ def test_both_ways_to_merge(apart: bool, longest: int) -> None:
     pool = random_pool(330, 16, 2, 16, torch.float32)
     batch = random_decode(Mode.VERIFY, 3, 3, [longest, 100, 1500], 16, 320)
     q = random_rows(9, 4, 16, torch.float32)
-    tiles = decode.DecodeTiles(16, 32, 4, 2, 1, 64)
-    items = split_kv.plan_items(batch.prefix_len, 3, 60, 100, 32, decode.MAX_SPLITS)
-    assert (items.requests[0, 1] > decode.FAN) == (longest > 1000)  # then two levels, or several rounds
-    workspace = decode.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
-    plan = decode.DecodePlan(tiles, items, workspace, apart, 8, pdl=False)
+    tiles = decode_plan.DecodeTiles(16, 32, 4, 2, 1, 64)
+    items = split_kv.plan_items(batch.prefix_len, 3, 60, 100, 32, decode_plan.MAX_SPLITS)
+    assert (items.requests[0, 1] > decode_plan.FAN) == (longest > 1000)  # then two levels, or several rounds
+    workspace = decode_plan.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
+    plan = decode_plan.DecodePlan(tiles, items, workspace, apart, 8, pdl=False)
     expected = decode.reference(q, pool.layer(0), batch, 0.25)
     for _ in range(2):
         assert_close(decode.attend_decode(q, pool.layer(0), batch, plan, 0.25), expected, torch.float32)
@@ -186,43 +150,13 @@ def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budg
     assert [row[:6] for row in items[: len(expected)]] == expected
     assert all(row[0] == split_kv.IDLE.value for row in items[len(expected) :])
     assert len(expected) <= len(items) == len(lengths) + budget
-    assert max(slot + count for _, _, _, _, slot, count in expected) <= 2 * budget + 1
+    assert max(first + count for _, _, _, _, first, count in expected) <= 2 * budget + 1
 
 
 def test_equal_requests_get_equal_numbers_of_items() -> None:
     assert split_budget(8, 66) == 64
     assert split_budget(100, 66) == 66  # cannot all be cut: for unequal ones
     assert split_budget(3, 0) == 0
-
-
-def check_prefill(
-    starts: list[int],
-    counts: list[int],
-    group: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: torch.dtype,
-) -> None:
-    torch.manual_seed(len(starts))
-    lengths = [start + n for start, n in zip(starts, counts, strict=True)]
-    num_pages = sum(-(-n // page_size) for n in lengths) + 3
-    pool = random_pool(num_pages, page_size, num_kv_heads, head_dim, dtype)
-    indptr = tuple(sum(counts[:i]) for i in range(len(counts) + 1))
-    batch = PrefillBatch(indptr, tuple(starts), random_table(lengths, page_size, num_pages))
-    q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
-    out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), head_dim**-0.5)
-    assert_close(out, prefill.reference(q, pool.layer(0), batch, head_dim**-0.5), dtype)
-
-
-@pytest.mark.parametrize("page_size,group", [(1, 1), (4, 3), (16, 4), (64, 8)])
-def test_small_ragged_chunks(page_size: int, group: int) -> None:
-    check_prefill([0, 5, 33, 0], [7, 1, 20, 30], group, 2, 16, page_size, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", HALF_TYPES)
-def test_small_chunks_in_half_types(dtype: torch.dtype) -> None:
-    check_prefill([0, 40], [19, 2], 4, 1, 32, 16, dtype)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +170,12 @@ def test_rope_store_equals_its_reference(group: int, head_dim: int, dtype: torch
     positions = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=DEVICE)
     slots = torch.tensor([3, 60, 17, 0, 0, 21, 5], device=DEVICE)  # padding shares index 0
     results = []
-    for function in (rope_store.rope_store, rope_store.reference):
+    for function in (rope_store.rope_store, store_reference):
         q, k, v = packed.clone().split([group * heads, heads, heads], dim=1)
         pool = torch.zeros((2, 5, 16, heads, head_dim), dtype=dtype, device=DEVICE)
-        function(q, k, v, angles.cos(), angles.sin(), positions, LayerKV(pool[0], pool[1]), slots)
+        turned = function(q, k, v, angles.cos(), angles.sin(), positions, LayerKV(pool[0], pool[1]), slots)
         pool.view(2, -1, heads, head_dim)[:, 0] = 0
-        results += [q, pool]
+        results += [q if turned is None else turned, pool]
     # The rotation is one multiply-add in float32 rounded to the type: two units in the last place of values below 8.
     atol = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(results[0], results[2], atol=atol, rtol=0)
@@ -267,13 +201,6 @@ def test_production_heads_and_pages(num_kv_heads: int, group: int, page_size: in
 def test_large_batches_in_which_one_request_is_long() -> None:
     check_decode(Mode.VERIFY, 4, 4, [30000] + [100 + 7 * i for i in range(150)], 4, 8, 128, 16, torch.bfloat16)
     check_decode(Mode.DECODE, 1, 1, [20000] + [3 * i for i in range(30)], 4, 2, 64, 16, torch.float32)
-
-
-@production
-@pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32])
-@pytest.mark.parametrize("group,head_dim", [(4, 128), (7, 64), (1, 128)])
-def test_production_chunks(group: int, head_dim: int, dtype: torch.dtype) -> None:
-    check_prefill([0, 1000, 17, 4096], [1500, 513, 1, 77], group, 4, head_dim, 16, dtype)
 
 
 @production

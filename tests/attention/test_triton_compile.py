@@ -12,7 +12,16 @@ import pytest
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from attention.backends.triton_backend import FIXED_TILES  # noqa: E402
-from attention.kernels import decode, merge_states, prefill, rope_store, split_kv  # noqa: E402
+from attention.kernels import (  # noqa: E402
+    decode,
+    decode_plan,
+    merge_states,
+    prefill,
+    prefill_plan,
+    rope_store,
+    slot_mapping,
+    split_kv,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,7 +72,9 @@ def compiled(
     return int(stack[1]) + int(local[1]), built.metadata.shared, built.asm["ptx"]
 
 
-def decode_constants(rows: int, group: int, head_dim: int, page_size: int, tiles: decode.DecodeTiles) -> dict[str, Any]:
+def decode_constants(
+    rows: int, group: int, head_dim: int, page_size: int, tiles: decode_plan.DecodeTiles
+) -> dict[str, Any]:
     columns = 8 * -(-rows * group // tiles.block_m)
     return {
         "ROWS": rows,
@@ -75,7 +86,7 @@ def decode_constants(rows: int, group: int, head_dim: int, page_size: int, tiles
         "BLOCK_N": tiles.block_n,
         "COLUMNS": columns,
         "SLICE": tiles.merge_slice(head_dim),
-        "FAN": decode.FAN,
+        "FAN": decode_plan.FAN,
         "APART": False,
         "PATHS": False,
         "PART_M": tiles.block_m,
@@ -100,10 +111,10 @@ def decode_constants(rows: int, group: int, head_dim: int, page_size: int, tiles
         (4, 4, 256, 16, "bf16", 8),
     ],
 )
-def test_tail_attention_fits_hopper(
+def test_decode_attention_fits_hopper(
     rows: int, group: int, head_dim: int, page_size: int, dtype: str, density: float, tmp_path: Path
 ) -> None:
-    tiles = decode.decode_tiles(rows * group, head_dim, DTYPES[dtype], density)
+    tiles = decode_plan.decode_tiles(rows * group, head_dim, DTYPES[dtype], density)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
     constants = decode_constants(rows, group, head_dim, page_size, tiles) | {"APART": density <= 1}
@@ -115,14 +126,14 @@ def test_tail_attention_fits_hopper(
 
 @pytest.mark.parametrize("rows,group,head_dim", [(1, 4, 128), (16, 4, 128), (16, 8, 64)])
 @pytest.mark.parametrize("paths", [False, True])
-def test_tail_attention_in_fixed_spans_fits_hopper(
+def test_decode_attention_in_fixed_spans_fits_hopper(
     rows: int, group: int, head_dim: int, paths: bool, tmp_path: Path
 ) -> None:
     tiles = FIXED_TILES
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
     constants = decode_constants(rows, group, head_dim, 16, tiles)
-    constants |= {"APART": True, "PATHS": paths, "PART_M": decode.partial_rows(tiles, rows * group)}
+    constants |= {"APART": True, "PATHS": paths, "PART_M": decode_plan.partial_rows(tiles, rows * group)}
     spills, shared, ptx = compiled(
         decode._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
     )
@@ -156,6 +167,11 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_
 def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     constants: dict[str, Any] = {"TILE": 64, "MAX_SPLITS": 64, "REQUESTS": 512, "ITEMS": 1024}
     assert compiled(split_kv._plan_items, tmp_path, {}, constants, 4, 1)[0] == 0
+    constants = {"BLOCK": prefill_plan.BLOCK, "CHUNKS": prefill_plan.CHUNKS}
+    assert compiled(prefill_plan._plan_tiles, tmp_path, {}, constants, 4, 1)[0] == 0
+    constants = {"BLOCK": slot_mapping.BLOCK, "CHUNKS": slot_mapping.CHUNKS}
+    pointers = {"position_ptr": "i64", "slot_ptr": "i64"}
+    assert compiled(slot_mapping._prefill_places, tmp_path, pointers, constants, 4, 1)[0] == 0
     constants = {
         "ROWS": 4,
         "GROUP": 4,

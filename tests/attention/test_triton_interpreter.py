@@ -19,10 +19,12 @@ FILES = (
     "tests/attention/test_fixed_spans.py",
     "tests/workers/test_one_shot_all_reduce.py",
     "tests/attention/test_triton_backend.py",
+    "tests/attention/test_triton_prefill.py",
     "tests/speculative/test_round_kernels.py",
     "tests/speculative/test_draft_kernels.py",
     "tests/attention/test_flashinfer_rounds.py",
     "tests/attention/test_flashinfer_plan.py",
+    "tests/attention/test_pdl_gpu.py",
     "tests/workers/test_skinny_gemm.py",
 )
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import build_backend
 from attention.backends.trtllm_backend import mask_words
 from attention.metadata import DecodeBatch, Mode, causal_mask
+from attention.registry import build_backend
 from tests.support.attention_cases import LENGTHS, WORKS, Shape, decode_batch, num_pages, random_pool, random_rows
 
 CPU = torch.device("cpu")

@@ -26,8 +26,8 @@ from workers.layers.norm import RMSNorm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 112, 256, 512, 1024)
 CALLS, REPLAYS = 50, 5
-WIDE = Limits(push=2 << 20, two_shot=16 << 20)  # every method as far as it can go
-COLUMNS = ("nccl", "one_shot", "two_shot", "push", "nccl+norm", "two_shot+norm", "push_norm")
+WIDE = Limits(one_shot=2 << 20, two_shot=16 << 20)  # every method as far as it can go
+COLUMNS = ("nccl", "one_shot", "two_shot", "ours", "nccl+norm", "two_shot+norm", "ours_norm")
 
 Call = Callable[[], object]
 
@@ -60,9 +60,9 @@ def calls_of(group: TPGroup, peers: CustomAllReduce, norm: RMSNorm, rows: int, w
         calls["one_shot"] = lambda: symmetric.one_shot_all_reduce(staged, "sum", name)
         calls["two_shot"] = lambda: symmetric.two_shot_all_reduce_(staged, "sum", name)
         calls["two_shot+norm"] = lambda: norm.add(symmetric.two_shot_all_reduce_(staged, "sum", name), residual)
-    if peers.method(rows, width, torch.bfloat16) is Method.PUSH:
-        calls["push"] = lambda: group.all_reduce(x)
-        calls["push_norm"] = lambda: norm.add(x, residual, group)
+    if peers.method(rows, width, torch.bfloat16) is Method.ONE_SHOT:
+        calls["ours"] = lambda: group.all_reduce(x)
+        calls["ours_norm"] = lambda: norm.add(x, residual, group)
     return calls
 
 
@@ -110,10 +110,10 @@ def measure(rank: int, size: int, address: str, width: int) -> dict[str, dict[st
 
 
 def limits_by(results: dict[str, dict[str, float]], width: int) -> dict[str, int]:
-    """The largest messages in bytes up to which push with norm, then two-shot with norm, win at every size measured."""
-    limits = {"push": 0, "two_shot": 0}
+    """The largest messages in bytes up to which ours with norm, then two-shot with norm, win at every size measured."""
+    limits = {"one_shot": 0, "two_shot": 0}
     for method, column, rivals in (
-        ("push", "push_norm", ("two_shot+norm", "nccl+norm")),
+        ("one_shot", "ours_norm", ("two_shot+norm", "nccl+norm")),
         ("two_shot", "two_shot+norm", ("nccl+norm",)),
     ):
         for rows, row in results.items():

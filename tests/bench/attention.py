@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.backend import build_backend
-from attention.kv_cache.pool import LayerKV
+from attention.kv_cache.heads import store_reference
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.registry import build_backend
+from attention.views import LayerKV
 from tests.bench.gpu_time import captured, elapsed_us
 from tests.support.attention_cases import random_table
 
@@ -62,14 +63,14 @@ def layer_views(memory: Tensor, num_layers: int, num_pages: int) -> list[LayerKV
     return [LayerKV(pool[0], pool[1]) for pool in pools]
 
 
-def tail_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Callable[[], None], int]:
+def decode_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Callable[[], None], int]:
     """A pass of verify attention, and its number of layers."""
     pages = -(-(context + rows) // PAGE)
     bytes_per_layer = 2 * (batch * pages + 1) * PAGE * KV_HEADS * DIM * 2
     num_layers = min(NUM_LAYERS, memory.nbytes // bytes_per_layer)
     layers = layer_views(memory, num_layers, batch * pages)
     table, device = random_table([context + rows] * batch, PAGE, max(MAX_PREFIX // PAGE, pages)), memory.device
-    suffix_len = DecodeBatch(
+    decode = DecodeBatch(
         Mode.VERIFY,
         rows,
         rows,
@@ -82,7 +83,7 @@ def tail_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Ca
     backend = build_backend("triton", Mode.VERIFY)
 
     def run() -> None:
-        prepared = backend.prepare(suffix_len)
+        prepared = backend.prepare(decode)
         for layer in layers:
             prepared.forward(q, layer, SCALE)
 
@@ -97,7 +98,7 @@ def bench_decode(
         for batch in batches:
             if batch * (context + PAGE * 2) * BYTES_PER_TOKEN * 2 > memory.nbytes:
                 continue
-            passes = [tail_layers(memory, batch, rows, context) for rows in widths]
+            passes = [decode_layers(memory, batch, rows, context) for rows in widths]
             graphs = [captured(run) for run, _ in passes]
             *times, copy = clock.medians(*(graph.replay for graph in graphs))
             rate = clock.copy_rate(copy)
@@ -126,7 +127,7 @@ def bench_prefill(clock: Clock, memory: Tensor, shapes: list[tuple[int, int]]) -
     for chunks, length in shapes:
         pages = -(-length // PAGE)
         table = random_table([length] * chunks, PAGE, pages).to(memory.device)
-        batch = PrefillBatch(tuple(range(0, chunks * length + 1, length)), (0,) * chunks, table)
+        batch = PrefillBatch.from_lists([0] * chunks, [length] * chunks, table)
         q = torch.randn((chunks * length, HEADS, DIM), device=memory.device, dtype=memory.dtype)
         kv = layer_views(memory, 1, chunks * pages)[0]
         prepared = build_backend("triton", Mode.PREFILL).prepare(batch)
@@ -176,7 +177,7 @@ def bench_rope_store(clock: Clock, memory: Tensor, sizes: list[int]) -> list[dic
             for part, layer in zip(parts, layers, strict=True):  # noqa: B023
                 function(*part, cos, sin, row, layer, row + PAGE, **options)  # noqa: B023
 
-        graphs = [captured(lambda: run(rope_store.rope_store, pdl=True)), captured(lambda: run(rope_store.reference))]
+        graphs = [captured(lambda: run(rope_store.rope_store, pdl=True)), captured(lambda: run(store_reference))]
         fused, torch_us, _ = clock.medians(*(graph.replay for graph in graphs))
         results.append({"rows": rows, "us": round(fused / 32, 2), "torch_us": round(torch_us / 32, 2)})
         print(f"rope_store {rows} rows: {fused / 32:.2f} us; in torch {torch_us / 32:.2f} us", flush=True)
@@ -207,7 +208,7 @@ def main() -> None:
         json.dumps(
             {
                 "device": torch.cuda.get_device_name(),
-                "tail": bench_decode(clock, memory, args.batches, args.widths, args.contexts),
+                "decode": bench_decode(clock, memory, args.batches, args.widths, args.contexts),
                 "prefill": bench_prefill(clock, memory, [(64, 512), (8, 4096), (1, 16384)]),
                 "rope_store": bench_rope_store(clock, memory, [4, 256, 8192]),
             }

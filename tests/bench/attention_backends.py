@@ -16,11 +16,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from attention.backend import BACKENDS, AttentionBackend, build_backend, refusal
+from attention.backend import AttentionBackend
 from attention.backends import flashinfer_backend
-from attention.kv_cache.pool import LayerKV
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from attention.registry import BACKENDS, build_backend, refusal
+from attention.views import LayerKV
 from tests.bench.attention import (
     BYTES_PER_TOKEN,
     DIM,
@@ -78,7 +79,7 @@ class Bench:
         self.clock, self.memory = clock, memory
         self.backends: dict[str, AttentionBackend] = {name: build_backend(name, Mode.DECODE) for name in NAMES}
 
-    def suffix_len(self, work: Work, context: int, batch: int) -> DecodeBatch:
+    def decode(self, work: Work, context: int, batch: int) -> DecodeBatch:
         table, device = random_table([context + work.suffix_len] * batch, PAGE, MAX_PREFIX // PAGE), self.memory.device
         prefix = torch.full((batch,), context, dtype=torch.int32, device=device)
         return DecodeBatch(
@@ -107,11 +108,11 @@ class Bench:
         layers = self.layers(context, batch)
         passes, keys = [], []  # graphs hold the addresses of what a pass holds
         for number, work in enumerate(listed):
-            suffix_len = self.suffix_len(work, context, batch)
-            q = torch.randn((suffix_len.num_rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
+            decode = self.decode(work, context, batch)
+            q = torch.randn((decode.num_rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
             for name in NAMES:
                 if refusal(name, use_of(work, q.dtype)) is None:
-                    passes.append(self._pass(name, suffix_len, q, layers))
+                    passes.append(self._pass(name, decode, q, layers))
                     keys.append((number, name))
         graphs = [captured(run) for run in passes]
         *times, _ = self.clock.medians(*(graph.replay for graph in graphs))
@@ -136,7 +137,7 @@ class Bench:
         for count, rows, start in CHUNKS:
             pages = -(-(start + rows) // PAGE)
             table = random_table([start + rows] * count, PAGE, pages).to(self.memory.device)
-            batch = PrefillBatch(tuple(range(0, count * rows + 1, rows)), (start,) * count, table)
+            batch = PrefillBatch.from_lists([start] * count, [rows] * count, table)
             q = torch.randn((count * rows, HEADS, DIM), device=self.memory.device, dtype=self.memory.dtype)
             layer = layer_views(self.memory, 1, count * pages)[0]
             runs = {"triton": self._chunks("triton", batch, q, layer)}

@@ -22,15 +22,16 @@ from attention.config import CacheConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
+from cluster.transport.encoding import decode, decode_tokens, encode
 from cluster.transport.messages import GenerateRequest
 from cluster.transport.sockets import Transport
-from workers.config import PLAIN, RoundShape, SchedulerConfig
+from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.plan import FINISH_LENGTH, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.request import RequestOutput
 from workers.scheduling.scheduler import Scheduler
 
-TREE = RoundShape(name="tree", width=16, max_new_tokens=6, tail_tokens=16)
+TREE = RoundShape(name="tree", width=16, max_new_tokens=6, draft_tokens=2)
 TOKENS_PER_ROUND = 3
 WARM_UP_STEPS = 200
 
@@ -144,7 +145,7 @@ def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) ->
         num_running * (length // page_size + 2),
         length,
         time.monotonic,
-        (PLAIN, TREE),
+        RoundShapes((PLAIN, TREE), default=1),
         1,
     )
     spawn = multiprocessing.get_context("spawn")
@@ -196,7 +197,7 @@ def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) ->
         "num_running": num_running,
         "num_ranks": num_ranks,
         "page_size": page_size,
-        "num_steps": stats.num_steps,
+        "num_steps": stats.scheduler.num_steps,
         "token_messages": num_messages,
     }
 

@@ -18,7 +18,8 @@ from attention.config import CacheConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, bind_ingress, connect_engine, decode, decode_tokens, encode
+from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
+from cluster.transport.encoding import decode, decode_tokens, encode
 from cluster.transport.messages import GenerateRequest
 from cluster.transport.sockets import Transport
 from tests.bench.coordinator import TOKENS_PER_ROUND, TREE
@@ -27,7 +28,7 @@ from tests.bench.instant_server import ROUND_S, PacedExecutor
 from tests.bench.machine import busy_seconds, on_cores
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 from tests.bench.sse_client import chat_body, counted, first_event_s, request_bytes, start_load
-from workers.config import PLAIN, SchedulerConfig
+from workers.config import PLAIN, RoundShapes, SchedulerConfig
 from workers.scheduling.plan import SamplingParams, pack_i32
 from workers.scheduling.scheduler import Scheduler
 
@@ -169,7 +170,7 @@ def direct_ttft_s(count: int) -> list[float]:
             NUM_PAGES,
             2048,
             time.monotonic,
-            (PLAIN, TREE),
+            RoundShapes((PLAIN, TREE), default=1),
             1,
         )
         coordinator = Coordinator(scheduler, CoordinatorSettings("bench", transport))

@@ -15,11 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.assembly import Layout, PhaseReport
-from cluster.config import AerieConfig
-from tests.bench.coordinator import TOKENS_PER_ROUND, TREE, InstantExecutor
-from workers.config import PLAIN
-from workers.runner.executor import StepExecutor
+from tests.bench.coordinator import InstantExecutor
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32
 
 ROUND_S = 0.008  # a round of an engine at batch 64; without it rounds would come faster than any edge can send them
@@ -51,31 +47,14 @@ class PacedExecutor(InstantExecutor):
         return counts, pack_i32(np.resize(TOKENS, len(tokens) // 4)), finish, accepted
 
 
-class InstantRank:
-    """`cluster.assembly.RankParts` without a model."""
-
-    device_name = "none"
-
-    def __init__(self, config: AerieConfig, rank: int) -> None:
-        self._config = config
-
-    def layout(self) -> Layout:
-        cache = self._config.cache
-        assert cache.num_pages is not None
-        length = self._config.model.max_model_len or 2048
-        return Layout((PLAIN, TREE), cache.num_pages, length, lookahead=1, num_draft_tokens=TOKENS_PER_ROUND - 1)
-
-    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
-        return PacedExecutor(self._config.scheduler.max_running)
-
-
 def build(args: dict[str, Any]) -> object:
     """What Serve calls."""
     from cluster.deployments import application
     from deploy.app import cluster_nodes
     from deploy.checks import checked
+    from tests.bench.instant_engine import InstantEngine
 
-    return application(checked(args), cluster_nodes(), "tests.bench.instant_server:InstantRank")
+    return application(checked(args), cluster_nodes(), InstantEngine)
 
 
 def main() -> None:

@@ -113,9 +113,19 @@ class Driver:
         pages: bytes = b"",
         chunks: tuple[Chunk, ...] = (),
     ) -> StepPlan:
-        shape = len(self._layout.shapes) - 1
+        shape = self._layout.shapes.default
+        entries = len(slots) + sum(chunk.next_token < 0 for chunk in chunks)
         return StepPlan(
-            0, next(self._steps), pack_i32(list(slots)), shape, self._layout.max_position, pages, inits, chunks
+            epoch=0,
+            step=next(self._steps),
+            slots=pack_i32(list(slots)),
+            shape=shape if slots else 0,
+            max_kv_len=self._layout.max_position,
+            next_shape=shape if entries else 0,
+            drafting=b"\1" * entries if shape else b"",
+            page_updates=pages,
+            inits=inits,
+            chunks=chunks,
         )
 
     def _init(self, slot: int) -> SlotInit:

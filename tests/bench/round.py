@@ -1,7 +1,7 @@
 """Milliseconds per round of the engine without HTTP, with dummy weights and synthetic acceptance.
 
     python -m tests.bench.round [--model llama-3.1-8b] [--shapes plain chain tree] [--batches 1 8 32 64 128]
-                                [--graph-scope stages] [--prompt-tokens 512] [--output-tokens 256]
+                                [--prompt-tokens 512] [--output-tokens 256]
 
 As peers were measured: prompts of 512 tokens, 256 output tokens, greedy, no prefix cache; (time of the whole batch -
 time with max_tokens=1) / rounds, best of 2, acceptance length 3.0. Scheduling, plans and reading results are included.
@@ -29,7 +29,7 @@ from speculative.local import local_engine
 from tests.bench.machine import git
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
-from workers.config import GraphScope, ModelSource, SchedulerConfig, WorkerConfig
+from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
@@ -84,7 +84,6 @@ def engine_spec(
     setting: Setting,
     tensor_parallel: int,
     cuda_graphs: bool,
-    graph_scope: GraphScope = "round",
     attention: str = "auto",
 ) -> EngineSpec:
     """An engine for `batch` requests of one shape. attention: the backend of every phase of target and draft."""
@@ -96,7 +95,6 @@ def engine_spec(
         SchedulerConfig(max_running=batch, max_step_tokens=8192),
         tensor_parallel=tensor_parallel,
         cuda_graphs=cuda_graphs,
-        graph_scope=graph_scope,
         attention=TargetAttention(attention, attention),
     )
     tree = SHAPES[shape]
@@ -203,12 +201,6 @@ def main() -> None:
     add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128])
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
-    parser.add_argument(
-        "--graph-scope",
-        choices=["round", "stages", "eager_extend"],
-        default="round",
-        help="what one graph holds: a round, or one of its stages, to see what one graph brings",
-    )
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
     parser.add_argument("--output-tokens", type=int, default=Setting.output_tokens)
@@ -230,7 +222,6 @@ def main() -> None:
                     setting,
                     arguments.tensor_parallel,
                     not arguments.no_graphs,
-                    arguments.graph_scope,
                     arguments.attention,
                 )
                 results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting) | {
@@ -252,7 +243,6 @@ def main() -> None:
                 "commit": commit(),
                 "model": arguments.model,
                 "tensor_parallel": arguments.tensor_parallel,
-                "graph_scope": arguments.graph_scope,
                 "attention": arguments.attention,
                 "prompt_tokens": setting.prompt_tokens,
                 "output_tokens": setting.output_tokens,

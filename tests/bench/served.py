@@ -20,6 +20,7 @@ import httpx
 import psutil
 import yaml
 
+from deploy.configs import located
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,9 +129,8 @@ def model_name(server: RunningServer) -> str:
 
 
 def embedded_config() -> dict[str, Any]:
-    """deploy/eagle.yaml."""
-    content: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "eagle.yaml").read_text())
-    return content
+    """deploy/eagle.yaml, fit for any folder."""
+    return located(ROOT / "deploy" / "eagle.yaml")
 
 
 def _wait_ready(server: RunningServer, limit_s: float) -> None:

@@ -9,7 +9,7 @@ from tests.bench.finding import Finding, Report, table
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 
 LIMIT_S = 60.0
-_PHASE = re.compile(r"^(?:\(.*?\) )?(.{22}) *(\d+\.\d) s$")  # `cluster.replica.actors.phase_line`
+_PHASE = re.compile(r"^(?:\(.*?\) )?(.{22}) *(\d+\.\d) s$")  # `cluster.replica.plan_report.phase_line`
 # A part of the console's line -> the phase that it ends.
 _MILESTONES = (
     ("cluster     ", "configuration checked"),

@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from deploy.cli import main
+from deploy.configs import located, packaged_names, starting_point
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _config(tmp_path: Path, **changes: Any) -> Path:
-    content = yaml.safe_load((ROOT / "deploy" / "eagle.yaml").read_text())
+    content = located(ROOT / "deploy" / "eagle.yaml")
     content["applications"][0]["args"] |= changes
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -30,7 +31,7 @@ def test_help_does_not_import_torch_or_ray() -> None:
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
-    for command in ("serve", "plan", "doctor", "train-target", "train-draft"):
+    for command in ("serve", "plan", "doctor", "config", "train-target", "train-draft"):
         assert command in done.stdout
 
 
@@ -39,6 +40,53 @@ def test_plan_prints_ranks_draft_and_cluster(tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "1 x 2 ranks on cuda" in text and "eagle3, chain, depth 3, 4 nodes verified" in text
     assert "1 node with 8 CPU and 2 GPU" in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["eagle"], ["eagle.yaml"]], ids=["no name", "name", "file name"])
+def test_packaged_configuration_is_found_from_any_folder(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *arguments, "--cpus", "8", "--gpus", "0"]) == 0
+    assert f"target      {ROOT}/deploy/models/target\n" in capsys.readouterr().out
+
+
+def test_file_of_this_folder_goes_before_a_packaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _config(tmp_path, parallel={"tensor_parallel": 3}).rename(tmp_path / "eagle.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "eagle.yaml", "--cpus", "8", "--gpus", "0"]) == 2
+    assert "tensor_parallel=3" in capsys.readouterr().err
+    assert main(["plan", "eagle", "--cpus", "8", "--gpus", "0"]) == 0
+
+
+@pytest.mark.parametrize("name", ["egle", "here/eagle.yaml"])
+def test_file_that_is_not_there_is_refused_with_the_names_that_are(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", name]) == 2
+    assert f"{name}: no such file; give a Serve config file or one of eagle, llama" in capsys.readouterr().err
+    assert main(["config", name]) == 2
+    assert f"{name}: no packaged configuration; there are eagle, llama" in capsys.readouterr().err
+
+
+def test_paths_start_at_the_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models").symlink_to(ROOT / "deploy" / "models")
+    shutil.copy(ROOT / "deploy" / "eagle.yaml", tmp_path)
+    assert main(["plan", str(tmp_path / "eagle.yaml"), "--cpus", "8", "--gpus", "0"]) == 0
+    assert f"target      {tmp_path}/models/target" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", packaged_names())
+def test_printed_configuration_is_the_packaged_one_with_its_models_located(name: str) -> None:
+    path = ROOT / "deploy" / f"{name}.yaml"
+    printed = yaml.safe_load(starting_point(name))
+    if name == "eagle":
+        assert printed == located(path)
+        assert starting_point(name).count("\n# ") == path.read_text().count("\n# ")
+    else:  # its checkpoints are to be downloaded beside the copy
+        assert printed == yaml.safe_load(path.read_text())
 
 
 def test_plan_refuses_what_cannot_be_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

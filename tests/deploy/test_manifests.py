@@ -14,7 +14,7 @@ MANIFEST = DEPLOY / "kuberay" / "rayservice.yaml"
 
 
 def _contents() -> list[Any]:
-    paths = sorted(DEPLOY.glob("*.yaml"))
+    paths = [*sorted(DEPLOY.glob("*.yaml")), DEPLOY.parent / "examples" / "cluster.yaml"]
     serve_files = [pytest.param(yaml.safe_load(path.read_text()), id=path.name) for path in paths]
     inner = yaml.safe_load(MANIFEST.read_text())["spec"]["serveConfigV2"]
     return [*serve_files, pytest.param(yaml.safe_load(inner), id=MANIFEST.name)]
@@ -34,6 +34,12 @@ def test_configuration_is_accepted_and_fits_eight_gpus(content: dict[str, Any], 
     args["model"]["path"], args["speculative"]["path"] = "target", "draft"
     placement = place(parse(args, tmp_path), [NodeResources("n", "10.0.0.1", 64, 8)])
     assert placement.device == "cuda"
+
+
+def test_an_example_that_listens_beyond_the_loopback_wants_a_key() -> None:
+    content = yaml.safe_load((DEPLOY.parent / "examples" / "cluster.yaml").read_text())
+    (application,) = content["applications"]
+    assert content["http_options"]["host"] == "0.0.0.0" and application["args"]["ingress"]["api_keys"]
 
 
 def test_nothing_but_kubernetes_listens_beyond_the_loopback() -> None:

@@ -1,18 +1,20 @@
-"""A rank without a model for whole-path tests: named as the `factory` of an application."""
+"""An engine whose ranks have no model, for whole-path tests: the `engine_class` of an application."""
 
 import time
 
 from cluster.assembly import Layout, PhaseReport
 from cluster.config import AerieConfig
+from cluster.replica import worker_actor
+from cluster.replica.engine import Engine
 from tests.support.scripted import ScriptedExecutor
-from workers.config import PLAIN, RoundShape
+from workers.config import PLAIN, RoundShape, RoundShapes
 from workers.runner.executor import StepExecutor
 
-TREE = RoundShape(name="tree", width=4, max_new_tokens=4, tail_tokens=6)
+TREE = RoundShape(name="tree", width=4, max_new_tokens=4, draft_tokens=2)
 
 
 class ScriptedRank:
-    """Tokens follow from seed and position alone; a step takes a few milliseconds."""
+    """Stands for `cluster.assembly.RankBuilder`. Tokens follow from seed and position alone; a step takes 10 ms."""
 
     device_name = "script"
 
@@ -22,7 +24,7 @@ class ScriptedRank:
 
     def layout(self) -> Layout:
         return Layout(
-            shapes=(PLAIN, TREE),
+            shapes=RoundShapes((PLAIN, TREE), default=1),
             num_pages=self._config.cache.num_pages or 256,
             max_model_len=self._config.model.max_model_len or 1024,
             lookahead=1,
@@ -33,4 +35,18 @@ class ScriptedRank:
         assert rendezvous.startswith("tcp://")
         report("scripted", 0.0)
         time.sleep(0.05)
-        return ScriptedExecutor((PLAIN, TREE), self._config.scheduler.max_running, 4096, delay_s=0.01)
+        return ScriptedExecutor(
+            RoundShapes((PLAIN, TREE), default=1), self._config.scheduler.max_running, 4096, delay_s=0.01
+        )
+
+
+class Worker(worker_actor.Worker):
+    """Of the same name, by which its processes are found."""
+
+    @staticmethod
+    def rank_builder(config: AerieConfig, rank: int) -> ScriptedRank:
+        return ScriptedRank(config, rank)
+
+
+class ScriptedEngine(Engine):
+    worker = Worker

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import psutil
 
-from cluster.assembly import DEVICE_RANK, with_checkpoints
+from cluster.checkpoints import with_checkpoints
 from cluster.config import parse
 from cluster.transport.messages import EngineStats
 from workers.distributed.ports import free_port
@@ -81,17 +81,19 @@ def ray_cluster(num_cpus: int = 6) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def serving(port: int, args: dict[str, Any], base: Path, factory: str = DEVICE_RANK) -> Iterator[Server]:
-    """One application on a running Serve."""
+def serving(port: int, args: dict[str, Any], base: Path, scripted: bool = False) -> Iterator[Server]:
+    """One application on a running Serve. scripted: its ranks have no model, see `tests.e2e.scripted_rank`."""
     from ray import serve
 
     from cluster.deployments import application
-    from cluster.plan_report import model_name
+    from cluster.replica.engine import Engine
     from deploy.app import cluster_nodes
+    from tests.e2e.scripted_rank import ScriptedEngine
 
     config = with_checkpoints(parse(args, base))
-    serve.run(application(config, cluster_nodes(), factory), name="aerie", route_prefix="/")
-    server = Server(port, model_name(config))
+    built = application(config, cluster_nodes(), ScriptedEngine if scripted else Engine)
+    serve.run(built, name="aerie", route_prefix="/")
+    server = Server(port, config.served_model_name)
     try:
         server.wait_healthy()
         yield server

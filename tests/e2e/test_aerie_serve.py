@@ -1,6 +1,6 @@
-"""`aerie serve` as an operator runs it: the embedded pair, HAProxy where its wheel is installed, Ctrl-C at the end."""
+"""`aerie serve` as an operator runs it who has installed the wheel: a configuration made from the packaged one, served
+from a folder that is no checkout, HAProxy where its wheel is installed, Ctrl-C at the end."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -16,31 +16,28 @@ import pytest
 import yaml
 
 from tests.e2e.serving import free_port
+from tests.support.wheel import ROOT, environment
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-ROOT = Path(__file__).resolve().parents[2]
+AERIE = [sys.executable, "-m", "deploy.cli"]
 READY_LIMIT_S = 120.0  # twice what a laptop may take
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     port = free_port()
-    content = yaml.safe_load((ROOT / "deploy" / "eagle.yaml").read_text())
-    content["http_options"]["port"] = port
-    content["applications"][0]["args"]["engine"]["drain_timeout_s"] = 90  # for a stream of 1,000 tokens
-    path = tmp_path / "serve.yaml"
-    path.write_text(yaml.safe_dump(content))
+    work = tmp_path / "work"
+    work.mkdir()
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
-    environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+    variables = environment(installed) | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+    printed = subprocess.run([*AERIE, "config"], cwd=work, env=variables, stdout=subprocess.PIPE, check=True).stdout
+    content = yaml.safe_load(printed)
+    content["applications"][0]["args"]["engine"]["drain_timeout_s"] = 90  # for a stream of 1,000 tokens
+    (work / "my.yaml").write_text(yaml.safe_dump(content))
     log = tmp_path / "log"
     with log.open("wb") as console:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", "serve", str(path)],
-            cwd=ROOT,
-            env=environment,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-        )
+        command = [*AERIE, "serve", "my.yaml", "--port", str(port)]
+        process = subprocess.Popen(command, cwd=work, env=variables, stdout=console, stderr=subprocess.STDOUT)
     yield process, f"http://127.0.0.1:{port}", log
     if process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
@@ -51,7 +48,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path
 
 
 def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
-    running: tuple[subprocess.Popen[bytes], str, Path],
+    running: tuple[subprocess.Popen[bytes], str, Path], installed: Path
 ) -> None:
     process, url, log = running
     deadline = time.monotonic() + READY_LIMIT_S
@@ -68,6 +65,8 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert answer["choices"][0]["message"]["content"]
     # The draft was trained for this target: two tokens a round on ordinary text, 1 if it were not used.
     assert answer["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2
+    example = [sys.executable, str(ROOT / "examples" / "openai_client.py"), url]
+    assert "pens" in subprocess.run(example, capture_output=True, text=True, check=True, timeout=60).stdout
     missing = httpx.get(f"{url}/no/such/route", timeout=10)
     assert missing.status_code == 404 and "error" in missing.json()
 
@@ -88,6 +87,7 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
     console = log.read_text()
+    assert f"target      {installed}/deploy/models/target" in console
     for phase in ("placed, imported", "target loaded", "rank  node", f"Try: curl -s {url}/v1"):
         assert phase in console
 

@@ -1,4 +1,4 @@
-"""The embedded pair on GPUs behind real Serve: prompts in chunks beside rounds, with and without speculation, by each
+"""The embedded pair on GPUs under real Serve: prompts in chunks beside rounds, with and without speculation, by each
 family of attention kernels, on one GPU and several."""
 
 import json

@@ -1,4 +1,4 @@
-"""The GSM8K client against the embedded pair behind real Serve: speculation changes no answer."""
+"""The GSM8K client against the embedded pair under real Serve: speculation changes no answer."""
 
 import json
 from collections.abc import Iterator

@@ -44,7 +44,7 @@ def port() -> Iterator[int]:
 def test_engine_over_two_nodes_answers(port: int, tmp_path: Path) -> None:
     make_tokenizer(make_target(tmp_path / "target", vocab_size=VOCABULARY), VOCABULARY)
     args = {"model": {"path": "target", "device": "cpu"}, "parallel": {"tensor_parallel": 2}}
-    with serving(port, args, tmp_path, "tests.e2e.scripted_rank:ScriptedRank") as server:
+    with serving(port, args, tmp_path, scripted=True) as server:
         body = {
             "model": "target",
             "prompt": [5, 6, 7],

@@ -21,7 +21,6 @@ from tests.support.tiny_models import make_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
-RANK = "tests.e2e.scripted_rank:ScriptedRank"
 PROMPT = [5, 6, 7]
 RECOVERY_LIMIT_S = 60.0  # process starts on a loaded two-core machine
 
@@ -50,7 +49,7 @@ def _args(**engine: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(port: int, folder: Path) -> Iterator[Server]:
-    with serving(port, _args(), folder, RANK) as running:
+    with serving(port, _args(), folder, scripted=True) as running:
         yield running
 
 
@@ -190,7 +189,7 @@ def test_drained_application_ends_its_streams(port: int, folder: Path, server: S
 
 def test_error_policy_ends_streams_within_five_seconds(port: int, folder: Path, server: Server) -> None:
     # After the module's server, which the test before has deleted.
-    with serving(port, _args(on_worker_loss="error"), folder, RANK) as strict:
+    with serving(port, _args(on_worker_loss="error"), folder, scripted=True) as strict:
         outcomes, sent_s = _run_with_fault(strict, actor_pids("Worker")[:1], signal.SIGKILL)
         assert all(outcome.error for outcome in outcomes)
         assert max(outcome.ended_s for outcome in outcomes) - sent_s < 5

@@ -146,7 +146,7 @@ def test_client_that_leaves_frees_pages_and_slot(server: Server) -> None:
             next(lines), next(lines)
             assert engine_stats()[0].num_running == 1
     stats = wait_idle(limit_s=5)
-    assert stats.finished.get("abort", 0) >= 3
+    assert stats.scheduler.finished.get("abort", 0) >= 3
 
 
 def test_client_that_leaves_without_streaming_frees_too(server: Server) -> None:
@@ -209,9 +209,9 @@ def test_unreadable_body_is_a_client_error(server: Server, raw: bytes) -> None:
 
 
 def test_metrics_count_what_was_served(server: Server, client: openai.OpenAI) -> None:
-    before = engine_stats()[0].generation_tokens
+    before = engine_stats()[0].scheduler.generation_tokens
     tokens = _complete(client, "count", max_tokens=10, extra_body={"ignore_eos": True}).usage.completion_tokens
-    assert engine_stats()[0].generation_tokens - before == tokens == 10
+    assert engine_stats()[0].scheduler.generation_tokens - before == tokens == 10
     time.sleep(0.6)  # statistics are cached for half a second
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
     assert "vllm:spec_decode_num_drafts_total" in text and "vllm:num_requests_running" in text

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from attention.backends.torch_backend import TorchBackend
+from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.config import SpeculativeConfig
-from speculative.draft_models.eagle import HeadLayer
+from speculative.draft_models.layers import DraftLayer
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
-from workers.layers.decoder_layer import MLP, DecoderLayer
+from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.mlp import GatedMLP
 from workers.models.decoder import Decoder
-from workers.models.loading import PoolSize, load_target, read_target_config
+from workers.models.loading import load_target, read_target_config
 from workers.runner.model_runner import TargetRunner
 from workers.scheduling.plan import SamplingParams
 
@@ -28,14 +30,14 @@ def target_runner(pair: Pair) -> TargetRunner:
     source = ModelSource(path=str(pair.target), device="cpu")
     config = read_target_config(source, 1)
     model = load_target(source, config, SOLO, CPU, 128, capture=(1,))
-    pool = PoolSize.of(config, 1, torch.float32).make(NUM_PAGES, PAGE_SIZE, CPU)
+    pool = KVPool(config.kv_groups(1, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
     return TargetRunner(model, pool, dict.fromkeys(Mode, TorchBackend()))
 
 
 @pytest.mark.parametrize("running", [0, 2])
 def test_a_chunks_last_row_is_what_it_is_among_all_rows(pair: Pair, running: int) -> None:
     tables = torch.arange(1, 37, dtype=torch.int32).view(4, 9)
-    chunks = PrefillBatch((0, 7, 8), (0, 5), tables[2:])
+    chunks = PrefillBatch.from_lists([0, 5], [7, 1], tables[2:])
     tail = None
     if running:
         length = torch.tensor([6, 11], dtype=torch.int32)
@@ -61,12 +63,12 @@ def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: str, mon
     seen: dict[str, list[int]] = defaultdict(list)
     names: dict[int, str] = {}
 
-    def note(module: DecoderLayer | HeadLayer, name: str) -> None:
+    def note(module: DecoderLayer | DraftLayer, name: str) -> None:
         names[id(module.mlp)] = name
 
-    head_init, decoder_init, partial = HeadLayer.__init__, Decoder.__init__, MLP.partial
+    head_init, decoder_init, partial = DraftLayer.__init__, Decoder.__init__, GatedMLP.partial
 
-    def init_head(self: HeadLayer, *arguments: object) -> None:
+    def init_head(self: DraftLayer, *arguments: object) -> None:
         head_init(self, *arguments)  # type: ignore[arg-type]
         note(self, "draft")
 
@@ -75,13 +77,13 @@ def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: str, mon
         note(self.layers[0], "first")  # type: ignore[arg-type]
         note(self.layers[-1], "last")  # type: ignore[arg-type]
 
-    def counted(self: MLP, x: Tensor) -> Tensor:
+    def counted(self: GatedMLP, x: Tensor) -> Tensor:
         seen[names.get(id(self), "between")].append(x.shape[0])
         return partial(self, x)
 
-    monkeypatch.setattr(HeadLayer, "__init__", init_head)
+    monkeypatch.setattr(DraftLayer, "__init__", init_head)
     monkeypatch.setattr(Decoder, "__init__", init_decoder)
-    monkeypatch.setattr(MLP, "partial", counted)
+    monkeypatch.setattr(GatedMLP, "partial", counted)
     path = pair.eagle if kind == "eagle" else pair.eagle3
     with local_engine(pair.spec(SpeculativeConfig(str(path), kind, 3, 1, 4))) as engine:
         seen.clear()  # of warming up

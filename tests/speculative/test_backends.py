@@ -10,26 +10,24 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.backend import BACKENDS, AttentionBackend, Prepared, build_backend
+from attention.backend import AttentionBackend, Prepared
 from attention.config import DraftAttention, TargetAttention
 from attention.metadata import DecodeBatch, Mode
-from speculative.backends import ModelShape, draft_backends, needs_cpu_seq_lens, target_backends
-from speculative.build import EngineSpec, _captures, build_worker, plan_layout
+from attention.registry import BACKENDS, build_backend
+from speculative.backends import draft_backends
+from speculative.build import EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
-from speculative.decoding import EagleDecoding
-from speculative.draft_models.loading import load_draft
-from speculative.drafter import DraftRunner
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.distributed.tp_group import SOLO
-from workers.models.loading import PoolSize, load_target
-from workers.runner.decoding import Autoregressive, DecodingStrategy, StepBatch, StepTensors
-from workers.runner.model_runner import TargetRunner
-from workers.runner.slot_table import SlotTable
+from workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backends
+from workers.runner.batch import StepBatch, StepTensors
+from workers.runner.build import load_parts, rounds_are_graphs
+from workers.runner.decoding import DecodingStrategy
 from workers.runner.worker import Worker
-from workers.sampling.sampler import Sampler, SamplingNeeds
+from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.plan import SamplingParams, TokenLogprobs
 from workers.scheduling.request import Request, RequestOutput
 
@@ -83,7 +81,7 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
 
 def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("attention.backend.find_spec", lambda package: package)
+    monkeypatch.setattr("attention.registry.find_spec", lambda package: package)
     layout = plan_layout(pair.spec(pair.chain()))
     config = dataclasses.replace(layout.target, head_dim=128)
     return ModelShape(config, 1, torch.bfloat16, 16, torch.device("cuda", 0))
@@ -92,16 +90,16 @@ def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.Monkey
 def test_each_role_and_phase_has_its_backend(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
     names = TargetAttention(prefill="flashinfer", decode="trtllm")
-    target = target_backends(names, shape, pair.tree())
+    target = target_backends(names, shape, {Mode.VERIFY: True})
     assert {mode: backend.name for mode, backend in target.items()} == {
         Mode.PREFILL: "flashinfer",
         Mode.DECODE: "trtllm",
         Mode.VERIFY: "trtllm",
     }
     assert target[Mode.DECODE] is target[Mode.VERIFY]
-    draft = draft_backends(DraftAttention("flashinfer", "trtllm", "flashinfer"), shape, pair.tree())
+    draft = draft_backends(DraftAttention("flashinfer", "trtllm", "flashinfer"), shape, tree=True)
     assert [draft[mode].name for mode in DRAFT_MODES] == ["flashinfer", "trtllm", "flashinfer"]
-    assert set(target_backends(names, shape, None)) == {Mode.PREFILL, Mode.DECODE}
+    assert set(target_backends(names, shape, {})) == {Mode.PREFILL, Mode.DECODE}
 
 
 @pytest.mark.parametrize(
@@ -116,23 +114,23 @@ def test_a_tree_s_drafting_is_refused_where_masks_are_too_narrow(
 ) -> None:
     shape = shape_on(pair, capability, monkeypatch)
     with pytest.raises(ValueError, match=reason):
-        draft_backends(DraftAttention("torch", "torch", decode), shape, pair.tree())
+        draft_backends(DraftAttention("torch", "torch", decode), shape, tree=True)
 
 
 def test_a_chain_s_drafting_is_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
-    assert draft_backends(DraftAttention("torch", "torch", "trtllm"), shape, pair.chain())
+    assert draft_backends(DraftAttention("torch", "torch", "trtllm"), shape, tree=False)
 
 
 def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
-    monkeypatch.setattr("attention.backend.find_spec", lambda package: None)
+    monkeypatch.setattr("attention.registry.find_spec", lambda package: None)
     with pytest.raises(
         ValueError,
         match=r"flashinfer is not installed: pip install 'aerie\[cuda\]'; those that "
         r"can: torch$",
     ):
-        target_backends(TargetAttention(prefill="flashinfer"), shape, None)
+        target_backends(TargetAttention(prefill="flashinfer"), shape, {})
 
 
 def test_one_backend_that_reads_lengths_on_the_host_costs_the_graphs(
@@ -140,16 +138,17 @@ def test_one_backend_that_reads_lengths_on_the_host_costs_the_graphs(
 ) -> None:
     """None of those that exist does: one is made to say so."""
     shape = shape_on(pair, (9, 0), monkeypatch)
-    target = target_backends(TargetAttention("flashinfer", "trtllm"), shape, pair.chain())
-    draft = draft_backends(DraftAttention("flashinfer", "flashinfer", "trtllm"), shape, pair.chain())
+    target = target_backends(TargetAttention("flashinfer", "trtllm"), shape, {Mode.VERIFY: False})
+    draft = draft_backends(DraftAttention("flashinfer", "flashinfer", "trtllm"), shape, tree=False)
     assert needs_cpu_seq_lens(target, draft) is None
     reader = dataclasses.replace(BACKENDS["flashinfer"], cpu_seq_lens_modes=frozenset({Mode.DRAFT_EXTEND}))
     monkeypatch.setitem(BACKENDS, "flashinfer", reader)
     reason = needs_cpu_seq_lens(target, draft)
     assert reason == "flashinfer in draft_extend"
     with caplog.at_level(logging.WARNING):
-        assert _captures(pair.spec(), shape.device, None, rank=0)
-        assert not any(_captures(pair.spec(), shape.device, reason, rank) for rank in (0, 1))
+        worker = pair.spec().worker
+        assert rounds_are_graphs(worker, shape.device, None, rank=0)
+        assert not any(rounds_are_graphs(worker, shape.device, reason, rank) for rank in (0, 1))
     (record,) = caplog.records
     assert "without CUDA graphs" in record.message and "flashinfer in draft_extend reads them" in record.message
 
@@ -158,16 +157,8 @@ def strategy_on_meta(pair: Pair, speculative: SpeculativeConfig | None) -> Decod
     """An engine whose tensors have shapes and no values, so that whatever reads one on the host fails."""
     spec: EngineSpec = pair.spec(speculative)
     layout = plan_layout(spec)
-    slots = SlotTable(4, 64, layout.target.vocab_size, META)
-    capture = layout.draft.capture if layout.draft else ()
-    model = load_target(spec.worker.model, layout.target, SOLO, META, layout.max_position, capture)
-    pool = PoolSize.of(layout.target, 1, layout.dtype).make(50, 4, META)
-    target, sampler = TargetRunner(model, pool, of("torch", TARGET_MODES)), Sampler(slots, model.lm_head.shard)
-    if speculative is None or layout.draft is None:
-        return Autoregressive(target, slots, sampler)
-    head = load_draft(speculative, layout.draft, spec.worker.model, model, SOLO, META, layout.max_position)
-    pool = PoolSize.of(layout.draft.model, 1, layout.dtype).make(50, 4, META)
-    return EagleDecoding(speculative, target, DraftRunner(head, pool, of("torch", DRAFT_MODES)), slots, sampler)
+    parts = load_parts(spec.worker, layout, SOLO, META, of("torch", TARGET_MODES))
+    return layout.speculation.strategy(parts, of("torch", DRAFT_MODES), lambda phase: None)
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -179,9 +170,9 @@ def test_a_round_reads_nothing_on_the_host(pair: Pair, kind: str, random: bool) 
     strategy = strategy_on_meta(pair, speculative)
     slots = torch.zeros(3, dtype=torch.int64, device=META)
     needs = SamplingNeeds(random)
-    shape = len(strategy.shapes) - 1
+    shape = strategy.shapes.default
     with torch.inference_mode():
-        out = strategy.step(StepBatch(slots, (0, 1, 2), shape, 100, None, needs, speculates=shape > 0))
+        out = strategy.step(StepBatch(slots, shape, shape, slots, 100, None, needs))
     assert out.tokens.shape == (3, strategy.shapes[shape].max_new_tokens)
 
 
@@ -197,7 +188,7 @@ def step_of(worker: Worker, shape: int) -> StepTensors:
     slots, needs = worker._slots, SamplingNeeds(random=True)
     ids = torch.full((3,), slots.padding_slot, dtype=torch.int64, device=slots.device)
     with torch.inference_mode():
-        return worker._strategy.step(StepBatch(ids, (0, 1, 2), shape, 256, None, needs, speculates=shape > 0))
+        return worker._strategy.step(StepBatch(ids, shape, shape, ids, 256, None, needs))
 
 
 class RefuseHostReads(TorchDispatchMode):

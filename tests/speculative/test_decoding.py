@@ -229,8 +229,8 @@ def test_drafts_are_those_of_a_draft_computed_from_scratch(pair: Pair, shape: st
             assert plan is not None
             engine.executor.submit(plan)
             engine.scheduler.apply(engine.executor.take())
-        drafter = engine.executor._strategy._drafter  # type: ignore[attr-defined]
-        tree = drafter.trees.read(torch.tensor([0]), speculative.num_draft_tokens, drafter._slots.seq_len).tree
+        strategy = engine.executor._strategy  # type: ignore[attr-defined]
+        tree = strategy._trees.read(torch.tensor([0]), speculative.num_draft_tokens, strategy._slots.seq_len).tree
     expected = reference_chain(pair, request.prompt + request.output, speculative.num_steps)
     assert sum(request.acceptance_histogram[1:]) > 0
     paths = [

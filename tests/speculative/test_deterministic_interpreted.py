@@ -21,8 +21,9 @@ from tests.speculative.conftest import Pair  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.config import SchedulerConfig  # noqa: E402
+from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
-from workers.layers.linear_method import Multiplies  # noqa: E402
+from workers.layers.linear import LinearBase  # noqa: E402
 from workers.scheduling.plan import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")
@@ -46,18 +47,19 @@ def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pack_target(model: nn.Module, deterministic: bool = False) -> None:
-        modules = [module for module in model.modules() if isinstance(module, Multiplies)]
-        shapes = [(m.product_weight().shape[0], m.product_weight().shape[1]) for m in modules]
-        workspace = Workspace.create(shapes, torch.device("cpu"))
-        for module in modules:
-            module.prepare(workspace, deterministic)
+    def finish_target(model: nn.Module, deterministic: bool = False) -> None:
+        layers = [module for module in model.modules() if isinstance(module, LinearBase)]
+        shapes = [(layer.shape.out_features, layer.shape.in_features) for layer in layers]
+        options = GEMMOptions(Workspace.create(shapes, torch.device("cpu")), deterministic)
+        for layer in layers:
+            layer.finish(options)
+            layer.finished = True
 
-    monkeypatch.setattr("speculative.build.checked_deterministic", lambda worker, *_: worker.deterministic)
+    monkeypatch.setattr("workers.runner.build.checked_deterministic", lambda worker, *_: worker.deterministic)
     monkeypatch.setattr(
-        "speculative.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
+        "workers.runner.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
     )
-    monkeypatch.setattr("workers.models.loading.pack_all", pack_target)
+    monkeypatch.setattr("workers.models.loading.finish_weights", finish_target)
 
 
 def answers(pair: Pair, speculative: SpeculativeConfig | None, at_once: int, max_step_tokens: int) -> list[list[int]]:

@@ -8,9 +8,11 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from attention.backends.trtllm_backend import mask_words  # noqa: E402
 from speculative.kernels import head_input, read_trees, tree_growth  # noqa: E402
-from speculative.tree import Candidates, Children, Level, TreeTable, best_tree, candidate_depths, grow  # noqa: E402
+from speculative.tree import Candidates, Children, Level, candidate_depths  # noqa: E402
+from speculative.tree_growth import best_tree, grow  # noqa: E402
+from speculative.tree_table import TreeTable  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.sampling.kernels import topk  # noqa: E402
+from workers.layers.kernels import topk  # noqa: E402
 
 pytestmark = MARKS
 CPU = torch.device("cpu")
@@ -48,14 +50,27 @@ def test_a_tree_grown_and_cut_by_kernels_is_the_reference_s(top_k: int, steps: i
     for name in ("tokens", "scores", "parents"):
         assert torch.equal(getattr(plain, name), getattr(fused, name).cpu()), name
     slots, bonus = torch.tensor([4, 0, 6, 1, 3]), torch.arange(7) + 900
-    table = TreeTable(6, width, False, DEVICE)
-    tree_growth.cut(fused, slots.to(DEVICE), bonus.to(DEVICE), table._fields)
+    table = TreeTable(6, width + 2, False, DEVICE)  # of an engine with a wider shape too
+    tree_growth.cut(fused, slots.to(DEVICE), bonus.to(DEVICE), table._fields, width)
     expected = best_tree(bonus[slots], plain, width)
     for field, wanted in zip(
         table._fields, (expected.tokens, expected.parents, expected.depths, expected.masks), strict=True
     ):
-        assert torch.equal(field[slots.to(DEVICE)].cpu(), wanted)
-    assert table._fields[0][2].tolist() == [0] + [-1] * (width - 1)  # others' trees stay
+        assert torch.equal(field[slots.to(DEVICE), :width].cpu(), wanted)
+    assert table._fields[0][2].tolist() == [0] + [-1] * (width + 1)  # others' trees stay
+
+
+def test_roots_without_drafts_are_written_as_torch_writes_them() -> None:
+    table, other = TreeTable(9, 5, False, CPU), TreeTable(9, 5, False, DEVICE)
+    for fields in (table._fields, other._fields):
+        for field in fields:
+            field.fill_(3)
+    slots, ints = torch.tensor([2, 9, 0, 9]), torch.arange(20).view(10, 2)
+    table.write_roots(slots, ints[:, 0])
+    read_trees.write_roots(slots.to(DEVICE), ints.to(DEVICE)[:, 0], other._fields[0])
+    assert table._fields[0][2].tolist() == [4, -1, -1, -1, -1]
+    for ours, theirs in zip(table._fields, other._fields, strict=True):
+        assert torch.equal(ours, theirs.cpu())
 
 
 @pytest.mark.parametrize("width", [1, 3, 5])

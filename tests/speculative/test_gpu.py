@@ -10,7 +10,6 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.config import GraphScope
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
@@ -47,17 +46,6 @@ def test_graphs_emit_what_eager_rounds_emit(
     different = sum(a.output != b.output for a, b in zip(eager, graphed, strict=True))
     # padded batches are cut and multiplied otherwise, so the last bits may differ: a tie in 10^4 tokens
     assert different <= 1
-
-
-@pytest.mark.parametrize("scope", ["stages", "eager_extend"])
-@pytest.mark.parametrize("speculative", [CHAIN, TREE], ids=["chain", "tree"])
-def test_stages_as_graphs_emit_what_one_graph_emits(speculative: SpeculativeConfig, scope: GraphScope) -> None:
-    sampling = SamplingParams(60, 0.0, stop_token_ids=(2,))
-    spec = on_gpu(speculative, dtype="float32")
-    staged = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, graph_scope=scope))
-    one, three = answers(spec, 26, sampling), answers(staged, 26, sampling)
-    # the same kernels in the same order on the same inputs
-    assert [a.output for a in one] == [b.output for b in three]
 
 
 @pytest.mark.parametrize("dtype,share", [("float32", 0.98), ("bfloat16", 0.6)])

@@ -172,7 +172,7 @@ def test_other_numbers_in_the_cache_are_found(tmp_path: Path) -> None:
     pair = twins(tmp_path, arm, TINY, in_buckets(arm.num_slots))
     first = pair.first
     page = int(first.slots.page_table[2, 0])
-    first.pools[0].k[1, page, 0] += 5.0
+    first.pools[0].layer(1).k[page, 0] += 5.0
     assert pair.different_kv() == ["pool 0 layer 1 k"]
     with pytest.raises(AssertionError, match="round"):
         pair.compare(bucket_edges(arm.num_slots), 60)

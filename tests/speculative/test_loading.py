@@ -36,7 +36,10 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quant_method='gptq' is not .*: none yet; use",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported; it is one of default"),
         ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
     ],
@@ -95,7 +98,7 @@ def rewritten(source: Path, folder: Path, drop: str = "", **extra: Any) -> Path:
     "drop,message",
     [
         ("d2t", "own vocabulary of 40 but no d2t"),
-        ("midlayer.mlp.up_proj.weight", "missing: midlayer.mlp.gate_up/up_proj.weight"),
+        ("midlayer.mlp.up_proj.weight", "missing: midlayer.mlp.up_proj.weight"),
         ("lm_head.weight", "but no lm_head.weight"),
     ],
 )
@@ -116,10 +119,10 @@ def test_unknown_and_misshapen_tensors_are_refused(pair: Pair, tmp_path: Path) -
     tensors = load_file(str(pair.target / "model.safetensors"))
     norm = tensors["model.norm.weight"]
     spec = spec_of(rewritten(pair.target, tmp_path / "a", **{"model.layers.0.self_attn.gate.weight": norm}))
-    with pytest.raises(ValueError, match="unknown: model.layers.0.self_attn.gate.weight"):
+    with pytest.raises(ValueError, match="unexpected: model.layers.0.self_attn.gate.weight"):
         build_worker(spec, plan_layout(spec), 0, "")
     spec = spec_of(rewritten(pair.target, tmp_path / "b", **{"model.norm.weight": norm[:-1].clone()}))
-    with pytest.raises(ValueError, match=r"norm: checkpoint has shape \(63,\), config.json implies \(64,\)"):
+    with pytest.raises(ValueError, match=r"wrong: model.norm.weight has shape \(63,\), config.json implies \(64,\)"):
         build_worker(spec, plan_layout(spec), 0, "")
 
 

@@ -7,27 +7,29 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from attention.kernels import move_path, slot_mapping  # noqa: E402
-from attention.kv_cache.pool import KVPool  # noqa: E402
-from attention.metadata import DecodeBatch, Mode, causal_mask, token_indices  # noqa: E402
-from speculative.acceptance import accept, accept_synthetic, verdict_of  # noqa: E402
+from attention.kv_cache.heads import HeadsLayout  # noqa: E402
+from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places, token_indices  # noqa: E402
+from speculative.acceptance import accept, accept_synthetic, committed  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
-from speculative.tree import best_tree  # noqa: E402
+from speculative.tree import NO_TOKEN  # noqa: E402
+from speculative.tree_growth import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
+from tests.support.attention_cases import heads_pool  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
+from workers.layers.kernels.argmax import argmax  # noqa: E402
 from workers.runner.slot_table import SlotTable  # noqa: E402
-from workers.sampling.kernels.argmax import argmax  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit  # noqa: E402
 
 pytestmark = MARKS
 
 
 def filled_table(batch: int, seed: int) -> SlotTable:
-    """Requests near their limits, with stop tokens, some finished, some that do not speculate."""
+    """Requests near their limits, with stop tokens, one of them finished."""
     torch.manual_seed(seed)
     table = SlotTable(batch + 2, 4, 128, DEVICE)
     for slot in range(batch):
-        sampling = SamplingParams(9, 0.0, seed=slot * 7919, stop_token_ids=(slot % 99, 50), speculative=slot % 5 != 3)
+        sampling = SamplingParams(9, 0.0, seed=slot * 7919, stop_token_ids=(slot % 99, 50))
         table._init_slot(SlotInit(slot, 20 + slot, 10, 22 + slot + slot % 7, sampling))
     table.finished[1] = True
     return table
@@ -39,6 +41,7 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
     batch = 24
     candidates = random_candidates(batch, top_k, steps, seed=width)
     tree = best_tree(torch.arange(batch) % 100, candidates, width)
+    tree.tokens[3::5, 1:] = NO_TOKEN  # requests that were not drafted for
     generator = torch.Generator().manual_seed(steps)
     for turn in range(4):
         chosen = torch.randint(0, 99, tree.tokens.shape, generator=generator)
@@ -47,7 +50,7 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
                 children = (tree.parents[b] == node).nonzero().flatten().tolist()
                 children = [c for c in children if c]
                 if children and (b + node + turn) % 4:
-                    chosen[b, node] = tree.tokens[b, children[turn % len(children)]]
+                    chosen[b, node] = tree.tokens[b, children[turn % len(children)]].clamp_min(0)
         tree_on = type(tree)(*(f.contiguous().to(DEVICE) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
         slots = torch.cat((torch.arange(batch), torch.tensor([batch + 2, batch + 2]))).to(DEVICE)  # two padding rows
         pad = type(tree)(
@@ -55,9 +58,9 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         )
         chosen_on = torch.cat((chosen, chosen[:2])).to(DEVICE)
         fused, plain = filled_table(batch, turn), filled_table(batch, turn)
-        verdict = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
-        accepted, commit = verdict.accepted, verdict.commit
-        enabled = plain.speculative[slots] & ~plain.finished[slots]
+        done = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
+        accepted, commit = done.accepted, done.commit
+        enabled = ~plain.finished[slots]
         if synthetic is None:
             expected = accept(pad, chosen_on, enabled, steps)
         else:
@@ -67,12 +70,13 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         wanted = plain.commit(slots, expected.tokens, expected.num_drafts + 1)
         assert torch.equal(accepted.num_drafts, expected.num_drafts)
         assert torch.equal(commit.counts, wanted.counts) and torch.equal(commit.finish, wanted.finish)
-        judged = verdict_of(expected, wanted, width, plain.speculative[slots], before)
-        assert torch.equal(verdict.newest, judged.newest) and torch.equal(verdict.reported, judged.reported)
-        assert torch.equal(verdict.newest_position, judged.newest_position)
+        reference = committed(pad, expected, wanted, before)
+        assert torch.equal(done.newest, reference.newest) and torch.equal(done.reported, reference.reported)
+        assert torch.equal(done.newest_position, reference.newest_position)
+        assert (done.reported[3:batch:5] == -1).all() and int(done.reported.max()) >= 0
         valid = torch.arange(steps + 1, device=DEVICE) <= expected.num_drafts.unsqueeze(1)
         assert torch.equal(accepted.path[valid], expected.path[valid])
-        assert torch.equal(verdict.path_rows[valid], judged.path_rows[valid])
+        assert torch.equal(done.path_rows[valid], reference.path_rows[valid])
         assert torch.equal(accepted.tokens[valid], expected.tokens[valid])
         for name in ("seq_len", "bonus", "finished"):
             assert torch.equal(getattr(fused, name), getattr(plain, name)), name
@@ -85,7 +89,7 @@ def test_rows_of_a_tail_are_where_torch_puts_them(rows: int, tail: int, page_siz
     prefix = torch.tensor([0, 3, 17, 54], dtype=torch.int32, device=DEVICE)
     table = torch.randint(0, 90, (4, 80), dtype=torch.int32, device=DEVICE)[:, :70]
     batch = DecodeBatch(Mode.VERIFY, rows, tail, prefix, causal_mask(4, rows, DEVICE), table, 70)
-    ours, expected = slot_mapping.decode_rows(batch, page_size), slot_mapping.reference(batch, page_size)
+    ours, expected = slot_mapping.decode_places(batch, page_size), decode_places(batch, page_size)
     assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
 
 
@@ -94,24 +98,23 @@ def test_a_path_moves_to_the_front_as_torch_moves_it(page_size: int, heads: int,
     """Sources and targets overlap, and the pages are in no order."""
     layers, batch, pages = (2, 3, 24) if INTERPRETED else (5, 7, 60)
     generator = torch.Generator().manual_seed(page_size)
-    pool = KVPool(layers, pages, page_size, heads, dim, torch.float32, torch.device("cpu"))
-    pool.k.normal_(generator=generator)
-    pool.v.normal_(generator=generator)
-    other = KVPool(layers, pages, page_size, heads, dim, torch.float32, DEVICE)
-    other.k.copy_(pool.k)
-    other.v.copy_(pool.v)
+    layout = HeadsLayout(heads, dim, torch.float32)
+    pool = heads_pool(layers, pages, page_size, layout, torch.device("cpu"))
+    other = heads_pool(layers, pages, page_size, layout, DEVICE)
+    for ours, theirs in zip(other.tensors[0], pool.tensors[0], strict=True):
+        ours.copy_(theirs.normal_(generator=generator))
     table = (torch.randperm(pages, generator=generator)[: batch * (pages // batch)] + 1).view(batch, -1).int()
     length = torch.tensor([0, 2, 1, 3, 1, 0, 2][:batch], dtype=torch.int32)
     paths = torch.tensor(
         [[0, 1, 3, 4], [0, 2, 3, 0], [0, 0, 0, 0], [0, 3, 4, 0], [0, 1, 2, 3], [0, 4, 0, 0], [0, 2, 0, 0]]
     )[:batch]
     pool.move_path(table, length, paths)
-    move_path.move_path(other.k, other.v, table.to(DEVICE), length.to(DEVICE), paths.to(DEVICE))
+    move_path.move_path(*other.tensors[0], table.to(DEVICE), length.to(DEVICE), paths.to(DEVICE))
     for b in range(batch):
         kept = int((paths[b] > 0).sum()) + 1
         positions = int(length[b]) + torch.arange(kept).unsqueeze(0)
         where = token_indices(table[b : b + 1], positions, page_size).flatten()
-        for ours, theirs in ((other.k, pool.k), (other.v, pool.v)):
+        for ours, theirs in zip(other.tensors[0], pool.tensors[0], strict=True):
             assert torch.equal(
                 ours.cpu().view(layers, -1, heads * dim)[:, where], theirs.view(layers, -1, heads * dim)[:, where]
             )

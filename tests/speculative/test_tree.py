@@ -8,7 +8,9 @@ from torch import Tensor
 
 from speculative.acceptance import accept, accept_synthetic
 from speculative.config import SpeculativeConfig
-from speculative.tree import NO_TOKEN, Candidates, Tree, TreeTable, bare_roots, best_tree, chain
+from speculative.tree import NO_TOKEN, Candidates, Tree, bare_roots, chain
+from speculative.tree_growth import best_tree
+from speculative.tree_table import TreeTable
 
 
 def random_candidates(batch: int, top_k: int, steps: int, seed: int) -> Candidates:

@@ -1,5 +1,5 @@
 """The uses that every attention backend is compared on, and batches of them as production makes them: pages in any
-order, zeros in a page table behind a request's end, and the padding rows of a captured bucket, whose prefix is 0 and
+order, zeros in a page table after a request's end, and the padding rows of a captured bucket, whose prefix is 0 and
 whose page table is the dummy page's. Used by the conformance suite, its matrix and the benchmark."""
 
 from collections.abc import Sequence
@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.views import LayerKV
 
 NUM_KV_HEADS = 2
 ROWS = 6  # of a verified tree or an accepted path
@@ -26,7 +29,7 @@ MAX_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Work:
-    """A mode with its mask: rows of a request and columns behind its prefix."""
+    """A mode with its mask: rows of a request and columns after its prefix."""
 
     name: str
     mode: Mode
@@ -89,16 +92,28 @@ def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int
     )
 
 
+def heads_pool(num_layers: int, num_pages: int, page_size: int, layout: HeadsLayout, device: torch.device) -> KVPool:
+    """Empty, of layers that are all alike."""
+    return KVPool([LayerGroup(tuple(range(num_layers)), layout)], num_pages, page_size, device)
+
+
 def random_pool(shape: Shape, num_pages: int, device: torch.device) -> KVPool:
     """All pages filled, those of nobody and page 0 too: what a kernel must not read would be seen."""
-    pool = KVPool(1, num_pages, shape.page_size, NUM_KV_HEADS, shape.head_dim, shape.dtype, device)
-    pool.k.normal_()
-    pool.v.normal_()
+    layout = HeadsLayout(NUM_KV_HEADS, shape.head_dim, shape.dtype)
+    pool = heads_pool(1, num_pages, shape.page_size, layout, device)
+    for tensor in pool.tensors[0]:
+        tensor.normal_()
     return pool
 
 
+def write_tokens(kv: LayerKV, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+    """k, v [n, kv_heads, head_dim] as they are, at token indices slot_mapping [n] int64."""
+    for pages, rows in ((kv.k, k), (kv.v, v)):
+        pages.view(-1, *rows.shape[1:]).index_copy_(0, slot_mapping, rows)
+
+
 def random_table(lengths: Sequence[int], page_size: int, width: int) -> Tensor:
-    """[len(lengths), width] int32 of distinct pages in random order, zeros behind a request's end. 0: padding."""
+    """[len(lengths), width] int32 of distinct pages in random order, zeros after a request's end. 0: padding."""
     counts = [-(-n // page_size) for n in lengths]
     table = torch.zeros((len(lengths), width), dtype=torch.int32)
     pages = (torch.randperm(sum(counts)) + 1).int().split(counts)
@@ -150,12 +165,10 @@ def _draft_mask(work: Work, num_requests: int) -> Tensor:
 
 
 def prefill_batch(shape: Shape, device: torch.device) -> PrefillBatch:
-    indptr = [0]
-    for _, rows in CHUNKS:
-        indptr.append(indptr[-1] + rows)
     lengths = [start + rows for start, rows in CHUNKS]
     table = random_table(lengths, shape.page_size, MAX_LENGTH // shape.page_size)
-    return PrefillBatch(tuple(indptr), tuple(start for start, _ in CHUNKS), table.to(device))
+    starts, counts = zip(*CHUNKS, strict=True)
+    return PrefillBatch.from_lists(starts, counts, table.to(device))
 
 
 def num_pages(page_size: int, suffix_len: int) -> int:

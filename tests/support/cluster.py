@@ -11,15 +11,16 @@ from attention.config import CacheConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, Refused, bind_ingress, connect_engine, decode, decode_tokens, encode
-from cluster.transport.messages import GenerateRequest, GenerateSummary, TokenDelta
+from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
+from cluster.transport.encoding import decode, decode_tokens, encode
+from cluster.transport.messages import GenerateRequest, GenerateSummary, Refused, TokenDelta
 from cluster.transport.sockets import Transport
 from tests.support.scripted import ScriptedExecutor
-from workers.config import PLAIN, RoundShape, SchedulerConfig
-from workers.scheduling.plan import SamplingParams, pack_i32
+from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from workers.scheduling.plan import SamplingParams, StepPlan, pack_i32
 from workers.scheduling.scheduler import Scheduler
 
-TREE = RoundShape(name="tree", width=6, max_new_tokens=4, tail_tokens=7)
+TREE = RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=2)
 TIMEOUT_S = 10.0
 
 
@@ -83,6 +84,14 @@ class Ranks:
             self.ends[rank] = error
         self.channels[rank].close()
 
+    def kill(self, rank: int) -> None:
+        """With its next plan, what the end of a rank's process does to its socket."""
+
+        def leave(plan: StepPlan) -> None:
+            raise SystemExit
+
+        self.executors[rank].submit = leave  # type: ignore[method-assign]
+
     def join(self) -> None:
         for thread in self.threads:
             thread.join(TIMEOUT_S)
@@ -103,7 +112,7 @@ class TestBed:
         max_waiting: int = 20,
         **settings: object,
     ) -> None:
-        self.shapes = (PLAIN, TREE)
+        self.shapes = RoundShapes((PLAIN, TREE), default=1)
         self.delay_s = delay_s
         self.transport = transport or Transport(folder=str(folder))
         self.context = zmq.Context()

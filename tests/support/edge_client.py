@@ -1,4 +1,4 @@
-"""The HTTP edge over a scripted engine: in-process, or behind a real server on a free port."""
+"""The HTTP edge over a scripted engine: in-process, or in a real server on a free port."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""An `EngineClient` that plays a script, for tests of the HTTP edge, and a small byte-level tokenizer to go with it."""
+"""An `EngineClient` that follows a script, and a small byte-level tokenizer, for tests of the HTTP edge."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -33,9 +33,14 @@ class Call:
 
 @dataclass
 class FakeEngine:
-    """script: what each call plays. calls: what was asked. closed: ids of requests that ended before their last delta,
-    which a real engine aborts. num_active: requests whose generators are open. flushes: what each further flush of the
-    prefix cache answers; with none left, it is busy while a generator is open."""
+    """Implements `cluster.http.engine_client.EngineClient`.
+
+    script: the deltas of each call.
+    calls: what was asked.
+    closed: ids of requests that ended before their last delta, which a real engine aborts.
+    num_active: requests whose generators are open.
+    flushes: what each further flush of the prefix cache answers; with none left, it is busy while a generator is open.
+    """
 
     script: Script
     engines: list[EngineStats] = field(default_factory=lambda: [EngineStats(engine_id="engine-0", status="ready")])

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.kv_cache.pool import KVPool
 from speculative.tree import Tree
 from tests.support.replica import MAX_TOKENS, NUM_FAVOURITES, Arm, Replica
-from workers.runner.decoding import StepBatch, StepTensors
+from workers.runner.batch import StepBatch, StepTensors
 from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
 
@@ -36,7 +37,7 @@ def step_batch(replica: Replica, slots: Sequence[int], round_: Round) -> StepBat
     on_device = torch.tensor(slots, dtype=torch.int64, device=replica.slots.device)
     needs = SamplingNeeds(round_.random)
     limit = replica.layout.max_position
-    return StepBatch(on_device, tuple(slots), round_.shape, limit, None, needs, speculates=round_.shape > 0)
+    return StepBatch(on_device, round_.shape, round_.shape, on_device, limit, None, needs)
 
 
 def as_built(replica: Replica, round_: Round) -> StepTensors:
@@ -113,7 +114,7 @@ class Twins:
         if first.trees is not None and second.trees is not None:
             tensors += zip(first.trees._fields, second.trees._fields, strict=True)
         for ours, theirs in zip(first.pools, second.pools, strict=True):
-            tensors += [(ours.k, theirs.k), (ours.v, theirs.v)]
+            tensors += zip(_kv(ours), _kv(theirs), strict=True)
         for ours, theirs in tensors:
             theirs.copy_(ours)
 
@@ -126,8 +127,8 @@ class Twins:
         """Which layers' KV differs, the dummy page left out: all rows that rounds wrote, their tails included."""
         names = []
         for number, (ours, theirs) in enumerate(zip(*(r.pools for r in self._replicas), strict=True)):
-            for kind in ("k", "v"):
-                pair = zip(getattr(ours, kind), getattr(theirs, kind), strict=True)
+            for kind, *tensors in zip(("k", "v"), _kv(ours), _kv(theirs), strict=True):
+                pair = zip(*tensors, strict=True)
                 names += [
                     f"pool {number} layer {i} {kind}" for i, (a, b) in enumerate(pair) if not torch.equal(a[1:], b[1:])
                 ]
@@ -137,10 +138,9 @@ class Twins:
         first, second = self._replicas
         generator = torch.Generator(first.slots.device).manual_seed(seed)
         for ours, theirs in zip(first.pools, second.pools, strict=True):
-            ours.k[:, 1:].normal_(0.0, KEY_SCALE, generator=generator)
-            ours.v[:, 1:].normal_(generator=generator)
-            theirs.k.copy_(ours.k)
-            theirs.v.copy_(ours.v)
+            for tensor, copy, scale in zip(_kv(ours), _kv(theirs), (KEY_SCALE, 1.0), strict=True):
+                tensor[:, 1:].normal_(0.0, scale, generator=generator)
+                copy.copy_(tensor)
 
     def _rounds(self, sizes: Sequence[int], num_steps: int) -> list[Round]:
         shapes = range(len(self._replicas[0].strategy.shapes))
@@ -186,7 +186,7 @@ class Twins:
         assert (slot + 1) * num_pages <= replicas[0].pools[0].num_pages
         pages = 1 + slot * num_pages + random.permutation(num_pages)
         updates = np.stack((np.full(num_pages, slot), np.arange(num_pages), pages), axis=1).astype(np.int32)
-        plan = StepPlan(0, 0, b"", 0, 0, pack_i32(updates.ravel()), (init,))
+        plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32(updates.ravel()), inits=(init,))
         bonus = int(random.integers(NUM_FAVOURITES))
         for replica in replicas:
             replica.slots.apply_plan(plan)
@@ -227,3 +227,9 @@ def _rows(out: StepTensors, round_: Round) -> Tensor:
     the same outputs."""
     rows = torch.cat((out.tokens, torch.stack((out.counts, out.finish, out.accepted), dim=1)), dim=1)
     return rows[: len(round_.slots)]
+
+
+def _kv(pool: KVPool) -> tuple[Tensor, Tensor]:
+    """Keys and values of all layers: [layers, num_pages + 1, page_size, kv_heads, head_dim] each."""
+    ((keys, values),) = pool.tensors
+    return keys, values

@@ -12,17 +12,17 @@ from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
-from speculative.decoding import EagleDecoding
-from speculative.tree import TreeTable
+from speculative.decoding import SpeculativeDecoding
+from speculative.tree_table import TreeTable
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.layers.linear_method import pack_all
+from workers.layers.gemm import GEMMOptions
 from workers.runner.cuda_graph import GraphedDecoding
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.slot_table import SlotTable
 
 NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them
 MAX_TOKENS = 60
-ROOM = MAX_TOKENS + 8  # tokens that max_model_len must leave behind the longest context
+ROOM = MAX_TOKENS + 8  # tokens that max_model_len must leave after the longest context
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,12 @@ def write_config(folder: Path, size: Dimensions, max_position: int, capture: Seq
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of engine. tree: (num_steps, top_k, width), None decodes plainly. acceptance: synthetic, None is real.
-    longest: the longest context that a request has when it comes."""
+    """One kind of engine.
+
+    tree: (num_steps, top_k, width), None decodes plainly.
+    acceptance: synthetic, None is real.
+    longest: the longest context that a request has when it comes.
+    """
 
     tree: tuple[int, int, int] | None
     page_size: int
@@ -102,10 +106,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class Replica:
-    """An engine's rank, opened up. strategy: as it was built, with graphs on a GPU. inner: what it captures."""
+    """An engine's rank, opened up.
+
+    strategy: as it was built, with graphs on a GPU.
+    inner: what it captures.
+    """
 
     strategy: DecodingStrategy
-    inner: Autoregressive | EagleDecoding
+    inner: Autoregressive | SpeculativeDecoding
     slots: SlotTable
     pools: tuple[KVPool, ...]
     trees: TreeTable | None
@@ -127,15 +135,15 @@ def build_replica(spec: EngineSpec) -> Replica:
     worker = build_worker(spec, layout, 0, "")
     strategy = worker._strategy
     inner = strategy._inner if isinstance(strategy, GraphedDecoding) else strategy
-    assert isinstance(inner, (Autoregressive, EagleDecoding))
+    assert isinstance(inner, (Autoregressive, SpeculativeDecoding))
     models: list[Any] = [inner._target.model]
     pools, trees = [inner._target.pool], None
-    if isinstance(inner, EagleDecoding):
+    if isinstance(inner, SpeculativeDecoding):
         models.append(inner._draft.model)
         pools.append(inner._draft.pool)
-        trees = inner._drafter.trees
+        trees = inner._trees
     for model in models:
-        model.lm_head.product_weight().data[:NUM_FAVOURITES] *= 8.0  # in place: graphs hold its address
+        model.lm_head.method.dense_weight().data[:NUM_FAVOURITES] *= 8.0  # in place: graphs hold its address
         if worker._slots.device.type == "cpu":
-            pack_all(model)  # the CPU's products hold copies
+            model.lm_head.finish(GEMMOptions())  # the CPU's GEMM holds a copy
     return Replica(strategy, inner, worker._slots, tuple(pools), trees, layout)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import RoundShape
+from workers.config import RoundShape, RoundShapes
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -76,8 +76,12 @@ class KvModel:
         self.content[rows, 1] = wanted[start:end, 1]
 
     def spoil(self, table: Sequence[int], start: int, end: int) -> None:
-        """Positions that a round may write but does not commit."""
-        self.content[self.rows(table, start, end)] = _JUNK
+        """Positions that a round may write but does not commit: each where the table has it, whoever was promised the
+        page, which is what a GPU does. Where the table has nothing, page 0 is written."""
+        for position in range(start, end):
+            index = position // self.page_size
+            page = table[index] if index < len(table) else 0
+            self.content[page * self.page_size + position % self.page_size] = _JUNK
 
     def check(self, table: Sequence[int], tokens: list[int], end: int) -> None:
         """Positions 0 .. end - 1 hold what `tokens` make; `tokens` must reach one further with lookahead."""
@@ -100,7 +104,7 @@ class _Slot:
         self.seed = 0
         self.max_len = 0
         self.stops: frozenset[int] = frozenset()
-        self.speculative = False
+        self.drafted = 0  # shape of the tree that the next round verifies
         self.logprobs = -1
         self.finished = True
 
@@ -114,7 +118,7 @@ class ScriptedExecutor:
 
     def __init__(
         self,
-        shapes: Sequence[RoundShape],
+        shapes: RoundShapes,
         num_slots: int,
         table_width: int,
         kv: KvModel | None = None,
@@ -157,7 +161,10 @@ class ScriptedExecutor:
         for chunk in plan.chunks:
             self._chunk(chunk, plan.max_kv_len)
         for chunk in last:
-            entries.append(self._first_token(self.slots[chunk.slot], plan.max_kv_len))
+            entries.append(self._first_token(self.slots[chunk.slot]))
+        drafting = plan.drafting or bytes(len(entries))
+        for slot_id, drafts in zip(round_slots + [chunk.slot for chunk in last], drafting, strict=True):
+            self._draft(self.slots[slot_id], plan.next_shape if drafts else 0, plan.max_kv_len)
         for index, (slot_id, (tokens, _, _)) in enumerate(
             zip(round_slots + [chunk.slot for chunk in last], entries, strict=True)
         ):
@@ -188,7 +195,7 @@ class ScriptedExecutor:
             slot = self.slots[init.slot]
             sampling = init.sampling
             slot.seq_len, slot.seed, slot.max_len = init.num_cached, sampling.seed, init.max_len
-            slot.stops, slot.speculative = frozenset(sampling.stop_token_ids), sampling.speculative
+            slot.stops, slot.drafted = frozenset(sampling.stop_token_ids), 0
             slot.logprobs, slot.finished = sampling.logprobs, True  # no rounds before the last chunk
             known = self.prompts.get(sampling.seed, [])
             replayed = [scripted_token(slot.seed, p) for p in range(len(known), init.num_cached + 1)]
@@ -211,24 +218,32 @@ class ScriptedExecutor:
             self.kv.write(slot.table, slot.tokens + following, chunk.start, end)
         slot.seq_len = end
 
-    def _first_token(self, slot: _Slot, max_kv_len: int) -> tuple[list[int], int, int]:
+    def _first_token(self, slot: _Slot) -> tuple[list[int], int, int]:
         slot.finished = False
-        tail = max(shape.tail_tokens for shape in self.shapes)
-        assert slot.seq_len + tail <= max_kv_len, "max_kv_len is too low for the draft of a last chunk"
-        if self.kv is not None:
-            self.kv.spoil(slot.table, slot.seq_len, slot.seq_len + tail)
         tokens, finish = self._emit(slot, slot.seq_len, 1)
         return tokens, finish, -1
 
+    def _draft(self, slot: _Slot, shape: int, max_kv_len: int) -> None:
+        """The next tree of `slot`; it writes KV after what is committed, finished or not."""
+        slot.drafted = shape
+        end = slot.seq_len + self.shapes[shape].draft_tokens
+        if shape:
+            assert end <= max_kv_len, "max_kv_len is too low for a draft"
+        if self.kv is not None:
+            self.kv.rows(slot.table, slot.seq_len, end)  # reserved
+            self.kv.spoil(slot.table, slot.seq_len, end)
+
     def _round(self, slot: _Slot, shape: RoundShape, max_kv_len: int) -> tuple[list[int], int, int]:
-        start = slot.seq_len
-        assert start + shape.tail_tokens <= max_kv_len, "max_kv_len is too low for a round"
+        start, end = slot.seq_len, slot.seq_len + shape.width
+        assert end <= max_kv_len, "max_kv_len is too low for a round"
+        assert slot.drafted == 0 or self.shapes[slot.drafted] == shape, "another shape is verified than was drafted"
         if self.kv is not None:
             self.kv.check(slot.table, slot.tokens, start)
-            self.kv.spoil(slot.table, start, start + shape.tail_tokens)
+            self.kv.rows(slot.table, start, end)  # reserved
+            self.kv.spoil(slot.table, start, end)
         if slot.finished:
             return [], FINISH_NONE, -1
-        verifies = shape.width > 1 and slot.speculative
+        verifies = slot.drafted > 0
         accepted = scripted_accepted(slot.seed, start, shape.max_new_tokens) if verifies else 0
         tokens, finish = self._emit(slot, start + 1, accepted + 1)
         slot.seq_len += len(tokens)

@@ -5,13 +5,12 @@ from collections import deque
 
 from attention.config import CacheConfig
 from tests.support.scripted import KvModel, ScriptedExecutor, scripted_output
-from workers.config import PLAIN, RoundShape, SchedulerConfig
+from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
 from workers.scheduling.request import FinishReason, Request, RequestOutput, RequestState
 from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.slot_pages import table_width
 
-TREE = RoundShape(name="tree", width=6, max_new_tokens=4, tail_tokens=7)
+TREE = RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=5)
 
 
 class Clock:
@@ -40,12 +39,12 @@ class Simulation:
         prefix_cache: bool = True,
         max_in_flight: int = 2,
     ) -> None:
-        self.shapes = (PLAIN, TREE) if speculative else (PLAIN,)
+        self.shapes = RoundShapes((PLAIN, TREE), default=1) if speculative else RoundShapes()
         self.clock = Clock()
         self.page_size, self.lookahead, self.num_pages = page_size, lookahead, num_pages
         self.max_running, self.max_in_flight = max_running, max_in_flight
         self.max_step_tokens = max_step_tokens
-        self.width = table_width(max_model_len, max(shape.tail_tokens for shape in self.shapes), page_size)
+        self.width = -(-(max_model_len - 1 + self.shapes.max_kv_tokens) // page_size)
         self.scheduler = Scheduler(
             SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=max_waiting),
             CacheConfig(page_size=page_size, prefix_cache=prefix_cache),

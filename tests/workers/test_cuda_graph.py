@@ -1,16 +1,14 @@
 """Which rounds are captured, in which order and how far, with a strategy that only notes what it runs."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 from tests.support.eager_graphs import EagerRecorder
 from tests.support.thread_group import on_ranks
-from workers.config import PLAIN, GraphCapture, RoundShape
+from workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes
 from workers.distributed.tp_group import SOLO, TPGroup
+from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.cuda_graph import GraphedDecoding, GraphKey, Taken, bucket_sizes, buckets_of, is_always_captured
-from workers.runner.decoding import StepBatch, StepTensors
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
@@ -30,7 +28,7 @@ NEEDS = (
 class NotingStrategy:
     """Emits its slots; notes each step's batch."""
 
-    shapes: Sequence[RoundShape] = (PLAIN, RoundShape("wide", 4, 4, 4))
+    shapes = RoundShapes((PLAIN, RoundShape("wide", 4, 4, 2)), default=1)
 
     def __init__(self) -> None:
         self.ran: list[StepBatch] = []
@@ -48,7 +46,8 @@ def graphed(bytes_each: int = 0) -> tuple[GraphedDecoding, NotingStrategy, Eager
 
 
 def batch_of(size: int, shape: int, needs: SamplingNeeds) -> StepBatch:
-    return StepBatch(torch.arange(size), tuple(range(size)), shape, 64, None, needs, speculates=shape > 0)
+    slots = torch.arange(size)
+    return StepBatch(slots, shape, shape, slots, 64, None, needs)
 
 
 def test_rarer_kinds_have_fewer_buckets() -> None:

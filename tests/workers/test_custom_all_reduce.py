@@ -23,8 +23,9 @@ from workers.distributed.custom_all_reduce import (
     why_not,
 )
 from workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
-from workers.layers.linear import RowLinear
+from workers.layers.linear import RowParallelLinear, finish_weights
 from workers.layers.norm import RMSNorm
+from workers.layers.weighted import WeightKey
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -32,21 +33,21 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.mark.parametrize(
     "ranks,rows,width,dtype,expected",
     [
-        (2, 1, 8192, BF16, Method.PUSH),
-        (2, 16, 8192, BF16, Method.PUSH),
-        (2, 64, 8192, BF16, Method.PUSH),
+        (2, 1, 8192, BF16, Method.ONE_SHOT),
+        (2, 16, 8192, BF16, Method.ONE_SHOT),
+        (2, 64, 8192, BF16, Method.ONE_SHOT),
         (2, 65, 8192, BF16, Method.TWO_SHOT),
-        (2, 4, 8192, torch.float16, Method.PUSH),
+        (2, 4, 8192, torch.float16, Method.ONE_SHOT),
         (2, 65, 8192, torch.float16, Method.NCCL),  # the operators know no float16
         (2, 1, 8192, FP32, Method.TWO_SHOT),
         (2, 512, 8192, BF16, Method.TWO_SHOT),
         (2, 1025, 8192, BF16, Method.NCCL),
-        (2, 1, 16384, BF16, Method.PUSH),
+        (2, 1, 16384, BF16, Method.ONE_SHOT),
         (4, 1, 16384, BF16, Method.TWO_SHOT),  # more words than a program's registers hold
         (2, 1, 4095, BF16, Method.NCCL),  # neither pairs nor 16 bytes
-        (2, 112, 896, BF16, Method.PUSH),
+        (2, 112, 896, BF16, Method.ONE_SHOT),
         (2, 113, 896, BF16, Method.TWO_SHOT),  # more programs than multiprocessors
-        (4, 16, 8192, BF16, Method.PUSH),
+        (4, 16, 8192, BF16, Method.ONE_SHOT),
         (4, 17, 8192, BF16, Method.TWO_SHOT),
         (2, 0, 8192, BF16, Method.NCCL),
     ],
@@ -62,26 +63,27 @@ def regions(limits: Limits, ranks: int) -> list[Tensor]:
 
 
 def test_an_inbox_serves_one_width() -> None:
-    limits = Limits(push=4096, two_shot=8192)
+    limits = Limits(one_shot=4096, two_shot=8192)
     peers = CustomAllReduce(0, limits, regions(limits, 2), "")
-    assert peers.method(2, 512, BF16) is Method.PUSH
+    assert peers.method(2, 512, BF16) is Method.ONE_SHOT
     peers._inbox = torch.zeros((2, 4, 2, 256), dtype=torch.int64)
-    assert peers.method(2, 512, BF16) is Method.PUSH
+    assert peers.method(2, 512, BF16) is Method.ONE_SHOT
     assert peers.method(2, 256, BF16) is Method.TWO_SHOT
 
 
-def test_a_product_is_written_where_it_will_be_summed() -> None:
-    limits = Limits(push=64, two_shot=4096)
+def test_a_partial_result_is_written_where_it_will_be_summed() -> None:
+    limits = Limits(one_shot=64, two_shot=4096)
     peers = CustomAllReduce(0, limits, regions(limits, 2), "")
     group = TPGroup(0, 2, None, peers)
     torch.manual_seed(0)
-    layer = RowLinear(34, 16, group, "inputs", bias=True)
+    layer = RowParallelLinear(34, 16, group, "inputs", bias=True)
     for parameter in layer.parameters():
         parameter.data.normal_()
+    finish_weights(layer)
     x = torch.randn(5, 17)
     part = layer.partial(x)
     assert part.data_ptr() == peers._staging.data_ptr()
-    torch.testing.assert_close(part, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    torch.testing.assert_close(part, torch.nn.functional.linear(x, layer.method.weight, layer.bias))
 
 
 def place(host: str = "a", gpu: str = "0", num_processors: int = 132, torch_problem: str = "") -> Place:
@@ -111,15 +113,16 @@ def test_a_group_that_cannot_share_memory_says_why(places: list[Place], reason: 
 
 def sums_over_gloo(rank: int, size: int, address: str) -> list[list[float]]:
     group = join_tp_group(rank, size, address, torch.device("cpu"))
-    assert group.peers is None and group.product_buffer(2, 6, FP32) is None
+    assert group.custom is None and group.all_reduce_buffer(2, 6, FP32) is None
     torch.manual_seed(0)
     parts, residual = torch.randn(size, 3, 6), torch.randn(3, 6)
     norm = RMSNorm(6, 1e-5)
     normed, stream = norm.add(parts[rank].clone(), residual.clone(), group)
-    row = RowLinear(4 * size, 6, group, "inputs", bias=True)
+    row = RowParallelLinear(4 * size, 6, group, "inputs", bias=True)
     weight, bias, x = torch.randn(6, 4 * size), torch.randn(6), torch.randn(3, 4 * size)
-    row.load("row", "weight", weight)
-    row.load("row", "bias", bias)
+    row.load(WeightKey("weight"), weight)
+    row.load(WeightKey("bias"), bias)
+    finish_weights(row)
     y: Tensor = row(x[:, rank * 4 : rank * 4 + 4])
     expected_normed, expected_stream = norm.add(parts.sum(0), residual)
     # float32 sums of two numbers, and of eight products, in another order
@@ -164,7 +167,7 @@ def test_what_fails_on_one_rank_sends_all_to_nccl_and_is_logged_once(failing: st
     (first, logged), (second, silent) = run_ranks(connects_over_gloo, 2, failing, deadline_s=100)
     assert first == second == (not failing)
     wanted = (
-        [f"all-reduces of tensor parallelism go through NCCL, not through peer memory: rank 1: {failing} does not work"]
+        [f"all-reduces of tensor parallelism go through NCCL, not our own: rank 1: {failing} does not work"]
         if failing
         else []
     )

@@ -13,8 +13,7 @@ from tests.support.embedded import CHAIN
 from tests.support.ranks import run_ranks
 from workers.distributed.custom_all_reduce import CustomAllReduce, Method
 from workers.distributed.tp_group import TPGroup, join_tp_group
-from workers.layers.linear import RowLinear
-from workers.layers.linear_method import pack_all
+from workers.layers.linear import RowParallelLinear, finish_weights
 from workers.scheduling.plan import SamplingParams
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,8 +25,8 @@ def joined(rank: int, size: int, address: str) -> tuple[TPGroup, CustomAllReduce
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     group = join_tp_group(rank, size, address, device)
-    assert group.peers is not None, "NCCL was fallen back to; rank 0 has logged the reason"
-    return group, group.peers, device
+    assert group.custom is not None, "NCCL was fallen back to; rank 0 has logged the reason"
+    return group, group.custom, device
 
 
 def parts_of(seed: int, size: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -64,17 +63,17 @@ def check_sums(rank: int, size: int, address: str, width: int) -> list[str]:
             summed = group.all_reduce(parts[rank].clone())
             assert_is_sum(summed, parts, what)
             assert_same_on_all(group, summed, what)
-            product = group.product_buffer(rows, width, dtype)
-            if product is not None:
-                in_place = group.all_reduce(product.copy_(parts[rank]))
-                assert in_place.data_ptr() == product.data_ptr()
+            buffer = group.all_reduce_buffer(rows, width, dtype)
+            if buffer is not None:
+                in_place = group.all_reduce(buffer.copy_(parts[rank]))
+                assert in_place.data_ptr() == buffer.data_ptr()
                 assert_is_sum(in_place, parts, f"{what}, in place")
                 assert_same_on_all(group, in_place, f"{what}, in place")
             residual = parts_of(seed + 100, 1, (rows, width), dtype, device)[0]
             expected_residual = residual.clone()
             expected = one_shot_all_reduce_reference(parts, (expected_residual, weight.to(dtype), 1e-5))
             normed = group.all_reduce_add_norm(parts[rank], residual, weight.to(dtype), 1e-5)
-            assert (normed is not None) == (peers.method(rows, width, dtype) is Method.PUSH)
+            assert (normed is not None) == (peers.method(rows, width, dtype) is Method.ONE_SHOT)
             if normed is not None:
                 # four numbers may be summed in another order; the sum of squares is in any case
                 eps = torch.finfo(dtype).eps
@@ -89,7 +88,7 @@ def check_sums(rank: int, size: int, address: str, width: int) -> list[str]:
 def test_sums_are_right_and_the_same_on_every_rank(size: int, width: int) -> None:
     used = run_ranks(check_sums, size, width, deadline_s=150)
     assert all(methods == used[0] for methods in used)
-    assert {"push", "two-shot"} <= set(used[0])
+    assert {"one-shot", "two-shot"} <= set(used[0])
 
 
 @pytest.mark.gpu(2)
@@ -137,20 +136,20 @@ class Round:
         self.totals = pool.float().sum(1).to(BF16)
         self.weight = torch.ones(1024, dtype=BF16, device=device)
         self.x = torch.zeros((40, 1024), dtype=BF16, device=device)
-        self.product = RowLinear(1024 * group.size, 1024, group, "inputs").to(device, BF16)
-        self.product.weight.data = torch.eye(1024, dtype=BF16, device=device)
-        pack_all(self.product)  # the kernel for few rows, which is launched early
+        self.linear = RowParallelLinear(1024 * group.size, 1024, group, "inputs").to(device, BF16)
+        self.linear.method.dense_weight().data.copy_(torch.eye(1024))
+        finish_weights(self.linear)  # the skinny GEMM, which is launched early
 
     def run(self) -> list[Tensor]:
         group, x = self.group, self.x
-        first = group.all_reduce(self.product.partial(x[:3]))
+        first = group.all_reduce(self.linear.partial(x[:3]))
         residual = torch.zeros_like(x[:9])
-        normed = group.all_reduce_add_norm(self.product.partial(x[:9]), residual, self.weight, 1e-5)
+        normed = group.all_reduce_add_norm(self.linear.partial(x[:9]), residual, self.weight, 1e-5)
         assert normed is not None
         gathered = group.all_gather(x[:2])
-        product = group.product_buffer(256, 1024, BF16)
-        assert product is not None
-        wide = group.all_reduce(product.copy_(x[:16].repeat(16, 1))).clone()
+        buffer = group.all_reduce_buffer(256, 1024, BF16)
+        assert buffer is not None
+        wide = group.all_reduce(buffer.copy_(x[:16].repeat(16, 1))).clone()
         last = group.all_reduce(x[:1].clone())
         large = torch.zeros((9000, 1024), dtype=BF16, device=x.device)  # beyond two-shot: NCCL
         large[:40] = x

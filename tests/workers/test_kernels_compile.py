@@ -12,9 +12,8 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from attention.kernels import move_path  # noqa: E402
 from speculative.kernels import accept_commit, head_input, read_trees, tree_growth  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
-from workers.layers.kernels import norm_activation, skinny_gemm  # noqa: E402
+from workers.layers.kernels import argmax, norm_activation, skinny_gemm, topk  # noqa: E402  # noqa: E402
 from workers.runner.kernels import commit  # noqa: E402
-from workers.sampling.kernels import argmax, topk  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -130,7 +129,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
             ),
             "i64",
         )
-        | {"finished_ptr": "i8", "speculative_ptr": "i8", "shapes_ptr": "i8"},
+        | {"finished_ptr": "i8", "shapes_ptr": "i8"},
         {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "SYNTHETIC": False},
         1,
     ),
@@ -138,6 +137,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         read_trees._read_trees,
         FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"), "i64"),
         {"W": 60, "W_TABLE": 60, "W_PADDED": 64, "WORDS": 2},
+        1,
+    ),
+    "roots written": (
+        read_trees._write_roots,
+        dict.fromkeys(("slot_ptr", "bonus_ptr", "token_ptr"), "i64"),
+        {"EMPTY": -1, "W": 60, "NODES": 64},
         1,
     ),
     "tree grown": (
@@ -166,7 +171,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         FIELDS
         | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr", "bonus_ptr", "tree_depth_ptr"), "i64")
         | {"found_score_ptr": "fp32"},
-        {"W": 16, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5},
+        {"W": 16, "W_TABLE": 20, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5},
         4,
     ),
     "head input": (

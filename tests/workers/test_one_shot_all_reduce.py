@@ -17,7 +17,7 @@ from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Metho
 from workers.distributed.kernels import one_shot_all_reduce as kernels  # noqa: E402
 
 WIDTH = 70  # 35 words, in blocks of 64
-LIMITS = Limits(push=4 * WIDTH * 2, two_shot=0)
+LIMITS = Limits(one_shot=4 * WIDTH * 2, two_shot=0)
 
 
 def inputs(call: int, rows: int, size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -41,7 +41,7 @@ def sums_of_one_rank(
     results = []
     for call, rows in enumerate(row_counts):
         parts, residual, weight = inputs(call, rows, size, dtype)
-        assert peers.method(rows, WIDTH, dtype) is Method.PUSH
+        assert peers.method(rows, WIDTH, dtype) is Method.ONE_SHOT
         if call % 2:
             expected_residual = residual.clone()
             expected = kernels.one_shot_all_reduce_reference(parts, (expected_residual, weight, 1e-5))

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from tests.attention import test_triton_compile as compiling  # noqa: E402
-from workers.sampling.kernels import argmax, choose, draft_scores, filters, logprobs, penalties  # noqa: E402
+from workers.layers.kernels import argmax  # noqa: E402
+from workers.sampling.kernels import choose, draft_scores, filters, logprobs, penalties  # noqa: E402
 
 pytestmark = compiling.pytestmark
 

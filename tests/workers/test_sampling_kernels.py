@@ -14,6 +14,8 @@ from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import chain  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
+from workers.layers.kernels.topk import reference as topk_reference  # noqa: E402
+from workers.layers.kernels.topk import topk_log_softmax  # noqa: E402
 from workers.layers.vocab import VocabShard  # noqa: E402
 from workers.runner.kernels.commit import commit_one  # noqa: E402
 from workers.runner.slot_table import SlotTable  # noqa: E402
@@ -33,8 +35,6 @@ from workers.sampling.kernels.filters import Filters, Limits, find_limits  # noq
 from workers.sampling.kernels.gumbel import Draws  # noqa: E402
 from workers.sampling.kernels.logprobs import norms_and_top  # noqa: E402
 from workers.sampling.kernels.penalties import shape  # noqa: E402
-from workers.sampling.kernels.topk import reference as topk_reference  # noqa: E402
-from workers.sampling.kernels.topk import topk_log_softmax  # noqa: E402
 from workers.sampling.sampler import Rows, Sampler  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32  # noqa: E402
 
@@ -304,7 +304,7 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
         slots = SlotTable(batch, 4, size, DEVICE)
         for i in range(batch):
             penalty = 0.0 if i in (3, 7) else 1.0
-            sampling = SamplingParams(9, 0.0, frequency_penalty=penalty, stop_token_ids=(i % 6,), speculative=i != 4)
+            sampling = SamplingParams(9, 0.0, frequency_penalty=penalty, stop_token_ids=(i % 6,))
             slots._init_slot(SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
         slots.finished[2] = True
         return slots
@@ -312,7 +312,7 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
     fused, plain = filled(), filled()
     who = torch.arange(batch, device=DEVICE)
     accept_commit(who, tree, chosen, fused, steps)
-    accepted = accept(tree, chosen, plain.speculative[who] & ~plain.finished[who], steps)
+    accepted = accept(tree, chosen, ~plain.finished[who], steps)
     plain.commit(who, accepted.tokens, accepted.num_drafts + 1)
     assert torch.equal(fused.output_counts, plain.output_counts)
     assert int(fused.output_counts.sum()) > batch and not fused.output_counts[[3, 7]].any()

@@ -48,14 +48,14 @@ def test_a_plan_in_flight_is_reserved_for_at_its_worst():
     for _ in range(4):
         sim.schedule()
         held.append(sim.scheduler.allocator.num_held)
-    start = 3 + TREE.tail_tokens
-    assert held == [start, start, start + TREE.max_new_tokens, start + 2 * TREE.max_new_tokens]
+    prompt, round_ = 3 + TREE.draft_tokens, 3 + TREE.max_kv_tokens
+    assert held == [prompt, round_, round_ + TREE.max_new_tokens, round_ + 2 * TREE.max_new_tokens]
     sim.read()
     for _ in range(3):
         sim.read()
     sim.schedule()
     committed = 3 + len(sim.outputs["r0"]) - 1
-    assert sim.scheduler.allocator.num_held == committed + TREE.tail_tokens, "surplus pages are given back"
+    assert sim.scheduler.allocator.num_held == committed + TREE.max_kv_tokens, "surplus pages are given back"
 
 
 def test_no_round_is_run_for_a_request_that_must_have_ended():
@@ -80,8 +80,8 @@ def test_max_kv_len_covers_rounds_and_the_draft_of_a_last_chunk():
     sim = Simulation(max_step_tokens=50)
     sim.submit(list(range(30)))
     first, second = sim.schedule(), sim.schedule()
-    assert first.max_kv_len == 30 + TREE.tail_tokens
-    assert second.max_kv_len == 30 + TREE.tail_tokens
+    assert first.max_kv_len == 30 + TREE.draft_tokens
+    assert second.max_kv_len == 30 + TREE.max_kv_tokens
 
 
 def test_plans_carry_only_page_table_changes():

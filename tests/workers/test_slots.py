@@ -5,8 +5,11 @@ import torch
 from msgspec.structs import replace
 
 from attention.config import CacheConfig
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import bytes_per_page
 from tests.support import strict_device
-from workers.models.loading import PoolSize, pages_that_fit
+from workers.models.loading import pages_that_fit
 from workers.runner import slot_table
 from workers.runner.slot_table import SlotTable
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
@@ -19,7 +22,7 @@ def table(*limits: int) -> SlotTable:
     slots = SlotTable(len(limits), 4, 16, CPU)
     sampling = SamplingParams(100, 0.0, stop_token_ids=(9,))
     inits = tuple(SlotInit(i, 10, 5, limit, sampling) for i, limit in enumerate(limits))
-    slots.apply_plan(StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits))
+    slots.apply_plan(StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits))
     return slots
 
 
@@ -52,7 +55,7 @@ def test_a_new_owner_does_not_inherit_pages() -> None:
     slots = table(100, 100)
     assert slots.page_table[:2].tolist() == [[0, 7, 0, 0], [3, 0, 0, 0]]
     init = SlotInit(0, 0, 5, 50, SamplingParams(1))
-    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, pack_i32([0, 0, 2]), (init,)))
+    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, page_updates=pack_i32([0, 0, 2]), inits=(init,)))
     assert slots.page_table[:2].tolist() == [[2, 0, 0, 0], [3, 0, 0, 0]]
 
 
@@ -94,7 +97,7 @@ def test_requests_that_need_counts_are_admitted_without_waiting(monkeypatch: pyt
     vocab = 128256
     slots = SlotTable(4, 8, vocab, strict_device.DEVICE)
     inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
-    plan = StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits)
+    plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits)
     with strict_device.strict_device(monkeypatch, slot_table) as copied:
         slots.apply_plan(plan)
     assert len(copied) >= 3 and sum(copied) < 3 * 4096
@@ -106,7 +109,7 @@ def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
     device = torch.device("cuda")
     slots = SlotTable(4, 8, 128256, device)
     inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
-    plan = StepPlan(0, 0, b"", 0, 0, pack_i32([0, 1, 7, 1, 0, 3]), inits)
+    plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits)
     slots.apply_plan(plan)  # allocates and loads kernels
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
@@ -153,11 +156,11 @@ def test_tables_count_against_the_memory_plan() -> None:
     }
     assert small == table.num_bytes == sum(tensors.values())
     assert large > small > 4 * 1000 * (4 + 1 + 4)
-    pool = PoolSize(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    per_page = pool.bytes_per_page(16)
+    groups = [LayerGroup((0, 1), HeadsLayout(2, 16, torch.float32))]
+    per_page = bytes_per_page(groups, 16)
     cache = CacheConfig(memory_gb=(50.5 * per_page + small) / 1e9)
-    assert pages_that_fit(cache, [pool], small) == 49
-    assert pages_that_fit(cache, [pool], small + 10 * per_page) == 39
-    assert pages_that_fit(CacheConfig(num_pages=5), [pool], 10**12) == 5
+    assert pages_that_fit(cache, groups, small) == 49
+    assert pages_that_fit(cache, groups, small + 10 * per_page) == 39
+    assert pages_that_fit(CacheConfig(num_pages=5), groups, 10**12) == 5
     with pytest.raises(ValueError, match="tables for scheduler.max_running; give at least"):
-        pages_that_fit(cache, [pool], 10**12)
+        pages_that_fit(cache, groups, 10**12)

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Method(Enum):
-    """PUSH: `workers.distributed.kernels.one_shot_all_reduce`, which sums in float32 in rank order. TWO_SHOT: each rank
-    sums its share of the numbers and hands it to the others (symm_mem.two_shot_all_reduce). Both give the same bits on
-    every rank."""
+    """ONE_SHOT: `workers.distributed.kernels.one_shot_all_reduce`, which sums in float32 in rank order. TWO_SHOT: each
+    rank sums its share of the numbers and hands it to the others (symm_mem.two_shot_all_reduce). Both give the same
+    bits on every rank."""
 
-    PUSH = "push"
+    ONE_SHOT = "one-shot"
     TWO_SHOT = "two-shot"
     NCCL = "nccl"
 
@@ -35,34 +35,39 @@ class Method(Enum):
 class Limits:
     """Largest message in bytes that each method is used for; beyond `two_shot`, NCCL."""
 
-    push: int
+    one_shot: int
     two_shot: int
 
 
 # By number of ranks, measured on H200s (NVLink 4, no multicast, torch 2.11, NCCL 2.28.9, in a CUDA graph, bfloat16,
 # rows of 8192, with the residual add and RMSNorm that follow) by `python -m tests.bench.all_reduce`. us for NCCL /
-# two-shot / push, 2 ranks: 16 KB 8.1 / 8.4 / 5.0, 256 KB 10.0 / 9.2 / 5.7, 1 MB 15.5 / 11.9 / 10.2, 1.8 MB 28.3 / 14.7
-# / 14.6, 16 MB 91.3 / 74.1 / -. 4 ranks: 16 KB 12.3 / 8.5 / 6.9, 128 KB 13.0 / 10.7 / 7.8, 256 KB 13.1 / 10.8 / 10.0,
-# 512 KB 16.2 / 11.4 / 14.7, 16 MB 114 / 106 / -. Other numbers of ranks use NCCL.
-LIMITS = {2: Limits(push=1 << 20, two_shot=16 << 20), 4: Limits(push=256 << 10, two_shot=16 << 20)}
+# two-shot / one-shot, 2 ranks: 16 KB 8.1 / 8.4 / 5.0, 256 KB 10.0 / 9.2 / 5.7, 1 MB 15.5 / 11.9 / 10.2, 1.8 MB 28.3 /
+# 14.7 / 14.6, 16 MB 91.3 / 74.1 / -. 4 ranks: 16 KB 12.3 / 8.5 / 6.9, 128 KB 13.0 / 10.7 / 7.8, 256 KB 13.1 / 10.8 /
+# 10.0, 512 KB 16.2 / 11.4 / 14.7, 16 MB 114 / 106 / -. Other numbers of ranks use NCCL.
+LIMITS = {
+    2: Limits(one_shot=1 << 20, two_shot=16 << 20),
+    4: Limits(one_shot=256 << 10, two_shot=16 << 20),
+}
 
-MAX_ROWS = 112  # of PUSH, a program each: the smallest H100 has 114 multiprocessors, and all programs must fit at once
-_MAX_WORDS = 16384  # 64-bit words that one program of PUSH holds in registers: 32 in each of 512 threads
+MAX_ROWS = (
+    112  # of ONE_SHOT, a program each: the smallest H100 has 114 multiprocessors, and all programs must fit at once
+)
+_MAX_WORDS = 16384  # 64-bit words that one program of ONE_SHOT holds in registers: 32 in each of 512 threads
 _OPERATORS = ("two_shot_all_reduce_", "two_shot_all_reduce_out")
 
 
 def choose(limits: Limits, ranks: int, rows: int, width: int, dtype: torch.dtype) -> Method:
     """How [rows, width] of dtype is summed."""
     num_bytes = rows * width * dtype.itemsize
-    if num_bytes <= limits.push and _can_push(ranks, rows, width, dtype):
-        return Method.PUSH
+    if num_bytes <= limits.one_shot and _fits_one_shot(ranks, rows, width, dtype):
+        return Method.ONE_SHOT
     # the operators move 16 bytes at a time and know these types
     if 0 < num_bytes <= limits.two_shot and num_bytes % 16 == 0 and dtype in (torch.bfloat16, torch.float32):
         return Method.TWO_SHOT
     return Method.NCCL
 
 
-def _can_push(ranks: int, rows: int, width: int, dtype: torch.dtype) -> bool:
+def _fits_one_shot(ranks: int, rows: int, width: int, dtype: torch.dtype) -> bool:
     if dtype not in (torch.bfloat16, torch.float16) or width % 2 or ranks & (ranks - 1):
         return False
     words = 1 << (width // 2 - 1).bit_length()
@@ -94,13 +99,13 @@ class CustomAllReduce:
     def method(self, rows: int, width: int, dtype: torch.dtype) -> Method:
         """How [rows, width] of dtype is summed. An inbox serves one width, the first: the words' numbers rely on it."""
         method = choose(self.limits, self._size, rows, width, dtype)
-        if method is Method.PUSH and self._inbox is not None and self._inbox.shape[-1] != width // 2:
+        if method is Method.ONE_SHOT and self._inbox is not None and self._inbox.shape[-1] != width // 2:
             return choose(Limits(0, self.limits.two_shot), self._size, rows, width, dtype)
         return method
 
-    def product_buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """[rows, width] where a product that will be summed may be written, so that it need not be copied there; None
-        where that brings nothing. Its content lasts until the next call."""
+    def all_reduce_buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        """[rows, width] where what will be summed may be written, so that it need not be copied there; None where that
+        brings nothing. Its content lasts until the next call."""
         if self.method(rows, width, dtype) is not Method.TWO_SHOT:
             return None
         return self._staged(rows, width, dtype)
@@ -111,8 +116,8 @@ class CustomAllReduce:
         if x.dim() != 2 or not x.is_contiguous():
             return False
         method = self.method(x.shape[0], x.shape[1], x.dtype)
-        if method is Method.PUSH:
-            self._push(x, x, None)
+        if method is Method.ONE_SHOT:
+            self._one_shot(x, x, None)
         elif method is Method.TWO_SHOT:
             self._two_shot(x)
         return method is not Method.NCCL
@@ -120,18 +125,18 @@ class CustomAllReduce:
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         """residual += the sum of x over the ranks, in place, and its RMSNorm [rows, width], in one launch; None, and
         nothing done, where one launch cannot. All contiguous and of one dtype."""
-        if self.method(x.shape[0], x.shape[1], x.dtype) is not Method.PUSH:
+        if self.method(x.shape[0], x.shape[1], x.dtype) is not Method.ONE_SHOT:
             return None
         out = torch.empty_like(x)
-        self._push(x, out, (residual, weight, eps))
+        self._one_shot(x, out, (residual, weight, eps))
         return out
 
-    def _push(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> None:
+    def _one_shot(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> None:
         from workers.distributed.kernels.one_shot_all_reduce import one_shot_all_reduce
 
         if self._inbox is None:
             pairs = x.shape[1] // 2
-            capacity = min(self.limits.push // (4 * pairs), len(self._epochs))
+            capacity = min(self.limits.one_shot // (4 * pairs), len(self._epochs))
             self._inbox = self._words[: 2 * capacity * self._size * pairs].view(2, capacity, self._size, pairs)
             self._epochs = self._epochs[:capacity]
         one_shot_all_reduce(x, self._inbox, self._inboxes, self._epochs, self._rank, out, norm)
@@ -151,7 +156,7 @@ class CustomAllReduce:
 
 def region_bytes(limits: Limits, ranks: int) -> int:
     """Of a rank's shared memory: staging for two_shot, then two halves of words from each rank, 8 bytes per 4."""
-    return limits.two_shot + 2 * ranks * 2 * limits.push
+    return limits.two_shot + 2 * ranks * 2 * limits.one_shot
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def why_not(places: Sequence[Place], limits: dict[int, Limits]) -> str:
 def connect(
     group: dist.ProcessGroup, rank: int, size: int, device: torch.device, limits: dict[int, Limits] = LIMITS
 ) -> CustomAllReduce | None:
-    """This rank's peer memory, or None on all ranks, with the reason logged once, where NCCL must do. Collective over
+    """This rank's part of it, or None on all ranks, with the reason logged once, where NCCL must do. Collective over
     `group`, whose backend is NCCL and whose ranks all use `device`s of their own."""
     places: list[Place] = _gather(_place(device), group, size)
     reason = why_not(places, limits)
@@ -202,7 +207,7 @@ def connect(
     if not reason:
         return CustomAllReduce(rank, limits[size], regions, group.group_name)
     if rank == 0:
-        logger.warning("all-reduces of tensor parallelism go through NCCL, not through peer memory: %s", reason)
+        logger.warning("all-reduces of tensor parallelism go through NCCL, not our own: %s", reason)
     return None
 
 

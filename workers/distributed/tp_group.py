@@ -11,28 +11,28 @@ from workers.distributed.custom_all_reduce import CustomAllReduce, connect
 
 @dataclass(frozen=True)
 class TPGroup:
-    """rank of size ranks; process_group is None exactly if size is 1. peers: the faster way for small sums, if any."""
+    """rank of size ranks; process_group is None exactly if size is 1. custom: the faster way for small sums, if any."""
 
     rank: int
     size: int
     process_group: dist.ProcessGroup | None = None
-    peers: CustomAllReduce | None = None
+    custom: CustomAllReduce | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of x over the ranks, in place; the same bits on every rank."""
-        if self.process_group is not None and (self.peers is None or not self.peers.all_reduce(x)):
+        if self.process_group is not None and (self.custom is None or not self.custom.all_reduce(x)):
             dist.all_reduce(x, group=self.process_group)
         return x
 
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         """residual += sum of x over the ranks, in place, and its RMSNorm [rows, size], in one launch; None, and nothing
         done, where that is not to be had. x, residual: [rows, size], contiguous."""
-        return None if self.peers is None else self.peers.add_norm(x, residual, weight, eps)
+        return None if self.custom is None else self.custom.add_norm(x, residual, weight, eps)
 
-    def product_buffer(self, rows: int, size: int, dtype: torch.dtype) -> Tensor | None:
-        """[rows, size] to write a product to that is given to `all_reduce` next, which then copies less; None where any
-        memory will do. Whatever is read from it must be read before the next product is written."""
-        return None if self.peers is None else self.peers.product_buffer(rows, size, dtype)
+    def all_reduce_buffer(self, rows: int, size: int, dtype: torch.dtype) -> Tensor | None:
+        """[rows, size] for what is given to `all_reduce` next, which then copies less; None where any memory will do.
+        Whatever is read from it must be read before it is written again."""
+        return None if self.custom is None else self.custom.all_reduce_buffer(rows, size, dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: x of every rank, in rank order."""
@@ -57,7 +57,7 @@ SOLO = TPGroup(rank=0, size=1)
 
 def join_tp_group(rank: int, size: int, address: str, device: torch.device, custom_all_reduce: bool = True) -> TPGroup:
     """Join `size` ranks that meet at `address` ("tcp://host:port", on rank 0's node): gloo on CPUs, NCCL on GPUs, with
-    peer memory for small sums where the GPUs can reach each other, if `custom_all_reduce`.
+    custom all-reduces of small sums where the GPUs can reach each other, if `custom_all_reduce`.
 
     Raises torch.distributed's error if the others do not come within 60 s.
     """
@@ -76,8 +76,8 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device, cust
     )
     world = dist.group.WORLD
     assert world is not None
-    peers = connect(world, rank, size, device) if backend == "nccl" and custom_all_reduce else None
-    return TPGroup(rank, size, world, peers)
+    custom = connect(world, rank, size, device) if backend == "nccl" and custom_all_reduce else None
+    return TPGroup(rank, size, world, custom)
 
 
 def shard_size(total: int, size: int, what: str) -> int:

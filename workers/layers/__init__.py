@@ -1,5 +1,14 @@
-"""The tensor-parallel layers that models are made of. Each cuts its own shard out of a full checkpoint tensor.
+"""The tensor-parallel layers that models are made of. Each cuts its own share out of a whole tensor of the checkpoint.
+The room knows ranks and attention backends, but neither models' configurations nor steps.
 
-`linear`: column- and row-parallel products. `vocab`: embedding and logits over vocabulary shards. `rotary`, `norm`.
-`attention`: q, k, v of one layer against a `ForwardContext`. `decoder_layer`: the Llama block.
+linear           column- and row-parallel linear layers; `finish_weights`, which makes loaded layers ready to run
+linear_method    `LinearMethod`: how a linear layer keeps, loads and multiplies by its weight
+quantization     `QuantMethod`: which method a checkpoint's layers get, and the table of those we know
+gemm             which GEMM runs for weights of 16 and 32 bits; `kernels.skinny_gemm` for few rows on GPUs
+weighted         `WeightedModule`: what the loader of weights knows of any layer
+decoder_layer    the pre-norm block, and the interfaces of its attention and its MLP
+attention, mlp   grouped-query attention over a `ForwardContext`; the gated MLP
+forward_context  what the layers of one pass may see: positions, where KV goes, who attends to what
+rotary, norm, activation, vocab (embedding, logits and reductions over vocabulary shards), log_softmax
+kernels          Triton kernels of the above, each with its torch reference; imported on GPUs only
 """

@@ -1,73 +1,45 @@
-"""The Llama block and its parts: attention over a `ForwardContext`, gated MLP. Qwen2 and Qwen3 differ by two flags."""
+"""The pre-norm residual block that all our decoders are made of. Its family (`workers.models`) gives it its attention
+and its MLP; neither is known here."""
+
+from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import ColumnLinear, GatedLinear, RowLinear, kv_head_span, rank_span
+from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
-from workers.models.config import ModelConfig
-from workers.runner.forward_context import ForwardContext
 
 
-class Attention(nn.Module):
-    """Grouped-query attention. input_size: hidden_size, or twice that in an EAGLE-3 head."""
+class AttentionLayer(nn.Module, ABC):
+    """Rows that look at each other, through the KV of one layer."""
 
-    def __init__(self, config: ModelConfig, layer: int, group: TPGroup, input_size: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head_dim = config.head_dim
-        q_first, q_end = rank_span(config.num_heads, group, "num_attention_heads")
-        kv_first, kv_end = kv_head_span(config.num_kv_heads, group)
-        self.num_heads, self.num_kv_heads = q_end - q_first, kv_end - kv_first
-        self.scale = config.head_dim**-0.5
-        q_rows = (q_first * self.head_dim, q_end * self.head_dim)
-        kv_rows = (kv_first * self.head_dim, kv_end * self.head_dim)
-        parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        self.qkv = ColumnLinear(input_size, parts, config.qkv_bias)
-        heads_size = config.num_heads * self.head_dim
-        self.o_proj = RowLinear(heads_size, config.hidden_size, group, "num_attention_heads", config.o_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_eps) if config.qk_norm else None
-
+    @abstractmethod
     def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """This rank's part of the output, as `RowLinear.partial` gives it, of the rows that attend."""
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = context.attend(self.layer, q, k, v, angles, self.scale)
-        return self.o_proj.partial(out.flatten(1))
+        """This rank's part of the output [n, hidden_size], as `RowParallelLinear.partial` gives it, of the rows that
+        attend; x: [rows, input size]. Writes all rows' KV into the context's pool."""
 
 
-class MLP(nn.Module):
-    """silu(x W_gate) * (x W_up), then W_down."""
+class FeedForward(nn.Module, ABC):
+    """What a block does with each row by itself: an MLP, or experts."""
 
-    def __init__(self, config: ModelConfig, group: TPGroup) -> None:
-        super().__init__()
-        span = rank_span(config.intermediate_size, group, "intermediate_size")
-        self.gate_up = GatedLinear(config.hidden_size, {"gate_proj": span, "up_proj": span}, bias=False)
-        self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, group, "intermediate_size")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj.group.all_reduce(self.partial(x))
-
+    @abstractmethod
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the output, as `RowLinear.partial` gives it."""
-        return self.down_proj.partial(self.gate_up(x))
+        """This rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` gives it."""
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then + mlp(norm(x))."""
+    """x + attention(norm(x)), then + mlp(norm(x)); group: the ranks whose parts are summed."""
 
-    def __init__(self, config: ModelConfig, layer: int, group: TPGroup) -> None:
+    def __init__(
+        self, hidden_size: int, rms_eps: float, attention: AttentionLayer, mlp: FeedForward, group: TPGroup
+    ) -> None:
         super().__init__()
         self.group = group
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.self_attn = Attention(config, layer, group, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.mlp = MLP(config, group)
+        self.input_layernorm = RMSNorm(hidden_size, rms_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(hidden_size, rms_eps)
+        self.mlp = mlp
 
     def forward(
         self, normed: Tensor, residual: Tensor, angles: Angles, context: ForwardContext

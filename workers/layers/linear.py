@@ -1,89 +1,138 @@
-"""Tensor-parallel products. Column: outputs are cut, nothing is communicated. Row: inputs are cut, outputs summed."""
+"""Tensor-parallel linear layers. Column-parallel: outputs are cut, nothing is communicated. Row-parallel: inputs are
+cut, and the ranks' outputs are summed. How weights are kept and multiplied by is their `LinearMethod`'s."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup, shard_size
-from workers.layers.linear_method import Product
+from workers.layers.gemm import GEMMOptions
+from workers.layers.linear_method import LinearMethod, LinearShape, Span, UnquantizedLinearMethod
+from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 
-class ColumnLinear(Product):
-    """Several products of one input as one: y = x W^T + b, where every part of W is cut along its outputs.
+class LinearBase(WeightedModule):
+    """y = x W^T + b. method: unquantised when the layer is made; another may be put in its place before it is filled.
+    bias: [out_features] of this rank."""
 
-    parts: name -> this rank's rows [first, end) of the part's full outputs. Output: the parts side by side.
+    method: LinearMethod
+    bias: nn.Parameter | None
+
+    def __init__(self, shape: LinearShape, bias: bool, method: LinearMethod | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.out_features = shape.out_features
+        self.method = method or UnquantizedLinearMethod(shape)
+        self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
+
+    def weight_keys(self) -> Iterator[WeightKey]:
+        for part in self.shape.parts:
+            for kind in self.method.kinds:
+                yield WeightKey(kind, part.name)
+            if self.bias is not None:
+                yield WeightKey("bias", part.name)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        part = self.shape.part(key.part)
+        if key.kind != "bias":
+            self.method.load(key.kind, part, full)
+            return
+        assert self.bias is not None, "asked for a key that `weight_keys` does not have"
+        check_shape(full, (part.rows.total,))
+        self.bias.data[part.offset : part.offset + part.rows.size].copy_(full[part.rows.first : part.rows.end])
+
+    def fill_missing(self, key: WeightKey) -> bool:
+        return key.kind != "bias" and self.method.fill_missing(key.kind, self.shape.part(key.part))
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.method.fill_dummy(generator)
+        if self.bias is not None:
+            self.bias.data.fill_(1.0)
+
+    def finish(self, options: GEMMOptions) -> None:
+        self.method.finish(options)
+
+
+class ReplicatedLinear(LinearBase):
+    """Whole on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(LinearShape.stacked([("", Span.whole(out_features))], Span.whole(in_features)), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.multiply(x, self.bias)
+
+
+class ColumnParallelLinear(LinearBase):
+    """One matrix of the checkpoint or several side by side ("merged"), each cut along its outputs.
+
+    parts: this rank's rows of each, by its name; {"": rows} of a single one. Output: the parts side by side.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, tuple[int, int]], bias: bool) -> None:
-        sizes = [end - first for first, end in parts.values()]
-        super().__init__(in_features, sum(sizes), bias)
-        self.parts = parts
-        self.sizes = sizes
+    def __init__(self, in_features: int, parts: Mapping[str, Span], bias: bool = False) -> None:
+        super().__init__(LinearShape.stacked(parts.items(), Span.whole(in_features)), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.bias)
-
-    def load(self, part: str, kind: str, full: Tensor) -> None:
-        """Copy this rank's rows of a full checkpoint tensor; kind is "weight" or "bias"."""
-        target = self.weight if kind == "weight" else self.bias
-        if target is None:
-            raise ValueError(f"checkpoint has a bias for {part}, the model's config says it has none")
-        offset = sum(self.sizes[: list(self.parts).index(part)])
-        first, end = self.parts[part]
-        check_shape(part, full, (full.shape[0], *target.shape[1:]))
-        if full.shape[0] < end:
-            raise ValueError(f"{part}.{kind}: checkpoint has {full.shape[0]} rows, the model needs at least {end}")
-        target.data[offset : offset + end - first].copy_(full[first:end])
+        return self.method.multiply(x, self.bias)
 
 
-class GatedLinear(ColumnLinear):
-    """silu(x W_gate^T) * (x W_up^T). parts: both, in this order."""
+class QKVParallelLinear(ColumnParallelLinear):
+    """q_proj, k_proj and v_proj, cut by heads. num_heads, num_kv_heads: of the model; as attributes of this rank. With
+    more ranks than KV heads, each of those is held by several ranks."""
+
+    def __init__(
+        self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, group: TPGroup, bias: bool
+    ) -> None:
+        q = rank_span(num_heads, group, "num_attention_heads")
+        kv = Span(*kv_head_span(num_kv_heads, group), num_kv_heads)
+        q_rows, kv_rows = q.times(head_dim), kv.times(head_dim)
+        super().__init__(in_features, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, bias)
+        self.num_heads, self.num_kv_heads = q.size, kv.size
+
+
+class GateUpParallelLinear(ColumnParallelLinear):
+    """silu(x W_gate^T) * (x W_up^T), cut along its outputs; of gate_proj and up_proj."""
+
+    def __init__(self, in_features: int, out_features: int, group: TPGroup, what: str) -> None:
+        span = rank_span(out_features, group, what)
+        super().__init__(in_features, {"gate_proj": span, "up_proj": span})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply_gated(x)
+        return self.method.multiply_gated(x)
 
 
-class RowLinear(Product):
-    """y = x W^T, W cut along its inputs; the ranks' partial results are summed."""
+class RowParallelLinear(LinearBase):
+    """y = x W^T + b, W cut along its inputs; the ranks' partial results are summed. what: the config's name of
+    in_features, for errors."""
 
     def __init__(self, in_features: int, out_features: int, group: TPGroup, what: str, bias: bool = False) -> None:
-        size = shard_size(in_features, group.size, what)
-        super().__init__(size, out_features, bias)
+        columns = rank_span(in_features, group, what)
+        super().__init__(LinearShape.stacked([("", Span.whole(out_features))], columns), bias)
         self.group = group
-        self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of y, for whoever sums the parts at once (`RMSNorm.add`): it may lie in a buffer that the
-        next product overwrites. The bias is in rank 0's part."""
+        next row-parallel layer overwrites. The bias is in rank 0's part."""
         bias = self.bias if self.group.rank == 0 else None
-        out = self.group.product_buffer(x.shape[0], self.weight.shape[0], x.dtype)
-        return self.multiply(x, bias, out)
-
-    def load(self, part: str, kind: str, full: Tensor) -> None:
-        """Copy this rank's columns of a full checkpoint tensor."""
-        if kind == "bias":
-            if self.bias is None:
-                raise ValueError(f"checkpoint has a bias for {part}, the model's config says it has none")
-            self.bias.data.copy_(full)
-            return
-        check_shape(part, full, (self.weight.shape[0], self.size * self.group.size))
-        first = self.group.rank * self.size
-        self.weight.data.copy_(full[:, first : first + self.size])
+        out = self.group.all_reduce_buffer(x.shape[0], self.out_features, x.dtype)
+        return self.method.multiply(x, bias, out)
 
 
-def rank_span(total: int, group: TPGroup, what: str) -> tuple[int, int]:
-    """[first, end) of `total` outputs for this rank; raises ValueError naming `what` if they do not divide."""
+def rank_span(total: int, group: TPGroup, what: str) -> Span:
+    """This rank's of `total` outputs or inputs; raises ValueError naming `what` if they do not divide."""
     size = shard_size(total, group.size, what)
-    return group.rank * size, (group.rank + 1) * size
+    return Span(group.rank * size, (group.rank + 1) * size, total)
 
 
 def kv_head_span(num_kv_heads: int, group: TPGroup) -> tuple[int, int]:
     """[first, end) of the KV heads this rank holds; with more ranks than heads each head is held by several ranks."""
     if num_kv_heads >= group.size:
-        return rank_span(num_kv_heads, group, "num_key_value_heads")
+        span = rank_span(num_kv_heads, group, "num_key_value_heads")
+        return span.first, span.end
     if group.size % num_kv_heads:
         raise ValueError(
             f"tensor_parallel={group.size}: is no multiple of num_key_value_heads={num_kv_heads}; "
@@ -93,7 +142,24 @@ def kv_head_span(num_kv_heads: int, group: TPGroup) -> tuple[int, int]:
     return head, head + 1
 
 
-def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    """Raise ValueError with both shapes if a checkpoint tensor is not of the shape that the config implies."""
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name}: checkpoint has shape {tuple(tensor.shape)}, config.json implies {tuple(shape)}")
+def finish_weights(model: nn.Module, deterministic: bool = False) -> None:
+    """Finish every module of `model`, whose weights are final; what another model shares, and has finished, stays as it
+    is. deterministic: on a GPU, a row's result must not depend on the others (weights of a 16-bit type, inputs a
+    multiple of 128)."""
+    modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
+    methods = [module.method for module in modules if isinstance(module, LinearBase)]
+    options = gemm_options(methods, next(model.parameters()).device, deterministic)
+    for module in modules:
+        if not module.finished:
+            module.finish(options)
+            module.finished = True
+
+
+def gemm_options(methods: list[LinearMethod], device: torch.device, deterministic: bool) -> GEMMOptions:
+    """For the layers of one model, which run one after another on one stream."""
+    if device.type != "cuda" or methods[0].dtype.itemsize != 2:
+        return GEMMOptions()
+    from workers.layers.kernels.skinny_gemm import Workspace
+
+    shapes = [(method.shape.out_features, method.shape.in_features) for method in methods]
+    return GEMMOptions(Workspace.create(shapes, device), deterministic)

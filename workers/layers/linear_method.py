@@ -1,154 +1,176 @@
-"""y = x W^T + b, the one product that every layer is made of, and the two cases in which a library's is too slow.
+"""`LinearMethod`: how one linear layer holds its weight, cuts it, loads it and multiplies by it.
 
-On a CPU, oneDNN multiplies few rows by a weight in its own blocked layout 1.6 times faster than MKL does by a plain
-one (float32, 1792 x 512, 4 rows: 0.54 against 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13), so weights are
-packed once after loading. These operators are what torch.compile uses for frozen weights on a CPU. On a GPU the few
-rows of a round go through kernels of ours (`workers.layers.kernels.skinny_gemm`).
+A layer (`workers.layers.linear`) knows which rows and columns of which of the checkpoint's matrices this rank has; its
+method knows in which tensors they are kept (a weight; a weight and scales), and computes. Which method a layer gets is
+decided by the checkpoint's `QuantMethod` (`workers.layers.quantization`).
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from workers.layers.kernels.skinny_gemm import Workspace
+from workers.layers.activation import silu_mul
+from workers.layers.gemm import GEMMOptions, TorchGEMM, choose_gemm
+from workers.layers.weighted import WrongTensorError, check_shape
 
-_ROWS_HINT = 4  # the row count oneDNN chooses its layout for: a round's
-
-
-class _Library:
-    """torch's product. Base of the faster ones."""
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        if out is None:
-            return F.linear(x, weight, bias)
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-    def multiply_gated(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _swiglu(self.multiply(x, weight, None, None))
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class _Blocked(_Library):
-    """A second copy of the weight in oneDNN's layout."""
+class Span:
+    """[first, end) of `total` rows or columns of a checkpoint's matrix."""
 
-    weight: Tensor
+    first: int
+    end: int
+    total: int
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        assert out is None, "on a CPU nobody gives one"
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
-        return y
+    @property
+    def size(self) -> int:
+        return self.end - self.first
 
+    @staticmethod
+    def whole(total: int) -> "Span":
+        return Span(0, total, total)
 
-@dataclass(frozen=True)
-class _FixedRows(_Library):
-    """A kernel of ours for any number of rows, a row's bits being a function of that row alone."""
-
-    workspace: "Workspace"
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        from workers.layers.kernels.skinny_gemm import fixed_rows
-
-        return fixed_rows(x, weight, bias, self.workspace, out)
+    def times(self, size: int) -> "Span":
+        """Of things that are `size` rows each, for instance heads: the span of their rows."""
+        return Span(self.first * size, self.end * size, self.total * size)
 
 
 @dataclass(frozen=True)
-class _FewRows(_Library):
-    """Kernels of ours for as many rows as they have tiles for."""
+class Part:
+    """One of the checkpoint's matrices in a layer's weight, and this rank's share of it. name: "q_proj", or "" if it is
+    the layer's only one. offset: of its first row in the layer's weight."""
 
-    workspace: "Workspace"
+    name: str
+    rows: Span
+    columns: Span
+    offset: int
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        from workers.layers.kernels.skinny_gemm import skinny_gemm, skinny_gemm_tiles
-
-        tiles = skinny_gemm_tiles(x.shape[0], *weight.shape)
-        if tiles is None:
-            return super().multiply(x, weight, bias, out)
-        return skinny_gemm(x, weight, bias, self.workspace, tiles, out)
-
-    def multiply_gated(self, x: Tensor, weight: Tensor) -> Tensor:
-        from workers.layers.kernels.skinny_gemm import gated_tiles, skinny_gemm_gated
-
-        tiles = gated_tiles(x.shape[0], *weight.shape)
-        if tiles is None:
-            return super().multiply_gated(x, weight)
-        return skinny_gemm_gated(x, weight, self.workspace, tiles)
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's [rows, columns] of the whole matrix `full`. Raises WrongTensorError if it has another shape."""
+        check_shape(full, (self.rows.total, self.columns.total))
+        return full[self.rows.first : self.rows.end, self.columns.first : self.columns.end]
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [rows, size] of both side by side [rows, 2 * size]."""
-    if gate_up.is_cuda:
-        from workers.layers.kernels.norm_activation import silu_mul
+@dataclass(frozen=True)
+class LinearShape:
+    """A layer's weight on this rank: `parts` one below the other, all with the same columns, then `padding` rows."""
 
-        return silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    parts: tuple[Part, ...]
+    padding: int = 0
+
+    @staticmethod
+    def stacked(rows: Iterable[tuple[str, Span]], columns: Span, padding: int = 0) -> "LinearShape":
+        """rows: of each part by its name."""
+        parts, offset = [], 0
+        for name, span in rows:
+            parts.append(Part(name, span, columns, offset))
+            offset += span.size
+        return LinearShape(tuple(parts), padding)
+
+    @property
+    def out_features(self) -> int:
+        return self.parts[-1].offset + self.parts[-1].rows.size + self.padding
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].columns.size
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
 
 
-_LIBRARY = _Library()
+class LinearMethod(nn.Module, ABC):
+    """One layer's weights and what is done with them. Made while torch's default type is the model's; parameters of any
+    other type say so. Raises ValueError, when it is made, if it cannot hold `shape` (for instance parts that cut a
+    block of scales in two).
 
+    kinds: what the checkpoint has of each part, as the last components of names.
+    """
 
-class Multiplies(nn.Module):
-    """A module that multiplies by its weight [out, in]."""
+    kinds: tuple[str, ...] = ("weight",)
 
-    def __init__(self) -> None:
+    def __init__(self, shape: LinearShape) -> None:
         super().__init__()
-        self._by = _LIBRARY
+        self.shape = shape
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of inputs and results."""
 
     @abstractmethod
-    def product_weight(self) -> Tensor:
-        """[out, in]"""
+    def load(self, kind: str, part: Part, full: Tensor) -> None:
+        """Take this rank's share of the whole tensor `full` that the checkpoint has as `kind` of a part. Raises
+        WrongTensorError if its shape or type is another one."""
 
+    def fill_missing(self, kind: str, part: Part) -> bool:
+        """See `workers.layers.weighted.WeightedModule.fill_missing`."""
+        return False
+
+    @abstractmethod
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """See `workers.layers.weighted.WeightedModule.fill_dummy`."""
+
+    @abstractmethod
+    def finish(self, options: GEMMOptions) -> None:
+        """Once, when the weights are final and before they are multiplied by; again if they are changed. Raises
+        ValueError if the method cannot do what `options.deterministic` asks for."""
+
+    @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """[rows, out] for x [rows, in]; in the memory `out` if it is given."""
-        return self._by.multiply(x, self.product_weight(), bias, out)
+        """[rows, out_features] x W^T + bias for x [rows, in_features]; in the memory `out` if it is given."""
 
     def multiply_gated(self, x: Tensor) -> Tensor:
-        """[rows, out / 2], silu of the first half of the outputs times the second, for x [rows, in]."""
-        return self._by.multiply_gated(x, self.product_weight())
-
-    def prepare(self, workspace: "Workspace | None", deterministic: bool = False) -> None:
-        """Once the weight is final: choose how to multiply by it. workspace: on GPUs, of `pack_all`. deterministic: see
-        there. What another model shares, and has prepared, stays as it is."""
-        if self._by is not _LIBRARY:
-            return
-        weight = self.product_weight()
-        if workspace is not None:
-            from workers.layers.kernels.skinny_gemm import skinny_gemm_tiles
-
-            fits = skinny_gemm_tiles(1, *weight.shape) is not None
-            assert fits or not deterministic, "refused at start"
-            if fits:
-                self._by = _FixedRows(workspace) if deterministic else _FewRows(workspace)
-        elif weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
-            self._by = _Blocked(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
+        """[rows, out_features / 2], silu of the first half of x W^T times the second, for x [rows, in_features]."""
+        return silu_mul(self.multiply(x, None))
 
 
-class Product(Multiplies):
-    """A weight [out, in] and perhaps a bias [out]."""
+class DenseLinearMethod(LinearMethod):
+    """Multiplies by a weight in the type of its inputs, wherever that is kept."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+    _gemm: TorchGEMM | None = None
 
-    def product_weight(self) -> Tensor:
+    @abstractmethod
+    def dense_weight(self) -> Tensor:
+        """[out_features, in_features]"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dense_weight().dtype
+
+    def finish(self, options: GEMMOptions) -> None:
+        self._gemm = choose_gemm(self.dense_weight(), options)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        assert self._gemm is not None, "finish comes first"
+        return self._gemm.multiply(x, bias, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        assert self._gemm is not None, "finish comes first"
+        return self._gemm.multiply_gated(x)
+
+
+class UnquantizedLinearMethod(DenseLinearMethod):
+    """A weight of its own, in bfloat16, float16 or float32."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__(shape)
+        self.weight = nn.Parameter(torch.empty(shape.out_features, shape.in_features), requires_grad=False)
+
+    def dense_weight(self) -> Tensor:
         return self.weight
 
+    def load(self, kind: str, part: Part, full: Tensor) -> None:
+        if full.dtype not in _PLAIN_DTYPES:
+            raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not tell")
+        self.weight.data[part.offset : part.offset + part.rows.size].copy_(part.cut(full))
+        if self.shape.padding:
+            self.weight.data[-self.shape.padding :].zero_()
 
-def pack_all(model: nn.Module, deterministic: bool = False) -> None:
-    """Prepare every product in `model`, whose weights are final. deterministic: on a GPU, a row's result must not
-    depend on the others (weights of a 16-bit type, inputs a multiple of 128)."""
-    modules = [m for m in model.modules() if isinstance(m, Multiplies)]
-    workspace, weight = None, modules[0].product_weight()
-    if weight.is_cuda and weight.itemsize == 2:
-        from workers.layers.kernels.skinny_gemm import Workspace
-
-        shapes = [(m.product_weight().shape[0], m.product_weight().shape[1]) for m in modules]
-        workspace = Workspace.create(shapes, weight.device)
-    for module in modules:
-        module.prepare(workspace, deterministic and workspace is not None)
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.weight.data.normal_(0.0, 0.02, generator=generator)

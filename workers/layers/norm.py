@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.linear import check_shape
+from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(WeightedModule):
     """x / rms(x) * weight over the last dimension, computed in float32 for half types."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -38,6 +38,12 @@ class RMSNorm(nn.Module):
         residual = residual + x
         return self(residual), residual
 
-    def load(self, part: str, kind: str, full: Tensor) -> None:
-        check_shape(part, full, self.weight.shape)
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return (WeightKey("weight"),)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        check_shape(full, self.weight.shape)
         self.weight.data.copy_(full)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.weight.data.fill_(1.0)

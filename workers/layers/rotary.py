@@ -6,7 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.models.config import RopeConfig
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions. kind "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides by factor."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
 
 
 @dataclass(frozen=True)
@@ -29,19 +39,8 @@ class RotaryTable:
         self._sin = angles.sin().to(device)
 
     def at(self, positions: Tensor) -> Angles:
-        """The angles at positions [rows] int64. On a CPU they are looked up here, once for all layers; on a GPU by the
-        kernel that rotates."""
-        if positions.is_cuda:
-            return Angles(self._cos, self._sin, positions)
-        rows = torch.arange(positions.shape[0], device=positions.device)
-        return Angles(self._cos[positions], self._sin[positions], rows)
-
-
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """x [rows, heads, head_dim] turned by its rows' angles, one for each row in order; same shape and dtype."""
-    cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        """The angles at positions [rows] int64, which are looked up where rows are turned (`KVLayout.store`)."""
+        return Angles(self._cos, self._sin, positions)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import check_shape
-from workers.layers.linear_method import Multiplies
+from workers.layers.linear import LinearBase
+from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part, Span
+from workers.layers.log_softmax import finite
+from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 
 class VocabShard:
@@ -22,12 +24,6 @@ class VocabShard:
         self.size = -(-vocab_size // group.size)
         self.first = min(group.rank * self.size, vocab_size)
         self.end = min(self.first + self.size, vocab_size)
-
-    def load_rows(self, target: Tensor, name: str, full: Tensor) -> None:
-        """Copy this rank's rows of a full [vocab, ...] tensor; padding rows become zero."""
-        check_shape(name, full, (self.vocab_size, *target.shape[1:]))
-        target.zero_()
-        target[: self.end - self.first].copy_(full[self.first : self.end])
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[rows] int64 token ids of the largest of logits [rows, size], the same on every rank; ties go to the
@@ -76,7 +72,7 @@ class VocabShard:
         return logits
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(WeightedModule):
     """Rows of a [vocab, hidden] table, cut by vocabulary: each rank looks up its own ids and the results are summed."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup) -> None:
@@ -94,38 +90,58 @@ class VocabEmbedding(nn.Module):
         rows = F.embedding(torch.where(mine, local, 0), self.weight) * mine.unsqueeze(-1)
         return shard.group.all_reduce(rows)
 
-    def load(self, part: str, kind: str, full: Tensor) -> None:
-        self.shard.load_rows(self.weight.data, part, full)
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return (WeightKey("weight"),)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        shard = self.shard
+        check_shape(full, (shard.vocab_size, self.weight.shape[1]))
+        self.weight.data.zero_()  # padding rows stay so
+        self.weight.data[: shard.end - shard.first].copy_(full[shard.first : shard.end])
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.weight.data.normal_(0.0, 0.02, generator=generator)
 
 
-class LMHead(Multiplies):
+class TiedLinearMethod(DenseLinearMethod):
+    """Multiplies by the embedding's weight; has and loads nothing of its own."""
+
+    kinds = ()
+
+    def __init__(self, shape: LinearShape, embedding: VocabEmbedding) -> None:
+        super().__init__(shape)
+        self._embedding = (embedding,)  # in a tuple: it is not this module's child
+
+    def dense_weight(self) -> Tensor:
+        return self._embedding[0].weight
+
+    def load(self, kind: str, part: Part, full: Tensor) -> None:
+        raise AssertionError("has no kinds to load")
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        pass
+
+
+class LMHead(LinearBase):
     """Logits of this rank's vocabulary shard; may share its weight with the embedding."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup, tied: VocabEmbedding | None = None) -> None:
-        super().__init__()
-        self.shard = VocabShard(vocab_size, group)
-        self._tied = (tied,)  # in a tuple: the embedding is not this module's child
-        self.own = None if tied else nn.Parameter(torch.empty(self.shard.size, hidden_size), requires_grad=False)
-
-    def product_weight(self) -> Tensor:
-        tied = self._tied[0]
-        if self.own is not None:
-            return self.own
-        assert tied is not None
-        return tied.weight
+        shard = VocabShard(vocab_size, group)
+        rows = Span(shard.first, shard.end, vocab_size)
+        shape = LinearShape.stacked([("", rows)], Span.whole(hidden_size), padding=shard.size - rows.size)
+        method: LinearMethod | None = TiedLinearMethod(shape, tied) if tied else None
+        super().__init__(shape, bias=False, method=method)
+        self.shard = shard
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[rows, shard size] logits of hidden [rows, hidden_size]."""
-        return self.shard.mask_padding(self.multiply(hidden, None))
-
-    def load(self, part: str, kind: str, full: Tensor) -> None:
-        self.shard.load_rows(self.product_weight().data, part, full)
+        return self.shard.mask_padding(self.method.multiply(hidden, None))
 
 
 def argmax(logits: Tensor) -> Tensor:
     """[rows] int64: the column of the largest of logits [rows, n]."""
     if logits.is_cuda:
-        from workers.sampling.kernels.argmax import argmax as fast_argmax
+        from workers.layers.kernels.argmax import argmax as fast_argmax
 
         return fast_argmax(logits)
     return logits.argmax(-1)
@@ -135,15 +151,10 @@ def _topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest of log_softmax(logits) [rows, k] float32, best first, their columns, and logsumexp [rows]; of rows
     that are all minus infinity both are that."""
     if logits.is_cuda:
-        from workers.sampling.kernels.topk import MAX_K, topk_log_softmax
+        from workers.layers.kernels.topk import MAX_K, topk_log_softmax
 
         if k <= MAX_K:
             return topk_log_softmax(logits, k)
     norm = torch.logsumexp(logits.float(), -1)
     value, index = logits.float().topk(k, -1)
     return value - finite(norm).unsqueeze(-1), index, norm
-
-
-def finite(norm: Tensor) -> Tensor:
-    """norm [rows], a logsumexp, to take from logits: 0 for rows that are all minus infinity, which stay so."""
-    return norm.masked_fill(norm == float("-inf"), 0.0)

@@ -1,1 +1,10 @@
-"""Target models. `decoder.Decoder` covers Llama 2/3, Qwen2 and Qwen3 (dense); `registry` maps architectures to it."""
+"""Target models, from a checkpoint's folder to a module on this rank (docs/add-a-model.md).
+
+registry   architecture -> family; `family` what a family's file says
+llama      Llama 2 and 3, Qwen2, Qwen3 (dense)
+config     `ModelConfig`, what every target has, and how Hugging Face spells it
+decoder    `Decoder`, what every family's model is: embedding, layers, norm, vocabulary head
+name_map   `NameMap`: a family's declaration of what the checkpoint calls its tensors
+weights    safetensors -> parameters, with errors that name what does not fit
+loading    all of it in order, and the size of the KV pool
+"""

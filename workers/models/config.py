@@ -1,31 +1,29 @@
-"""`ModelConfig`: the one place that knows how Hugging Face spells things."""
+"""`ModelConfig`: what every target has; and how Hugging Face spells what all families share. What one family has is in
+its own file, in a subclass."""
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary positions. kind "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides by factor."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+from attention.kv_cache.layout import LayerGroup
+from workers.distributed.tp_group import TPGroup
+from workers.layers.linear import kv_head_span
+from workers.layers.quantization import QuantMethod
+from workers.layers.rotary import RopeConfig
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """A dense decoder of the Llama family, as its config.json says.
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ABC):
+    """What a family's own configuration adds to: the fields that every target has, and what must follow from all.
 
-    qkv_bias: Qwen2, and Llama with attention_bias, which then has o_bias too. qk_norm: Qwen3 (an RMSNorm per head on
-    q and k). dtype: of the checkpoint.
+    num_heads: query heads.
+    num_kv_heads, head_dim: of what is kept, on all ranks together.
+    dtype: of the checkpoint's unquantised weights.
+    quant: how its linear layers are kept.
     """
 
     architecture: str
@@ -34,17 +32,33 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
     max_position: int
     rms_eps: float
-    rope: RopeConfig
     tie_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
     dtype: torch.dtype
+    quant: QuantMethod
     eos_token_ids: tuple[int, ...]
+
+    @abstractmethod
+    def check_shards(self, tensor_parallel: int, source: str) -> None:
+        """Raises ValueError, with sizes that work, if the model cannot be cut into `tensor_parallel` shards; `source`
+        names it."""
+
+    @abstractmethod
+    def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        """The layers by how they keep their KV on one rank: what the model's `KVPool` is made of. dtype: of what the
+        model computes."""
+
+    def num_kv_heads_per_rank(self, tensor_parallel: int) -> int:
+        """Of num_kv_heads; with more ranks than heads each head is held by several ranks."""
+        first, end = kv_head_span(self.num_kv_heads, TPGroup(0, tensor_parallel))
+        return end - first
+
+    @abstractmethod
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        """The inputs of one rank's linear layers, by config.json's names: GEMMs that compute a row alike in any batch
+        need multiples of a size (`workers.runner.deterministic`)."""
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,59 +79,30 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def model_config_from_hf(config: dict[str, Any], source: str) -> ModelConfig:
-    """`ModelConfig` of a Llama-like config.json; `source` names it in errors.
+def architecture_of(config: dict[str, Any], default: str = "") -> str:
+    """The first of "architectures", or `default`."""
+    return str((config.get("architectures") or [default])[0])
 
-    Raises ValueError where the model has something Aerie would otherwise ignore.
-    """
-    try:
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        layers = int(config["num_hidden_layers"])
-        intermediate = int(config["intermediate_size"])
-        vocab = int(config["vocab_size"])
-    except KeyError as error:
-        raise ValueError(f"{source}: config.json lacks {error}, which a Llama-like model needs") from None
-    architecture = str((config.get("architectures") or ["LlamaForCausalLM"])[0])
-    _refuse_unsupported(config, layers, source)
+
+def required_int(config: dict[str, Any], key: str, source: str) -> int:
+    """Raises ValueError naming `source` and the key that its config.json lacks."""
+    if config.get(key) is None:
+        raise ValueError(f"{source}: config.json lacks {key!r}, which a {architecture_of(config, 'model')} needs")
+    return int(config[key])
+
+
+def dtype_of(config: dict[str, Any]) -> torch.dtype:
+    """Of the checkpoint; bfloat16 for names that are not ours."""
+    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.bfloat16)
+
+
+def eos_token_ids_of(config: dict[str, Any]) -> tuple[int, ...]:
     eos = config.get("eos_token_id")
-    return ModelConfig(
-        architecture=architecture,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        intermediate_size=intermediate,
-        vocab_size=vocab,
-        max_position=int(config.get("max_position_embeddings") or 2048),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config, source),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=architecture.startswith("Qwen2") or bool(config.get("attention_bias", False)),
-        o_bias=bool(config.get("attention_bias", False)) and not architecture.startswith("Qwen2"),
-        qk_norm=architecture.startswith("Qwen3"),
-        dtype=_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.bfloat16),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
-    )
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
 
 
-def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) -> None:
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
-        raise ValueError(f"{source}: hidden_act={act!r} is not supported; only silu is")
-    if config.get("mlp_bias"):
-        raise ValueError(f"{source}: mlp_bias=true is not supported")
-    if config.get("use_sliding_window") and int(config.get("max_window_layers", 0)) < num_layers:
-        raise ValueError(
-            f"{source}: sliding-window attention is not supported; set use_sliding_window=false if the "
-            "model works without it"
-        )
-    if config.get("quantization_config"):
-        raise ValueError(f"{source}: quantised weights are not supported; use the checkpoint in bf16 or fp16")
-
-
-def _rope(config: dict[str, Any], source: str) -> RopeConfig:
+def rope_of(config: dict[str, Any], source: str) -> RopeConfig:
+    """Raises ValueError that lists the kinds of scaling there are for any other."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in _ROPE_KINDS:

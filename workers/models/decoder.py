@@ -1,18 +1,18 @@
-"""The dense decoder of Llama 2/3, Qwen2 and Qwen3, tensor-parallel."""
+"""`Decoder`: embedding, layers, norm and vocabulary head, tensor-parallel; what every family's model is. The layers and
+the rotary table are the family's."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.linear import kv_head_span
+from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.config import ModelConfig
-from workers.runner.forward_context import ForwardContext
 
 
 @dataclass(frozen=True)
@@ -26,32 +26,27 @@ class DecoderOutput:
 
 
 class Decoder(nn.Module):
-    """capture: layers whose input is returned beside the hidden states (what an EAGLE-3 head reads)."""
+    """rotary: what the layers' attention is given angles of. capture: layers whose input is returned beside the hidden
+    states (what an EAGLE-3 head reads)."""
 
     def __init__(
         self,
         config: ModelConfig,
         group: TPGroup,
-        max_position: int,
-        device: torch.device,
-        capture: tuple[int, ...] = (),
+        rotary: RotaryTable,
+        layers: Iterable[DecoderLayer],
+        capture: tuple[int, ...],
     ) -> None:
         super().__init__()
         self.config = config
         self.group = group
         self.capture = capture
-        self.rotary = RotaryTable(config.rope, config.head_dim, max_position, device)
+        self.rotary = rotary
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, group)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, group) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
         tied = self.embed_tokens if config.tie_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, group, tied)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads that this rank holds."""
-        first, end = kv_head_span(self.config.num_kv_heads, self.group)
-        return end - first
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """ids: [rows] int64. Writes the rows' KV into the context's pool."""

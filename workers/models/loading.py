@@ -1,27 +1,35 @@
-"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and the size of its KV pool."""
+"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and the pages that fit."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from attention.config import CacheConfig
-from attention.kv_cache.pool import KVPool
+from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import bytes_per_page
 from workers.config import ModelSource
+from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import kv_head_span
-from workers.layers.linear_method import pack_all
-from workers.models.config import ModelConfig, model_config_from_hf, read_config_json
+from workers.layers.linear import LinearBase, finish_weights
+from workers.layers.quantization import QuantMethod
+from workers.models.config import ModelConfig, architecture_of, read_config_json
 from workers.models.decoder import Decoder
-from workers.models.registry import check_target, check_tensor_parallel
-from workers.models.weights import checkpoint_tensors, fill_dummy, load_parameters
-from workers.runner.model_runner import resolve_dtype
+from workers.models.name_map import NameMap
+from workers.models.registry import family_of
+from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def read_target_config(source: ModelSource, tensor_parallel: int) -> ModelConfig:
     """The target's configuration, checked; raises ValueError naming what is wrong and what would work."""
-    config = model_config_from_hf(read_config_json(source.path), f"model {source.path}")
-    check_target(config, f"model {source.path}")
-    check_tensor_parallel(config, tensor_parallel, f"model {source.path}")
+    raw, name = read_config_json(source.path), f"model {source.path}"
+    family = family_of(architecture_of(raw), name)
+    config: ModelConfig = family.read_config(raw, name)
+    config.check_shards(tensor_parallel, name)
     limit = source.max_model_len
     if limit is not None and not 2 <= limit <= config.max_position:
         raise ValueError(
@@ -41,48 +49,52 @@ def load_target(
     deterministic: bool = False,
 ) -> Decoder:
     """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
-    deterministic: see `pack_all`."""
-    with torch.device("meta"):
-        model = Decoder(config, group, max_position, device, capture)
+    deterministic: see `finish_weights`."""
+    name = f"model {source.path}"
+    family = family_of(config.architecture, name)
+    names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
-    model.to(dtype).to_empty(device=device)
+    model = allocate(
+        lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
+    )
     if source.load_format == "dummy":
         fill_dummy(model, source.seed)
     else:
-        optional = {"rotary_emb.inv_freq", "lm_head"} if config.tie_embeddings else {"rotary_emb.inv_freq"}
-        tensors = checkpoint_tensors(source.path)
-        load_parameters(model, tensors, f"model {source.path}", strip="model.", optional=frozenset(optional))
-    pack_all(model, deterministic)
+        load_weights(model, checkpoint_tensors(source.path), names, name)
+    finish_weights(model, deterministic)
     return model.eval()
 
 
-@dataclass(frozen=True)
-class PoolSize:
-    """How one model's KV looks on one rank."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(config: ModelConfig, tensor_parallel: int, dtype: torch.dtype) -> "PoolSize":
-        first, end = kv_head_span(config.num_kv_heads, TPGroup(0, tensor_parallel))
-        return PoolSize(config.num_layers, end - first, config.head_dim, dtype)
-
-    def bytes_per_page(self, page_size: int) -> int:
-        return KVPool.bytes_per_page(self.num_layers, page_size, self.num_kv_heads, self.head_dim, self.dtype)
-
-    def make(self, num_pages: int, page_size: int, device: torch.device) -> KVPool:
-        return KVPool(self.num_layers, num_pages, page_size, self.num_kv_heads, self.head_dim, self.dtype, device)
+def allocate(
+    make: Callable[[], ModuleT], names: NameMap, quant: QuantMethod, dtype: torch.dtype, device: torch.device
+) -> ModuleT:
+    """What `make` makes, with linear methods by the checkpoint's quantisation and parameters in memory of `device`, not
+    yet filled. dtype: of parameters that have no type of their own. names: of the checkpoint."""
+    with torch.device("meta"), _default_dtype(dtype):
+        model = make()
+        for path, layer in model.named_modules():
+            if isinstance(layer, LinearBase) and layer.method.kinds:  # a tied head has none
+                modules = [names.module_name(path, part.name) for part in layer.shape.parts]
+                layer.method = quant.linear_method(modules, layer.shape)
+    return model.to_empty(device=device)
 
 
-def pages_that_fit(cache: CacheConfig, pools: list[PoolSize], slot_bytes: int) -> int:
-    """Pages per rank: cache.num_pages, or as many as memory_gb holds for all `pools` together, beside the slot_bytes
-    that running requests' tables take."""
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def pages_that_fit(cache: CacheConfig, groups: Sequence[LayerGroup], slot_bytes: int) -> int:
+    """Pages per rank: cache.num_pages, or as many as memory_gb holds for the layers of all models together, beside the
+    slot_bytes that running requests' tables take."""
     if cache.num_pages is not None:
         return cache.num_pages
-    per_page = sum(pool.bytes_per_page(cache.page_size) for pool in pools)
+    per_page = bytes_per_page(groups, cache.page_size)
     pages = (int(cache.memory_gb * 1e9) - slot_bytes) // per_page - 1
     if pages < 2:
         raise ValueError(

@@ -1,18 +1,23 @@
-"""safetensors -> parameters. Each layer cuts its own shard; this file only finds the layer and counts what is left."""
+"""safetensors -> parameters. Each module cuts its own share; this file finds the module, and counts what is missing,
+what nobody knows and what does not fit."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from workers.layers.linear import ColumnLinear
+from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
+from workers.models.name_map import NameMap
+
+_NAMED_IN_ERRORS = 4
 
 
 def checkpoint_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor on the CPU) of every tensor in the folder's safetensors files, one at a time.
+    """(name, full tensor on the CPU) of every tensor in the folder's safetensors files, one at a time. The files are
+    mapped: of a tensor of which a part is copied, that part is read.
 
     Raises ValueError if there are none or an index names a file that is missing.
     """
@@ -38,80 +43,69 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
     return files
 
 
-def load_parameters(
+def load_weights(
     model: nn.Module,
-    tensors: Iterator[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
+    names: NameMap,
     source: str,
-    strip: str = "",
-    optional: frozenset[str] = frozenset(),
+    elsewhere: Set[str] = frozenset(),
 ) -> None:
-    """Fill every parameter of `model` from full tensors. strip: prefix dropped from checkpoint names.
+    """Fill the parameters of `model` from a checkpoint's whole tensors. elsewhere: paths of modules that are filled by
+    someone else. source: names the checkpoint in errors.
 
-    Raises ValueError naming what the checkpoint lacks, or holds and the model does not know (`optional` names may be
-    left over, and parameters under them may be missing).
+    Raises ValueError naming the tensors that are missing, not expected, or of another shape or type.
     """
-    modules = dict(model.named_modules())
+    wanted = _wanted(model, names, elsewhere)
     loaded: set[str] = set()
-    unknown = []
-    for name, tensor in tensors:
-        target = _find(modules, name.removeprefix(strip))
-        if target is None:
-            if not any(part in name for part in optional):
-                unknown.append(name)
+    unexpected, wrong = [], []
+    for given, tensor in tensors:
+        name = names.canonical(given)
+        if name not in wanted:
+            if not names.ignores(name):
+                unexpected.append(given)
             continue
-        module, part, kind, parameter = target
-        module.load(part, kind, tensor)  # type: ignore[operator]
-        loaded.add(parameter)
-    wanted = _wanted(modules)
-    missing = sorted(name for name in wanted - loaded if not any(part in name for part in optional))
-    if missing or unknown:
-        raise ValueError(
-            f"{source}: the checkpoint does not fit its config.json; missing: {_few(missing)}; unknown: {_few(unknown)}"
-        )
+        module, key = wanted[name]
+        if name in loaded:
+            wrong.append(f"{given} is there twice")
+        loaded.add(name)
+        try:
+            module.load(key, tensor)
+        except WrongTensorError as error:
+            wrong.append(f"{given} {error}")
+    missing = [n for n, (module, key) in wanted.items() if n not in loaded and not module.fill_missing(key)]
+    found = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
+    problems = [f"{what}: {_few(which)}" for what, which in found.items() if which]
+    if problems:
+        raise ValueError(f"{source}: the checkpoint does not fit its config.json; {'; '.join(problems)}")
+
+
+def _wanted(model: nn.Module, names: NameMap, elsewhere: Set[str]) -> dict[str, tuple[WeightedModule, WeightKey]]:
+    """Who takes which tensor, by its name in the checkpoint."""
+    wanted: dict[str, tuple[WeightedModule, WeightKey]] = {}
+    for path, module in weighted_modules(model):
+        for key in () if path in elsewhere else module.weight_keys():
+            name = names.tensor_name(path, key)
+            assert name not in wanted, f"the name map gives {name} to two modules"
+            wanted[name] = module, key
+    return wanted
+
+
+def weighted_modules(model: nn.Module) -> list[tuple[str, WeightedModule]]:
+    """By path. Every parameter belongs to one, else it would keep whatever was in its memory."""
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, WeightedModule)]
+    owned = {parameter for _, module in found for parameter in module.parameters()}
+    orphans = [name for name, parameter in model.named_parameters() if parameter not in owned]
+    assert not orphans, f"no WeightedModule loads {orphans}"
+    return found
 
 
 def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more if names else "none"
-
-
-def _find(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str, str, str] | None:
-    """(module, part, "weight" or "bias", canonical name) that takes the checkpoint tensor `name`."""
-    path, _, kind = name.rpartition(".")
-    if kind not in ("weight", "bias"):
-        return None
-    if path in modules and hasattr(modules[path], "load"):
-        return modules[path], path, kind, name
-    parent, _, part = path.rpartition(".")
-    for child_name, child in _children(modules, parent):
-        if isinstance(child, ColumnLinear) and part in child.parts:
-            return child, part, kind, f"{child_name}/{part}.{kind}"
-    return None
-
-
-def _children(modules: dict[str, nn.Module], parent: str) -> Iterator[tuple[str, nn.Module]]:
-    if parent in modules:
-        for name, child in modules[parent].named_children():
-            yield f"{parent}.{name}" if parent else name, child
-
-
-def _wanted(modules: dict[str, nn.Module]) -> set[str]:
-    wanted: set[str] = set()
-    for name, module in modules.items():
-        for kind, _ in module.named_parameters(recurse=False):
-            if isinstance(module, ColumnLinear):
-                wanted.update(f"{name}/{part}.{kind}" for part in module.parts)
-            else:
-                wanted.add(f"{name}.{'weight' if kind == 'own' else kind}")
-    return wanted
+    rest = len(names) - _NAMED_IN_ERRORS
+    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
     """Small random weights, for benchmarks: the same on every rank for replicated parameters."""
-    generator: torch.Generator | None = None
-    for parameter in model.parameters():
-        generator = generator or torch.Generator(parameter.device).manual_seed(seed)
-        if parameter.dim() > 1:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
-        else:
-            parameter.data.fill_(1.0)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for _, module in weighted_modules(model):
+        module.fill_dummy(generator)

@@ -1,16 +1,13 @@
 """A strategy's rounds as CUDA graphs: one graph per (round shape, batch bucket, kind of sampling).
 
 `GraphedDecoding` wraps any `DecodingStrategy`, which it knows nothing about: what a step reads and writes lives in
-device tensors by slot, so a captured round needs one input, the slots, and its outputs are tensors it always writes to
-the same place. All graphs are captured at start. Steps that have none run eagerly: those that carry prompt chunks, and
-rounds of a kind that the allowance for captures (`workers.config.GraphCapture`) did not reach. No request ever waits
-for a capture, which would hold up all others on every rank.
+device tensors by slot, so a captured round needs two inputs, the slots and those that draft, and its outputs are
+tensors it always writes to the same place. All graphs are captured at start. Steps that have none run eagerly: those
+that carry prompt chunks, and rounds of a kind that the allowance for captures (`workers.config.GraphCapture`) did not
+reach. No request ever waits for a capture, which would hold up all others on every rank.
 
 Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
 and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
-
-A round can also be three graphs, its stages, one after another: that is how others run it, and here a means to measure
-what one graph brings.
 """
 
 import time
@@ -21,9 +18,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from workers.config import GraphCapture, GraphScope, RoundShape
+from workers.config import GraphCapture, RoundShapes
 from workers.distributed.tp_group import TPGroup
-from workers.runner.decoding import DecodingStrategy, StagedStrategy, StepBatch, StepTensors
+from workers.runner.batch import StepBatch, StepTensors
+from workers.runner.decoding import DecodingStrategy
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import CAPTURED_NEEDS, Logprobs, SamplingNeeds
 
@@ -73,9 +71,11 @@ class CudaRecorder:
 
 @dataclass(frozen=True)
 class GraphKey:
-    """What one graph serves: batches of up to `bucket` requests in a round of `shape` with these needs or fewer."""
+    """What one graph serves: batches of up to `bucket` requests in a round that verifies `shape` and drafts
+    `next_shape`, with these needs or fewer."""
 
     shape: int
+    next_shape: int
     bucket: int
     needs: SamplingNeeds
 
@@ -85,24 +85,30 @@ class _Captured:
     """A captured round.
 
     run: replays it.
-    slots: its input.
+    slots, draft_slots: its inputs.
     output: what it emitted, at the same place after every replay.
-    filled: the batch's slots that the input was last filled from.
-    kept: what one graph hands to another, so must not be freed.
     """
 
     run: Callable[[], None]
-    slots: Tensor
+    slots: "_SlotInput"
+    draft_slots: "_SlotInput"
     output: StepTensors
-    filled: Tensor | None = None
-    kept: object = None
 
-    def fill(self, slots: Tensor, padding_slot: int) -> None:
+
+class _SlotInput:
+    """An input of a graph: [bucket] int64 slots."""
+
+    def __init__(self, bucket: int, padding_slot: int, device: torch.device) -> None:
+        self.tensor = torch.full((bucket,), padding_slot, dtype=torch.int64, device=device)
+        self._padding_slot = padding_slot
+        self._filled: Tensor | None = None
+
+    def fill(self, slots: Tensor) -> None:
         """Take over a batch's slots, which nobody changes in place: the same tensor need not be copied again."""
-        if self.filled is not slots:
-            self.slots[: slots.shape[0]] = slots
-            self.slots[slots.shape[0] :] = padding_slot
-            self.filled = slots
+        if self._filled is not slots:
+            self.tensor[: slots.shape[0]] = slots
+            self.tensor[slots.shape[0] :] = self._padding_slot
+            self._filled = slots
 
 
 @dataclass(frozen=True)
@@ -156,8 +162,8 @@ def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 class GraphedDecoding:
-    """Runs `inner`'s pure rounds as graphs. max_kv_len: longest length that a request can have, tail included. report:
-    of its captures."""
+    """Runs `inner`'s pure rounds as graphs. max_kv_len: longest length that a request can have, with what its rounds in
+    flight may write. report: of its captures."""
 
     def __init__(
         self,
@@ -166,19 +172,17 @@ class GraphedDecoding:
         buckets: Sequence[int],
         max_kv_len: int,
         recorder: Recorder,
-        scope: GraphScope = "round",
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._buckets = tuple(sorted(buckets))
         self._max_kv_len = max_kv_len
         self._recorder = recorder
-        self._scope = scope
         self._captured: dict[GraphKey, _Captured] = {}
         self.report = CaptureReport({}, 0)
 
     @property
-    def shapes(self) -> Sequence[RoundShape]:
+    def shapes(self) -> RoundShapes:
         return self._inner.shapes
 
     @property
@@ -207,63 +211,41 @@ class GraphedDecoding:
         """What is to be captured, in this order: kinds that more requests have first, and of each the largest bucket
         first, so that smaller ones reuse its memory."""
         return [
-            GraphKey(shape, bucket, needs)
+            GraphKey(shape, shape, bucket, needs)
             for needs in CAPTURED_NEEDS
             for bucket in reversed(buckets_of(needs, self._buckets))
             for shape in range(len(self.shapes))
         ]
 
-    def _padding_batch(self, key: GraphKey) -> StepBatch:
-        """A batch of padding that runs all that the batches of `key` may need."""
-        slots = torch.full((key.bucket,), self._slots.padding_slot, dtype=torch.int64, device=self._slots.device)
-        return StepBatch(slots, (), key.shape, self._max_kv_len, None, key.needs, speculates=key.shape > 0)
-
     def _capture(self, key: GraphKey) -> _Captured:
-        batch = self._padding_batch(key)
+        """Of a batch of padding that runs all that the batches of `key` may need."""
+        padding = key.bucket, self._slots.padding_slot, self._slots.device
+        slots, draft_slots = _SlotInput(*padding), _SlotInput(*padding)
+        batch = StepBatch(
+            slots.tensor, key.shape, key.next_shape, draft_slots.tensor, self._max_kv_len, None, key.needs
+        )
         for _ in range(_EAGER_RUNS):
             self._recorder.run_apart(lambda: self._inner.step(batch))
-        if self._scope != "round" and isinstance(self._inner, StagedStrategy):
-            return self._stages(self._inner, batch)
         run, output = self._recorder.record(lambda: self._inner.step(batch))
-        return _Captured(run, batch.slots, output)
-
-    def _stages(self, inner: StagedStrategy, batch: StepBatch) -> _Captured:
-        """The stages of a round one by one; what one returns stays where it is, for the next."""
-        record = self._recorder.record
-        verify, judged = record(lambda: inner.verify(batch))
-        if self._scope == "eager_extend":
-            hidden = torch.empty_like(inner.extend(batch, judged))
-
-            def extend() -> None:
-                hidden.copy_(inner.extend(batch, judged))
-        else:
-            extend, hidden = record(lambda: inner.extend(batch, judged))
-        draft, output = record(lambda: inner.draft(batch, judged, hidden))
-
-        def run() -> None:
-            for stage in (verify, extend, draft):
-                stage()
-
-        return _Captured(run, batch.slots, output, kept=(judged, hidden))
+        return _Captured(run, slots, draft_slots, output)
 
     def step(self, batch: StepBatch) -> StepTensors:
         captured = self._captured_for(batch)
         if captured is None:
             return self._inner.step(batch)
-        captured.fill(batch.slots, self._slots.padding_slot)
+        captured.slots.fill(batch.slots)
+        captured.draft_slots.fill(batch.draft_slots)
         captured.run()
         return _first(captured.output, batch.num_requests)
 
     def _captured_for(self, batch: StepBatch) -> _Captured | None:
         """The graph that runs `batch`; None if it must run eagerly."""
-        if batch.chunks is not None:
-            return None
-        if batch.speculates != (batch.shape > 0) and len(self.shapes) > 1:
+        if batch.chunks is not None or batch.shape != batch.next_shape:
             return None
         needs = batch.needs.captured
         sizes = buckets_of(needs, self._buckets)
         bucket = next((size for size in sizes if size >= batch.num_requests), None)
-        return None if bucket is None else self._captured.get(GraphKey(batch.shape, bucket, needs))
+        return None if bucket is None else self._captured.get(GraphKey(batch.shape, batch.next_shape, bucket, needs))
 
 
 def _is_used_up(allowance: GraphCapture, spent: Taken, group: TPGroup, device: torch.device) -> bool:

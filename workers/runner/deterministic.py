@@ -1,14 +1,14 @@
-"""`deterministic: true`: what it promises, and which configurations cannot keep it. Asked by `speculative.build`.
+"""`deterministic: true`: what it promises, and which configurations cannot keep it. Asked by `workers.runner.build`.
 
-On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: products and attention of
-the target compute a row by the same operations in the same order whatever else is in the batch, whether the row is part
+On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: GEMMs and attention of the
+target compute a row by the same operations in the same order whatever else is in the batch, whether the row is part
 of a prompt, of a plain round or of a tree, and however prompts are cut
 (`workers.layers.kernels.skinny_gemm.fixed_rows`, `attention.backends.triton_backend.fixed_span`); norms, rotation,
 gates and the choice of tokens are row-wise in any case. So an answer, greedy or sampled with a seed, is the same with
 speculation and without, alone and beside others, with a prefix from the cache and after a preemption, on GPUs of one
 kind with the same software. The draft is computed as usual: it changes what is accepted, not what is answered.
 
-It costs speed, most for prompts: their products read the weights once for every 64 rows. On a CPU the option changes
+It costs speed, most for prompts: their GEMMs read the weights once for every 64 rows. On a CPU the option changes
 nothing and promises nothing.
 """
 
@@ -18,7 +18,7 @@ from workers.config import WorkerConfig
 from workers.models.config import ModelConfig
 
 MAX_RANKS = 2  # a + b = b + a; of more, libraries choose the order of a sum by its size
-PRODUCT_INPUTS = 128  # see `workers.layers.kernels.skinny_gemm.skinny_gemm_tiles`
+GEMM_INPUTS = 128  # see `workers.layers.kernels.skinny_gemm.skinny_gemm_tiles`
 
 
 def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -42,21 +42,16 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
                 f"attention.{field}: triton"
             )
     if dtype.itemsize != 2:
-        return f"dtype={str(dtype).removeprefix('torch.')}: the products need a 16-bit type; set dtype: bfloat16"
+        return f"dtype={str(dtype).removeprefix('torch.')}: the GEMMs need a 16-bit type; set dtype: bfloat16"
     if worker.tensor_parallel > MAX_RANKS:
         return (
             f"tensor_parallel={worker.tensor_parallel}: sums over more than {MAX_RANKS} ranks are ordered by their "
             f"size; set tensor_parallel: {MAX_RANKS}"
         )
-    inputs = {
-        "hidden_size": target.hidden_size,
-        "num_attention_heads * head_dim": target.num_heads * target.head_dim // worker.tensor_parallel,
-        "intermediate_size": target.intermediate_size // worker.tensor_parallel,
-    }
-    for name, size in inputs.items():
-        if size % PRODUCT_INPUTS:
+    for name, size in target.linear_inputs(worker.tensor_parallel).items():
+        if size % GEMM_INPUTS:
             return (
-                f"{name} of {size} on each rank: the products need a multiple of {PRODUCT_INPUTS}; set another "
+                f"{name} of {size} on each rank: the GEMMs need a multiple of {GEMM_INPUTS}; set another "
                 "tensor_parallel or serve another model"
             )
     return None

@@ -1,10 +1,23 @@
 """An engine in this process, without transport: for tests, benchmarks and offline evaluation. It drives the scheduler
-exactly as the cluster's coordinator does, two steps in flight."""
+exactly as the cluster's coordinator does, two steps in flight.
 
-from collections.abc import Callable, Iterable, Sequence
+    target = read_target_config(worker.model, worker.tensor_parallel)
+    with local_engine(worker, plan_layout(worker, target)) as engine:
+        requests = engine.generate(prompts, SamplingParams(64, 0.0))
 
+`speculative.local` does the same for an engine with a draft.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from workers.config import WorkerConfig
+from workers.runner.build import build_worker
 from workers.runner.executor import StepExecutor
-from workers.scheduling.plan import SamplingParams, StepResult
+from workers.runner.layout import EngineLayout
+from workers.runner.rank_processes import RankProcesses
+from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
 from workers.scheduling.scheduler import Scheduler
 
@@ -24,12 +37,9 @@ class LocalEngine:
         if plan is not None:
             self.executor.submit(plan)
         if self.executor.num_pending == 2 or (plan is None and self.executor.num_pending):
-            return self.scheduler.apply(self._take())
+            return self.scheduler.apply(self.executor.take())
         assert plan is not None or self.scheduler.num_waiting == 0, "requests wait but no step can run"
         return []
-
-    def _take(self) -> StepResult:
-        return self.executor.take()
 
     def run(self, requests: Iterable[Request], concurrency: int, listener: Listener = lambda output: None) -> None:
         """Run `requests` with at most `concurrency` at a time until all have finished."""
@@ -43,7 +53,7 @@ class LocalEngine:
                 listener(output)
                 running -= output.finish_reason is not None
         while self.executor.num_pending:
-            self.scheduler.apply(self._take())
+            self.scheduler.apply(self.executor.take())
 
     def generate(
         self,
@@ -59,3 +69,26 @@ class LocalEngine:
         ]
         self.run(requests, concurrency)
         return requests
+
+
+@contextlib.contextmanager
+def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEngine]:
+    """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
+    several. Raises what `build_worker` raises."""
+    scheduler = Scheduler(
+        worker.scheduler,
+        worker.cache,
+        layout.num_pages,
+        layout.max_model_len,
+        time.monotonic,
+        layout.shapes,
+        layout.lookahead,
+    )
+    if worker.tensor_parallel == 1:
+        yield LocalEngine(scheduler, build_worker(worker, layout, 0, ""))
+        return
+    ranks = RankProcesses(worker, layout)
+    try:
+        yield LocalEngine(scheduler, ranks)
+    finally:
+        ranks.close()

@@ -1,4 +1,5 @@
-"""A model, its KV pool and its attention backends: one forward pass over a tail batch and prompt chunks."""
+"""A model, its KV pool and its attention backends: one forward pass over a decode batch and prompt
+chunks. Used by decoding strategies, which own the order of passes."""
 
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -9,8 +10,8 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from workers.layers.forward_context import Attending, ForwardContext, make_context
 from workers.models.decoder import Decoder, DecoderOutput
-from workers.runner.forward_context import Attending, ForwardContext, make_context
 
 ModelT = TypeVar("ModelT")
 
@@ -30,7 +31,7 @@ class ModelRunner(Generic[ModelT]):
         chunks: PrefillBatch | None = None,
         attending: Attending | None = None,
     ) -> ForwardContext:
-        """See `workers.runner.forward_context.make_context`."""
+        """See `workers.layers.forward_context.make_context`."""
         return make_context(self.pool, self.backends, decode, decode_positions, chunks, attending)
 
 
@@ -43,8 +44,8 @@ class TargetRunner(ModelRunner[Decoder]):
         chunks: PrefillBatch | None,
         every_row: bool = False,
     ) -> DecoderOutput:
-        """ids: [rows] int64, tail rows first. Of chunks each one's last row alone goes through the whole last layer and
-        has a hidden state in the output, unless every_row."""
+        """ids: [rows] int64, those of `decode` first. Of chunks each one's last row alone goes through the whole last
+        layer and has a hidden state in the output, unless every_row."""
         context = self.context(decode, decode_positions, chunks)
         if chunks is not None and not every_row:
             ends = context.num_decode_rows + chunks.last_row_indices
@@ -53,20 +54,3 @@ class TargetRunner(ModelRunner[Decoder]):
             context = replace(context, last=replace(context, attending=rows, chunks=prepared))
         output: DecoderOutput = self.model(ids, context)
         return output
-
-
-def resolve_device(device: str, rank: int) -> torch.device:
-    """ "auto" is this process's GPU if it has one, else the CPU. A worker sees one GPU; if it sees several, its rank
-    chooses."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("device=cuda: this process sees no GPU; set device: cpu, or check CUDA_VISIBLE_DEVICES")
-    return torch.device("cuda", rank % torch.cuda.device_count())
-
-
-def resolve_dtype(dtype: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """ "auto" is the checkpoint's on a GPU and float32 on a CPU, where half types are slow."""
-    if dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-    return torch.float32 if device.type == "cpu" else checkpoint

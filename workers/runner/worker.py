@@ -5,15 +5,16 @@ Used by the cluster's worker loop and by the local engine; knows no transport.
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attention.metadata import PrefillBatch, to_device
 from workers.distributed.tp_group import TPGroup
-from workers.runner.decoding import DecodingStrategy, PromptChunks, StepBatch, StepTensors
+from workers.runner.batch import PromptChunks, StepBatch, StepTensors
+from workers.runner.decoding import DecodingStrategy
 from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Logprobs, SamplingNeeds
 from workers.scheduling.plan import StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
@@ -69,6 +70,26 @@ class _Pending:
     started_s: float
 
 
+class _SlotIds:
+    """Slot numbers on the device. Most steps run the same requests as the one before, and then copy nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._last: tuple[int, ...] = ()
+        self._tensor = torch.empty(0, dtype=torch.int64, device=device)
+
+    def on_device(self, slots: tuple[int, ...]) -> Tensor:
+        """[n] int64; the same tensor as long as the slots are the same."""
+        if slots != self._last:
+            self._last = slots
+            self._tensor = to_device(torch.tensor(slots, dtype=torch.int64), self._tensor.device)
+        return self._tensor
+
+
+def _entries(plan: StepPlan) -> tuple[int, ...]:
+    """The slots that emit tokens, in the order of the step's result."""
+    return (*unpack_i32(plan.slots).tolist(), *(chunk.slot for chunk in plan.chunks if chunk.next_token < 0))
+
+
 class Worker:
     """Implements `workers.runner.executor.StepExecutor`."""
 
@@ -78,7 +99,8 @@ class Worker:
         self._group = group
         self._debug = debug
         self._pending: deque[_Pending] = deque()
-        self._last_slots: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0, dtype=torch.int64, device=slots.device))
+        self._round_slots = _SlotIds(slots.device)
+        self._draft_slots = _SlotIds(slots.device)
 
     @property
     def num_pending(self) -> int:
@@ -92,11 +114,11 @@ class Worker:
         assert len(self._pending) < 2, "a third step was submitted before a result was taken"
         started_s = time.perf_counter()
         self._slots.apply_plan(plan)
-        batch = self._batch(plan)
-        tensors = self._strategy.step(batch)
+        entries = _entries(plan)
+        tensors = self._strategy.step(self._batch(plan, entries))
         if self._debug:
             self._assert_ranks_agree(tensors)
-        num_logprobs = tuple(self._slots.facts[slot].sampling.logprobs for slot in batch.entry_slots)
+        num_logprobs = tuple(self._slots.facts[slot].sampling.logprobs for slot in entries)
         self._pending.append(_Pending(plan, _Emitted.of(tensors), num_logprobs, started_s))
 
     def take(self) -> StepResult:
@@ -115,44 +137,43 @@ class Worker:
             elapsed_s=time.perf_counter() - pending.started_s,
         )
 
-    def _batch(self, plan: StepPlan) -> StepBatch:
-        slot_ids = tuple(unpack_i32(plan.slots).tolist())
-        chunks = self._chunks(plan) if plan.chunks else None
-        finals = chunks.final_slot_ids if chunks else ()
-        facts = [self._slots.facts[slot] for slot in slot_ids + finals]
-        slots = self._slots_on_device(slot_ids)
-        speculates = any(f.sampling.speculative for f in facts)
-        return StepBatch(slots, slot_ids, plan.shape, plan.max_kv_len, chunks, SamplingNeeds.of(facts), speculates)
-
-    def _slots_on_device(self, slot_ids: tuple[int, ...]) -> Tensor:
-        """[B] int64. Most steps run the same requests as the one before, and then copy nothing."""
-        if slot_ids != self._last_slots[0]:
-            tensor = to_device(torch.tensor(slot_ids, dtype=torch.int64), self._slots.device)
-            self._last_slots = (slot_ids, tensor)
-        return self._last_slots[1]
+    def _batch(self, plan: StepPlan, entries: tuple[int, ...]) -> StepBatch:
+        padding = self._slots.padding_slot
+        drafting = plan.drafting or bytes(len(entries))
+        return StepBatch(
+            slots=self._round_slots.on_device(tuple(unpack_i32(plan.slots).tolist())),
+            shape=plan.shape,
+            next_shape=plan.next_shape,
+            draft_slots=self._draft_slots.on_device(
+                tuple(slot if drafts else padding for slot, drafts in zip(entries, drafting, strict=True))
+            ),
+            max_kv_len=plan.max_kv_len,
+            chunks=self._chunks(plan) if plan.chunks else None,
+            needs=SamplingNeeds.of([self._slots.facts[slot] for slot in entries]),
+        )
 
     def _chunks(self, plan: StepPlan) -> PromptChunks:
+        """Those that end their prompt first. Two copies to the device, for which nothing waits."""
         device = self._slots.device
-        ids = [unpack_i32(chunk.tokens) for chunk in plan.chunks]
-        indptr = [0]
-        for tokens in ids:
-            indptr.append(indptr[-1] + len(tokens))
-        slots = tuple(chunk.slot for chunk in plan.chunks)
-        finals = tuple(c for c, chunk in enumerate(plan.chunks) if chunk.next_token < 0)
-
-        def as_tensor(values: Sequence[int]) -> Tensor:
-            return to_device(torch.tensor(values, dtype=torch.int64), device)
-
-        starts = tuple(chunk.start for chunk in plan.chunks)
+        chunks = sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
+        finals = [chunk for chunk in chunks if chunk.next_token < 0]
+        ids = [unpack_i32(chunk.tokens) for chunk in chunks]
+        counts = [len(tokens) for tokens in ids]
+        lengths = [chunk.start + count - 1 for chunk, count in zip(finals, counts, strict=False)]
+        columns = (
+            np.concatenate(ids),
+            [chunk.next_token for chunk in chunks],
+            [chunk.slot for chunk in chunks],
+            lengths,
+        )
+        packed = to_device(torch.from_numpy(np.concatenate(columns).astype(np.int64)), device)
+        tokens, next_ids, slots, final_lengths = packed.split([len(column) for column in columns])  # type: ignore[no-untyped-call]
         return PromptChunks(
-            batch=PrefillBatch(tuple(indptr), starts, self._slots.page_table[as_tensor(slots)]),
-            slots=slots,
-            ids=as_tensor([token for tokens in ids for token in tokens.tolist()]),
-            next_ids=tuple(chunk.next_token for chunk in plan.chunks),
-            finals=finals,
-            final_chunks=as_tensor(finals),
-            final_slots=as_tensor([slots[c] for c in finals]),
-            final_lengths=tuple(starts[c] + len(ids[c]) for c in finals),
+            batch=PrefillBatch.from_lists([c.start for c in chunks], counts, self._slots.page_table[slots]),
+            ids=tokens,
+            next_ids=next_ids,
+            final_slots=slots[: len(finals)],
+            final_lengths=final_lengths.int(),
         )
 
     def _logprobs(self, pending: _Pending, counts: list[int]) -> dict[int, tuple[TokenLogprobs, ...]]:

@@ -1,1 +1,11 @@
-""""""
+"""Which requests run in a step, and on which KV pages. No torch, no transport; the clock is handed in.
+
+scheduler       decides what each step runs, and applies its result one step later
+prefill         the part that is about prompts: which chunks, and who is admitted
+request_queues  who waits, who has a slot
+slot_pages      slots, their page tables, and the pages that steps in flight may write
+sequence        what is kept per request and per step in flight
+request         one request, and what it hears back
+plan            what travels to the ranks and back: `StepPlan` and `StepResult`
+stats           what an engine counts
+"""

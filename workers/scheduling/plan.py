@@ -90,10 +90,18 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step on every rank: page-table changes, then slots initialised, then one target pass over rounds and chunks.
 
-    epoch: which worker group of workers; a plan or result of another epoch is dropped. slots: int32, the requests that
-    run a round. shape: index into the engine's round shapes. page_updates: int32 triples (slot, index in its table,
-    page). max_kv_len: no committed length plus tail in this step exceeds it (a host-side bound; no device value is
-    read).
+    The plan says everything: a rank verifies, drafts and writes KV as it is told here, and concludes nothing from the
+    requests in its slots.
+
+    epoch: of the worker group; a plan or result of another epoch is dropped.
+    slots: int32, the requests that run a round.
+    shape: index of the shape whose trees these rounds verify, which are those drafted in the step before.
+    next_shape: index of the shape that is drafted in this step; 0: nothing is.
+    drafting: uint8 per entry of the result (rounds, then last chunks), 1 where it gets a tree of `next_shape`; empty if
+        nothing is drafted. The others write no draft KV but that of their own committed tokens.
+    page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
+        taken back is replaced by page 0, the dummy page.
+    max_kv_len: no position that this step reads or writes reaches it (a host-side bound; no device value is read).
     """
 
     epoch: int
@@ -101,6 +109,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     slots: bytes
     shape: int
     max_kv_len: int
+    next_shape: int = 0
+    drafting: bytes = b""
     page_updates: bytes = b""
     inits: tuple[SlotInit, ...] = ()
     chunks: tuple[Chunk, ...] = ()

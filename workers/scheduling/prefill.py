@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from workers.config import RoundShape, RoundShapes
 from workers.scheduling.plan import Chunk, pack_i32
 from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
@@ -9,11 +10,7 @@ from workers.scheduling.stats import SchedulerStats
 
 
 class PrefillPlanner:
-    """Fills a plan with prompt tokens, first come first served, at most `max_step_tokens` a step.
-
-    tail_tokens: KV positions behind a prompt that its last chunk may write, because it also drafts. max_new_tokens:
-    tokens that the widest round can commit.
-    """
+    """Fills a plan with prompt tokens, first come first served, at most `max_step_tokens` a step."""
 
     def __init__(
         self,
@@ -21,44 +18,44 @@ class PrefillPlanner:
         stats: SchedulerStats,
         clock: Callable[[], float],
         max_step_tokens: int,
-        tail_tokens: int,
-        max_new_tokens: int,
+        shapes: RoundShapes,
     ) -> None:
         self._queues = queues
         self._slot_pages = queues.slot_pages
         self._stats = stats
         self._clock = clock
         self._max_step_tokens = max_step_tokens
-        self._tail_tokens = tail_tokens
-        self._max_new_tokens = max_new_tokens
+        self._shapes = shapes
 
-    def plan(self, builder: PlanBuilder) -> None:
-        """Prompt chunks, oldest request first, then new requests while slots, pages and tokens last."""
+    def plan(self, builder: PlanBuilder, drafted: RoundShape) -> None:
+        """Prompt chunks, oldest request first, then new requests while slots, pages and tokens last. drafted: the shape
+        that a prompt's last chunk drafts if its request speculates."""
         budget = self._max_step_tokens
         for sequence in list(self._queues.prefilling.values()):
             if budget == 0:
                 return
             if sequence.slot >= 0:
-                budget -= self._plan_chunk(sequence, budget, builder)
+                budget -= self._plan_chunk(sequence, budget, builder, drafted)
         while budget and self._queues.waiting and self._slot_pages.has_free_slot and not builder.preempted:
             sequence = next(iter(self._queues.waiting.values()))
             if not self._admit(sequence, builder):
                 return
-            count = self._plan_chunk(sequence, budget, builder)
+            count = self._plan_chunk(sequence, budget, builder, drafted)
             assert count > 0, "a request was admitted without room for its first chunk"
             budget -= count
 
-    def _plan_chunk(self, sequence: Sequence, budget: int, builder: PlanBuilder) -> int:
+    def _plan_chunk(self, sequence: Sequence, budget: int, builder: PlanBuilder, drafted: RoundShape) -> int:
         """The request's next chunk of at most `budget` tokens; how many it got, 0 if pages are short."""
         start, total = sequence.computed, len(sequence.tokens)
-        count = self._fit_chunk(sequence, min(budget, total - start), builder)
+        draft_tokens = drafted.draft_tokens if sequence.request.sampling.speculative else 0
+        count = self._fit_chunk(sequence, min(budget, total - start), draft_tokens, builder)
         if count == 0:
             return 0
         end = start + count
         is_last = end == total
         next_token = -1 if is_last else int(sequence.tokens[end])
         builder.chunks.append(Chunk(sequence.slot, start, pack_i32(sequence.tokens[start:end]), next_token))
-        builder.max_kv_len = max(builder.max_kv_len, end + (self._tail_tokens if is_last else 0))
+        builder.max_kv_len = max(builder.max_kv_len, end + (draft_tokens if is_last else 0))
         sequence.computed = end
         self._slot_pages.committed[sequence.slot] = end
         self._stats.prompt_tokens += count
@@ -66,13 +63,14 @@ class PrefillPlanner:
             builder.last_chunks.append(sequence)
         return count
 
-    def _fit_chunk(self, sequence: Sequence, count: int, builder: PlanBuilder) -> int:
-        """Pages for the next `count` tokens, or for fewer; preempts younger requests if there is none for even one."""
+    def _fit_chunk(self, sequence: Sequence, count: int, draft_tokens: int, builder: PlanBuilder) -> int:
+        """Pages for the next `count` tokens, or for fewer, and for `draft_tokens` after the prompt's last; preempts
+        younger requests if there is none for even one."""
         slot_pages = self._slot_pages
         start, total = sequence.computed, len(sequence.tokens)
         while True:
             end = start + count
-            missing = slot_pages.fit_slot(sequence.slot, end + (self._tail_tokens if end == total else 0))
+            missing = slot_pages.fit_slot(sequence.slot, end + (draft_tokens if end == total else 0))
             if missing == 0:
                 return count
             room = (len(slot_pages.pages[sequence.slot]) + slot_pages.allocator.num_available) * slot_pages.page_size
@@ -99,7 +97,7 @@ class PrefillPlanner:
         total = len(sequence.tokens)
         held_before = allocator.num_held
         cached = [] if cache is None else cache.match(sequence.tokens)
-        need = slot_pages.pages_for(total + self._tail_tokens) - len(cached)
+        need = slot_pages.pages_for(total + self._shapes.max_kv_tokens) - len(cached)
         if self._queues.active and need + (allocator.num_held - held_before) > room:
             allocator.release(cached)
             sequence.pages_missing = (insertions, need)
@@ -116,10 +114,11 @@ class PrefillPlanner:
     def _promised_pages(self) -> int:
         """Pages that running requests may want in their next round and admitted prompts still have to get."""
         slot_pages = self._slot_pages
-        per_round = slot_pages.pages_for(self._max_new_tokens)
+        per_round = slot_pages.pages_for(self._shapes.max_new_tokens)
         num_decoding = len(self._queues.active) - len(self._queues.prefilling)
         prompts = sum(
-            slot_pages.pages_for(len(sequence.tokens) + self._tail_tokens) - len(slot_pages.pages[sequence.slot])
+            slot_pages.pages_for(len(sequence.tokens) + self._shapes.max_kv_tokens)
+            - len(slot_pages.pages[sequence.slot])
             for sequence in self._queues.prefilling.values()
         )
         return per_round * num_decoding + prompts

@@ -6,7 +6,6 @@ late. Pure: plain values in and out, the clock handed in; knows no tensor, no mo
 
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Listing
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from attention.config import CacheConfig
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
-from workers.config import PLAIN, RoundShape, SchedulerConfig
+from workers.config import RoundShapes, SchedulerConfig
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -56,25 +55,24 @@ class Scheduler:
         num_pages: int,
         max_model_len: int,
         clock: Callable[[], float],
-        shapes: Listing[RoundShape] = (PLAIN,),
+        shapes: RoundShapes = RoundShapes(),  # noqa: B008 - frozen
         lookahead: int = 0,
         epoch: int = 0,
+        choose_shape: Callable[[RoundShapes], int] = lambda shapes: shapes.default,
     ) -> None:
-        """num_pages: pages of every rank's pool, page 0 excluded. shapes: plain first, then the speculative one if
-        there is a draft. lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`)."""
+        """num_pages: pages of every rank's pool, page 0 excluded. lookahead: 1 with a draft whose KV depends on the
+        next token (`PrefixCache`). choose_shape: asked once a step for the index of the shape that is drafted."""
         self._config = config
         self._max_model_len = max_model_len
         self._clock = clock
-        self._shapes = tuple(shapes)
-        self._prompt_tail = max(shape.tail_tokens for shape in shapes)  # a last chunk also drafts
+        self._shapes = shapes
+        self._choose_shape = choose_shape
         self.allocator = PageAllocator(num_pages)
         self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead) if cache.prefix_cache else None
         self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.max_running, cache.page_size)
-        self.stats = SchedulerStats(accepted_histogram=[0] * max(shape.max_new_tokens for shape in shapes))
+        self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self.queues = RequestQueues(self.slot_pages, self.stats)
-        self._prefill = PrefillPlanner(
-            self.queues, self.stats, clock, config.max_step_tokens, self._prompt_tail, shapes[-1].max_new_tokens
-        )
+        self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.max_step_tokens, shapes)
         self.epoch = epoch
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
@@ -82,7 +80,7 @@ class Scheduler:
     @property
     def num_draft_tokens(self) -> int:
         """Tokens drafted per speculative round, 0 without a draft."""
-        return self._shapes[-1].width - 1
+        return self._shapes.num_draft_tokens
 
     @property
     def num_running(self) -> int:
@@ -105,7 +103,7 @@ class Scheduler:
         return self.allocator.num_held / self.allocator.num_pages
 
     def submit(self, request: Request) -> None:
-        """Queues a request; one with output already (a resumed stream) goes on behind it.
+        """Queues a request; one with output already (a resumed stream) goes on after it.
 
         Raises QueueFullError, RequestTooLargeError, or ValueError for a request that makes no sense.
         """
@@ -113,7 +111,7 @@ class Scheduler:
             raise QueueFullError(f"max_waiting={self._config.max_waiting}: {self.num_waiting} wait; retry later")
         self._check(request)
         histogram = request.acceptance_histogram
-        histogram += [0] * (self._shapes[-1].max_new_tokens - len(histogram)) if len(self._shapes) > 1 else []
+        histogram += [0] * (self._shapes.max_new_tokens - len(histogram)) if self._shapes.default else []
         self.queues.add(request, self._clock())
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
@@ -150,25 +148,32 @@ class Scheduler:
         """The next step, or None if there is nothing to run before another result or request comes."""
         slot_pages = self.slot_pages
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
-        shape_index, slots, ends = self._reserve_rounds(builder)
-        self._prefill.plan(builder)
+        next_shape = self._choose_shape(self._shapes)
+        shape, slots, ends = self._reserve_rounds(builder, next_shape)
+        self._prefill.plan(builder, self._shapes[next_shape])
         if builder.preempted and len(slots):  # a chunk of an older request may have taken a younger one's slot
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
         if len(slots) == 0 and not builder.chunks:
             return None
-        max_new_tokens = self._shapes[shape_index].max_new_tokens
+        max_new_tokens = self._shapes[shape].max_new_tokens
         by_slot = self.queues.by_slot
         sequences = [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks
-        self._in_flight.append(InFlightStep(self._next_step, sequences, slots, slot_pages.user[slots], max_new_tokens))
+        in_flight = InFlightStep(self._next_step, sequences, slots, slot_pages.user[slots], max_new_tokens)
+        self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:
             self.queues.start_decoding(sequence)
+        drafting = slot_pages.speculative[in_flight.slots]
+        next_shape = next_shape if drafting.any() else 0
+        slot_pages.drafted[in_flight.slots] = np.where(drafting, next_shape, 0)
         plan = StepPlan(
             epoch=self.epoch,
             step=self._next_step,
             slots=pack_i32(slots.astype(np.int32)),
-            shape=shape_index,
+            shape=shape,
+            next_shape=next_shape,
+            drafting=drafting.tobytes() if next_shape else b"",
             max_kv_len=max(builder.max_kv_len, int(ends.max()) if len(ends) else 0),
             page_updates=slot_pages.take_updates(),
             inits=tuple(builder.inits),
@@ -272,20 +277,23 @@ class Scheduler:
                 f"prompt of {len(request.prompt)} tokens and max_tokens={sampling.max_tokens} make {length}, the limit "
                 f"is {self._max_model_len}: shorten the prompt or lower max_tokens"
             )
-        need = self.slot_pages.pages_for(length - 1 + self._prompt_tail)
+        need = self.slot_pages.pages_for(length - 1 + self._shapes.max_kv_tokens_at_end)
         if need > self.allocator.num_pages:
             raise RequestTooLargeError(
                 f"prompt of {len(request.prompt)} tokens and max_tokens={sampling.max_tokens} need {need} KV pages, "
                 f"the pool has {self.allocator.num_pages}: shorten the prompt, lower max_tokens or enlarge the KV cache"
             )
 
-    def _reserve_rounds(self, builder: PlanBuilder) -> tuple[int, Slots, Int64s]:
-        """Pages for a round of everything that decodes, preempting the youngest until they suffice."""
+    def _reserve_rounds(self, builder: PlanBuilder, next_shape: int) -> tuple[int, Slots, Int64s]:
+        """Pages for a round of everything that decodes, preempting the youngest until they suffice. Returns the shape
+        that the rounds verify, their slots, and where each one's writes end."""
         slot_pages = self.slot_pages
         while True:
             slots = slot_pages.round_slots()
-            shape = 1 if len(self._shapes) > 1 and bool(slot_pages.speculative[slots].any()) else 0
-            ends = slot_pages.round_ends(slots, self._shapes[shape].tail_tokens)
+            drafted = slot_pages.drafted[slots]
+            shape = int(drafted.max(initial=0))
+            assert ((drafted == shape) | (drafted == 0)).all(), "requests of a step were drafted in two shapes"
+            ends = slot_pages.round_ends(slots, self._shapes[shape], self._shapes[next_shape])
             if len(slots) == 0 or slot_pages.fit_rounds(slots, ends) == 0:
                 return shape, slots, ends
             self.queues.preempt_youngest(builder)

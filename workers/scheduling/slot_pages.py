@@ -1,4 +1,4 @@
-"""Slots, their page tables, and the pages that the steps in flight may write. The scheduler's books; no policy here.
+"""Slots, their page tables, and the pages that the steps in flight may write. Owned by the scheduler; no policy here.
 
 Lengths on the host are stale: plan n + 1 is made before result n is read. So every slot has its committed length as far
 as the host knows it, and bounds on what its rounds in flight add to that.
@@ -11,25 +11,27 @@ import numpy.typing as npt
 
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
+from workers.config import RoundShape
 from workers.scheduling.plan import pack_i32
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]
-
-
-def table_width(max_model_len: int, max_tail_tokens: int, page_size: int) -> int:
-    """Pages a page-table row needs for a request of `max_model_len` tokens under the widest round's tail."""
-    return -(-(max_model_len - 1 + max_tail_tokens) // page_size)
+DUMMY_PAGE = 0  # belongs to nobody: what is written there is read by nobody
 
 
 class SlotPages:
     """Arrays indexed by slot, and one page list per slot.
 
-    committed: KV tokens known on the host, the newest token excluded. num_tokens: prompt and output tokens known.
-    max_len: prompt_len + max_tokens. max_pending: most tokens that the rounds in flight can still commit. min_pending:
-    fewest tokens that the entries in flight will emit (one each, unless the request ends before). num_pages: length of
-    the page list. decoding: runs rounds. speculative: wants drafts. user: number of the request that has the slot; a
-    result for another user of the slot is late.
+    committed: KV tokens known on the host, the newest token excluded.
+    num_tokens: prompt and output tokens known.
+    max_len: prompt_len + max_tokens.
+    max_pending: most tokens that the rounds in flight can still commit.
+    min_pending: fewest tokens that the entries in flight will emit (one each, unless the request ends before).
+    num_pages: length of the page list.
+    decoding: runs rounds.
+    speculative: wants drafts.
+    drafted: index of the shape that the last plan drafted for it, which its next round verifies.
+    user: number of the request that has the slot; a result for another user of the slot is late.
 
     Invariant that makes every early release safe: plans are executed in order on every rank, and a page is handed out
     only in plans made after its release. So whatever steps in flight still write to it, they write before its new
@@ -50,11 +52,12 @@ class SlotPages:
         self.num_pages = np.zeros(num_slots, np.int64)
         self.decoding = np.zeros(num_slots, np.bool_)
         self.speculative = np.zeros(num_slots, np.bool_)
+        self.drafted = np.zeros(num_slots, np.int64)
         self.user = np.full(num_slots, -1, np.int64)
         self.last_token_s = np.zeros(num_slots, np.float64)
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))  # heap: the lowest slot first
-        self._updates: list[int] = []
+        self._updates: dict[tuple[int, int], int] = {}  # (slot, index in its table) -> page
 
     def reset(self) -> None:
         """All slots and pages are free, the prefix cache is empty: the ranks' memory is gone."""
@@ -86,14 +89,18 @@ class SlotPages:
         """Slots that run a round, ascending: decoding, and not sure to end by what is in flight."""
         return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
 
-    def round_ends(self, slots: Slots, tail_tokens: int) -> Int64s:
-        """For each of `slots`, the position behind the last one that its next round may write."""
-        start = np.minimum(self.committed[slots] + self.max_pending[slots], self.max_len[slots] - 1)
-        ends: Int64s = start + tail_tokens
+    def round_ends(self, slots: Slots, verified: RoundShape, drafted: RoundShape) -> Int64s:
+        """For each of `slots`, the position after the last one that its next round may write, which verifies trees of
+        one shape and then, where the request speculates, drafts one of another."""
+        last = self.max_len[slots] - 1  # no request commits more
+        start = np.minimum(self.committed[slots] + self.max_pending[slots], last)
+        committed = np.minimum(start + verified.max_new_tokens, last)
+        drafted_ends = np.where(self.speculative[slots], committed + drafted.draft_tokens, 0)
+        ends: Int64s = np.maximum(start + verified.width, drafted_ends)
         return ends
 
     def fit_rounds(self, slots: Slots, ends: Int64s) -> int:
-        """Gives each slot pages for positions below its `ends`, and takes back those behind.
+        """Gives each slot pages for positions below its `ends`, and takes back those after them.
 
         Evicts cached pages where free ones run out. Returns how many pages are missing; unless 0, no slot got any.
         """
@@ -102,9 +109,12 @@ class SlotPages:
             return 0
         for i in np.flatnonzero(change < 0).tolist():
             slot, surplus = int(slots[i]), -int(change[i])
-            self.allocator.release(self.pages[slot][-surplus:])
-            del self.pages[slot][-surplus:]
+            table = self.pages[slot]
+            self.allocator.release(table[-surplus:])
+            del table[-surplus:]
             self.num_pages[slot] -= surplus
+            for index in range(len(table), len(table) + surplus):
+                self._updates[slot, index] = DUMMY_PAGE
         growing = np.flatnonzero(change > 0)
         counts = change[growing]
         need = int(counts.sum())
@@ -118,7 +128,7 @@ class SlotPages:
         for slot, count in zip(grown.tolist(), counts.tolist(), strict=True):
             table = self.pages[slot]
             for page in fresh[start : start + count]:
-                updates += (slot, len(table), page)
+                updates[slot, len(table)] = page
                 table.append(page)
             start += count
         return 0
@@ -143,13 +153,6 @@ class SlotPages:
         self.max_pending[slots] += max_new_tokens
         self.min_pending[slots] += 1
 
-    def apply(self, slots: Slots, num_committed: Int64s, num_emitted: Int64s, max_new_tokens: Int64s) -> None:
-        """The oldest entries in flight of `slots` are known."""
-        self.committed[slots] += num_committed
-        self.num_tokens[slots] += num_emitted
-        self.max_pending[slots] -= max_new_tokens
-        self.min_pending[slots] -= 1
-
     def share(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
         """Inserts a slot's committed pages (`tokens`: those known) into the prefix cache; the slot goes on.
 
@@ -164,7 +167,7 @@ class SlotPages:
                 self.allocator.acquire((page,))
                 self.allocator.release((table[index],))
                 table[index] = page
-                self._updates += (slot, index, page)
+                self._updates[slot, index] = page
 
     def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int) -> None:
         """Frees the slot and its pages; those full below `num_committed` go to the prefix cache."""
@@ -173,13 +176,12 @@ class SlotPages:
             self.cache.insert(tokens, table[: num_committed >> self._shift])
         self.allocator.release(table)
         self._clear(slot)
-        if self._updates:  # the slot may get a new user in the same plan, which may change an entry only once
-            triples = np.asarray(self._updates).reshape(-1, 3)
-            self._updates = triples[triples[:, 0] != slot].ravel().tolist()
+        # Its table is not read any more, and is emptied when the slot gets a new user, perhaps in the same plan.
+        self._updates = {entry: page for entry, page in self._updates.items() if entry[0] != slot}
 
     def take_updates(self) -> bytes:
         """The page-table changes since the last plan, as `StepPlan.page_updates`."""
-        packed = pack_i32(self._updates)
+        packed = pack_i32([value for (slot, index), page in self._updates.items() for value in (slot, index, page)])
         self._updates.clear()
         return packed
 
@@ -207,7 +209,7 @@ class SlotPages:
         first = len(table)
         table += pages
         for index, page in enumerate(pages, first):
-            self._updates += (slot, index, page)
+            self._updates[slot, index] = page
 
     def _clear(self, slot: int) -> None:
         for lengths in (self.committed, self.num_tokens, self.max_len):
@@ -216,6 +218,7 @@ class SlotPages:
             counts[slot] = 0
         self.decoding[slot] = False
         self.speculative[slot] = False
+        self.drafted[slot] = 0
         self.user[slot] = -1
         self.pages[slot] = []
         heapq.heappush(self._free_slots, slot)

@@ -1,11 +1,16 @@
-"""What an engine counts while it runs. Filled by the scheduler, read by the coordinator and by benchmarks.
+"""What an engine counts while it runs. A number is declared once: the field or property that holds it says in its
+annotation what it means and how it is exported.
 
-Times are of the scheduler's clock, from `submit` on; the HTTP edge measures its own.
+Filled by the scheduler, sent in `cluster.transport.messages.EngineStats`, exported by `cluster.http.metrics`, read by
+benchmarks. Times are of the scheduler's clock, from `submit` on; the HTTP edge measures its own.
 """
 
+import functools
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,72 +20,141 @@ _LONG_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 
 _TOKENS = tuple(float(step * 10**power) for power in range(5) for step in (1, 2, 5))
 
 
-class HistogramCounts:
-    """Observations per bucket: counts[i] of those <= bounds[i] and above the bound before; the last of all others."""
+@dataclass(frozen=True)
+class Metric:
+    """How a number is exported to Prometheus: `Annotated[int, Metric(...)]`.
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.total = 0.0
-        self._counts = np.zeros(len(bounds) + 1, np.int64)
-        self._bounds = np.asarray(bounds)
+    name: vLLM's where vLLM has the metric; without the suffix that Prometheus gives a counter.
+    help: what it means, a clause.
+    kind: Prometheus' type.
+    label: for a number per key (a mapping) or per position (a tuple), what the key is called.
+    across: what several engines make of it; "mean": weighed by their pages.
+    """
 
-    @property
-    def counts(self) -> list[int]:
-        """One per bucket."""
-        counts: list[int] = self._counts.tolist()
-        return counts
+    name: str
+    help: str
+    kind: Literal["counter", "gauge", "histogram"] = "counter"
+    label: str = ""
+    across: Literal["sum", "max", "mean"] = "sum"
+
+
+class Histogram(msgspec.Struct, array_like=True):
+    """counts[i]: observations <= bounds[i] and above the bound before, the last one all others. total: their sum."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def empty(cls, bounds: tuple[float, ...]) -> "Histogram":
+        """Nothing observed yet."""
+        return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float) -> None:
         """Counts one observation."""
-        self._counts[bisect_left(self.bounds, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
-        """Counts every one of `values`; about 6 us for 128 of them."""
-        self._counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self._counts))
+        """Counts every one of `values`."""
+        for bucket, count in enumerate(np.bincount(_bounds_array(self.bounds).searchsorted(values)).tolist()):
+            self.counts[bucket] += count
         self.total += float(values.sum())
 
 
-@dataclass
-class SchedulerStats:
-    """Totals since the start. The names are those of `cluster.transport.messages.EngineStats`, but
+@functools.cache
+def _bounds_array(bounds: tuple[float, ...]) -> npt.NDArray[np.float64]:
+    return np.asarray(bounds)
 
-    accepted_histogram[k]: rounds that accepted k draft tokens. num_stale_results: results of an older worker group,
-    dropped. inter_token_s: time between two steps that brought tokens, one observation per request and step (a round
-    may bring several tokens at once). time_per_output_token_s: the mean over a finished request, first token excluded.
+
+def _empty(bounds: tuple[float, ...]) -> Histogram:
+    """A field's default, made anew for each instance."""
+    return msgspec.field(default_factory=lambda: Histogram.empty(bounds))
+
+
+class SchedulerStats(msgspec.Struct):
+    """Totals since the start.
+
+    num_stale_results: results of an older worker group, dropped.
+    accepted_histogram: [k] rounds that accepted k draft tokens.
+    inter_token_s: between two steps that brought tokens, one observation per request and step.
+    time_per_output_token_s: one observation per finished request.
     """
 
-    num_steps: int = 0
-    num_preemptions: int = 0
+    num_steps: Annotated[int, Metric("aerie:steps", "Steps executed")] = 0
+    num_preemptions: Annotated[
+        int, Metric("vllm:num_preemptions", "Requests that gave their pages back and started again")
+    ] = 0
     num_stale_results: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    accepted_histogram: list[int] = field(default_factory=list)
-    time_to_first_token_s: HistogramCounts = field(default_factory=lambda: HistogramCounts(_FIRST_S))
-    inter_token_s: HistogramCounts = field(default_factory=lambda: HistogramCounts(_SHORT_S))
-    time_per_output_token_s: HistogramCounts = field(default_factory=lambda: HistogramCounts(_SHORT_S))
-    e2e_s: HistogramCounts = field(default_factory=lambda: HistogramCounts(_LONG_S))
-    queue_s: HistogramCounts = field(default_factory=lambda: HistogramCounts(_LONG_S))
-    request_prompt_tokens: HistogramCounts = field(default_factory=lambda: HistogramCounts(_TOKENS))
-    request_generation_tokens: HistogramCounts = field(default_factory=lambda: HistogramCounts(_TOKENS))
-    step_s: HistogramCounts = field(default_factory=lambda: HistogramCounts(_SHORT_S))
+    prompt_tokens: Annotated[int, Metric("vllm:prompt_tokens", "Prompt tokens of admitted requests")] = 0
+    generation_tokens: Annotated[int, Metric("vllm:generation_tokens", "Tokens generated")] = 0
+    finished: Annotated[
+        dict[str, int], Metric("vllm:request_success", "Requests that ended", label="finished_reason")
+    ] = msgspec.field(default_factory=dict)
+    accepted_histogram: list[int] = msgspec.field(default_factory=list)
+    time_to_first_token_s: Annotated[
+        Histogram, Metric("vllm:time_to_first_token_seconds", "From arrival to the first token", "histogram")
+    ] = _empty(_FIRST_S)
+    inter_token_s: Annotated[
+        Histogram,
+        Metric(
+            "vllm:inter_token_latency_seconds",
+            "Between deliveries of tokens; one delivery may carry several",
+            "histogram",
+        ),
+    ] = _empty(_SHORT_S)
+    time_per_output_token_s: Annotated[
+        Histogram,
+        Metric(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per token after the first, per request",
+            "histogram",
+        ),
+    ] = _empty(_SHORT_S)
+    e2e_s: Annotated[
+        Histogram, Metric("vllm:e2e_request_latency_seconds", "From arrival to the last token", "histogram")
+    ] = _empty(_LONG_S)
+    queue_s: Annotated[
+        Histogram, Metric("vllm:request_queue_time_seconds", "From arrival to the first step", "histogram")
+    ] = _empty(_LONG_S)
+    request_prompt_tokens: Annotated[
+        Histogram, Metric("vllm:request_prompt_tokens", "Prompt tokens per request", "histogram")
+    ] = _empty(_TOKENS)
+    request_generation_tokens: Annotated[
+        Histogram, Metric("vllm:request_generation_tokens", "Tokens generated per request", "histogram")
+    ] = _empty(_TOKENS)
+    step_s: Annotated[Histogram, Metric("aerie:step_seconds", "Time of a step on rank 0", "histogram")] = _empty(
+        _SHORT_S
+    )
 
     @property
-    def num_drafts(self) -> int:
-        """Rounds that verified drafts."""
+    def num_drafts(self) -> Annotated[int, Metric("vllm:spec_decode_num_drafts", "Rounds that verified drafts")]:
         return sum(self.accepted_histogram)
 
     @property
-    def num_accepted_tokens(self) -> int:
-        """Draft tokens accepted in all rounds."""
+    def num_accepted_tokens(
+        self,
+    ) -> Annotated[int, Metric("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted")]:
         return sum(k * count for k, count in enumerate(self.accepted_histogram))
 
     @property
-    def accepted_per_position(self) -> tuple[int, ...]:
+    def accepted_per_position(
+        self,
+    ) -> Annotated[
+        tuple[int, ...],
+        Metric(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Rounds that accepted the draft at a position",
+            label="position",
+        ),
+    ]:
         """[k]: rounds that accepted at least k + 1 draft tokens."""
         return tuple(sum(self.accepted_histogram[k + 1 :]) for k in range(len(self.accepted_histogram) - 1))
 
     def count_finished(self, reason: str) -> None:
         """One request more ended for `reason`."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def copy(self) -> "SchedulerStats":
+        """As they are now; the original goes on counting."""
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=SchedulerStats)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from speculative.training.arguments import choose_device
 from speculative.training.cli import add_commands
-from speculative.training.commands import choose_device
+from speculative.training.errors import TrainingError
 from speculative.training.rows import Conversation
 
 SMALL = "--layers 6 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"
@@ -43,13 +45,14 @@ def test_a_target_then_its_draft_are_trained_and_measured(
     assert run(f"train-draft {common} --target {target} --output {draft} --steps 3 {made}") == 0
     said = capsys.readouterr().out
     assert "greedy chain of 3: acceptance_length" in said and "depth_3" in said
-    assert sorted(path.name for path in draft.iterdir()) == ["config.json", "model.safetensors", "regenerated.jsonl"]
+    saved = ["checkpoint.pt", "config.json", "model.safetensors", "regenerated.jsonl"]
+    assert sorted(path.name for path in draft.iterdir()) == saved
 
 
-def test_an_unfinished_training_is_not_overwritten(tmp_path: Path, rows: Path) -> None:
+def test_a_training_is_not_overwritten(tmp_path: Path, rows: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoint.pt").touch()
-    with pytest.raises(ValueError, match=r"holds the checkpoint of an unfinished training; add --resume"):
+    with pytest.raises(ValueError, match=r"holds a training's checkpoint; add --resume"):
         run(f"train-target --data {rows} --output {tmp_path}/out")
 
 
@@ -80,3 +83,35 @@ def test_a_number_out_of_range_is_refused(tmp_path: Path, rows: Path, flags: str
 def test_an_absent_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="device=cuda: no CUDA device here; use --device cpu"):
         choose_device("cuda")
+
+
+def test_a_finished_training_goes_on_with_more_steps(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps that both have are computed once, and what is saved is what the longer training made."""
+    out = tmp_path / "target"
+    train = f"train-target --data {rows} --batch-tokens 512 --val-fraction 0 --output {out} {SMALL}"
+    assert run(f"{train} --steps 3") == 0
+    first = torch.load(out / "checkpoint.pt", weights_only=True)
+    weights = (out / "model.safetensors").read_bytes()
+    assert run(f"{train} --steps 5 --resume") == 0
+    second = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert (first["step"], second["step"]) == (3, 5) and second["losses"][:3] == first["losses"]
+    assert (out / "model.safetensors").read_bytes() != weights
+    with pytest.raises(TrainingError, match=r"steps=4: the training in .*target has done 5; give more with --steps"):
+        run(f"{train} --steps 4 --resume")
+    assert run(f"{train} --steps 5 --resume --no-keep-checkpoint") == 0
+    assert not (out / "checkpoint.pt").exists()
+
+
+def test_saved_models_can_be_read_by_whom_the_umask_lets(tmp_path: Path, rows: Path) -> None:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    before = os.umask(0o027)
+    try:
+        assert run(f"train-target --data {rows} --output {target} --steps 1 {SMALL}") == 0
+        small = "--draft-vocab 64 --ttt-length 1 --measure-rows 1 --max-new-tokens 2 --max-length 128"
+        assert run(f"train-draft --target {target} --data {rows} --output {draft} --steps 1 {small}") == 0
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for folder in (target, draft) for path in folder.iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o640}, modes

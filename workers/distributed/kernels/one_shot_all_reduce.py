@@ -13,8 +13,8 @@ every rank, and that an inbox is used with one width only:
 - A rank writes words of call e after its own call e - 1 ended, which had seen every peer's words of call e - 1, which
   each peer wrote after its call e - 2 had ended. So nobody still reads the half that is written.
 - A program writes before it waits, and all programs of a launch fit on the GPU together (the caller sees to it), so
-  none waits for one that cannot start. Launched early, it waits for the end of the kernel in front before it writes;
-  so does every kernel of ours that is launched early, hence all in front have ended.
+  none waits for one that cannot start. Launched early, it waits before it writes, and then all kernels in front have
+  ended (see `attention.kernels.pdl`).
 A rank that never comes leaves the others spinning, as with NCCL; whoever watches the worker group ends them.
 """
 
@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.norm_activation import add_rms_norm_reference
 
 
 @triton.jit(do_not_specialize=["rank"])  # one kernel on all ranks: the same operations in the same order
@@ -167,4 +166,6 @@ def one_shot_all_reduce_reference(parts: Sequence[Tensor], norm: tuple[Tensor, T
     if norm is None:
         return total
     residual, weight, eps = norm
-    return add_rms_norm_reference(total, residual, weight, eps)
+    residual += total
+    full = residual.float()
+    return (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(total.dtype) * weight

@@ -1,1 +1,7 @@
-""""""
+"""Triton kernels of the layers, each with its wrapper and a torch reference of a few lines. Importing a module here
+needs triton; the layers do so on GPUs only.
+
+skinny_gemm      y = x W^T, or gated, for the few rows of a round; `fixed_rows` for deterministic serving
+norm_activation  RMSNorm, with the residual add; silu_mul
+argmax, topk     over a vocabulary shard's logits
+"""

@@ -2,8 +2,8 @@
 """Fused row-wise kernels: residual add with RMSNorm, and SwiGLU's product. One program per row.
 
 At the few rows of a round these cost their launch, 1-2 us in a graph, where the torch operations they replace cost
-six and two of those. On Hopper they are launched before the kernel in front of them ends (programmatic dependent
-launch) and wait for it inside.
+six and two of those. On Hopper they are launched before the kernel before them ends, and wait for it inside (see
+`attention.kernels.pdl`).
 """
 
 import torch

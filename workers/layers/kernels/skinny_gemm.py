@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading the weights is most of the work.
-Called by `workers.layers.linear_method` on GPUs.
+Called by `workers.layers.gemm` on GPUs.
 
-Between two products of a library memory rests: the next one starts its reads when the kernel in front of it has ended,
-and waits a microsecond for the first of them. Here a program is launched while the kernels in front still run
-(programmatic dependent launch). For the fewest rows it brings the first columns of its rows of W into shared memory at
+Between two products of a library memory rests: the next one starts its reads when the kernel before it has ended, and
+waits a microsecond for the first of them. Here a program is launched while the kernels before still run (see
+`attention.kernels.pdl`). For the fewest rows it brings the first columns of its rows of W into shared memory at
 once, since weights depend on nothing; then it waits for x. Both come through tensor maps, whose copies need no
 registers, so that a multiprocessor's whole shared memory can be on its way.
 
@@ -106,10 +106,15 @@ def _skinny_gemm(
 
 
 @dataclass(frozen=True)
-class FewRowsTiles:
-    """How up to block_m rows are multiplied. block_n: rows of W of a program; of a gated product rows of gates, and as
-    many that they gate. block_k: columns of a step. ahead: whether the first step's columns of W are read before the
-    wait. stages, warps: Triton's."""
+class SkinnyGemmTiles:
+    """How up to block_m rows are multiplied.
+
+    block_n: rows of W of a program; of a gated product rows of gates, and as many that they gate.
+    block_k: columns of a step.
+    splits: programs that share the columns of a tile.
+    ahead: whether the first step's columns of W are read before the wait.
+    stages, warps: Triton's.
+    """
 
     block_m: int
     block_n: int
@@ -128,7 +133,7 @@ class FewRowsTiles:
         return self.block_k if self.ahead else 0
 
 
-def skinny_gemm_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
+def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     """The table, measured on an H200 (tests/bench/RESULTS.md), for a weight [n, k]; None if it does not fit."""
     if rows > MAX_ROWS or k % 128:
         return None
@@ -138,8 +143,8 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
         # A long W hides the wait for its first columns by itself.
         if block_m == 128:
             stages = 3 if triton.cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs to a multiprocessor, or one
-            return FewRowsTiles(block_m, 128, 64, 1, False, stages, warps=4)
-        return FewRowsTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
+            return SkinnyGemmTiles(block_m, 128, 64, 1, False, stages, warps=4)
+        return SkinnyGemmTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
     # A program to a multiprocessor, with all of its shared memory.
     block_k = 256 if block_m <= 32 and k % 256 == 0 else 128
     splits = 1
@@ -148,7 +153,7 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
     if block_m == 128 and splits * tiles < 0.9 * MULTIPROCESSORS:
         return None  # here multiplying counts, and each multiprocessor that has nothing to do
     ahead = block_m == 16 and k // splits > block_k
-    return FewRowsTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
+    return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,13 @@ class Workspace:
 
 
 def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor, tiles: FewRowsTiles, gated: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: Workspace,
+    out: Tensor,
+    tiles: SkinnyGemmTiles,
+    gated: bool,
 ) -> None:
     (rows, n), k = out.shape, weight.shape[1]
     assert rows <= tiles.block_m and x.shape == (rows, k)
@@ -210,7 +221,12 @@ def _multiply(
 
 
 def skinny_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, tiles: FewRowsTiles, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: Workspace,
+    tiles: SkinnyGemmTiles,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type;
     x and its rows must start at multiples of 16 bytes. workspace: made for this shape. tiles: of `skinny_gemm_tiles`
@@ -224,18 +240,18 @@ def skinny_gemm(
     return out
 
 
-def gated_tiles(rows: int, n: int, k: int) -> FewRowsTiles | None:
+def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     """The same for the gates and what they gate in one weight [n, k], up to MAX_GATED_ROWS: a program has 64 rows of
     each; None where it would have fewer, since the matrix unit takes so many."""
     tiles = skinny_gemm_tiles(min(rows, MAX_ROWS), n, k)
     if rows > MAX_GATED_ROWS or tiles is None or tiles.block_n < 128:
         return None
     if rows > MAX_ROWS:
-        return FewRowsTiles(MAX_GATED_ROWS, 64, 64, 1, False, stages=4, warps=8)
+        return SkinnyGemmTiles(MAX_GATED_ROWS, 64, 64, 1, False, stages=4, warps=8)
     return replace(tiles, block_n=64, warps=4)
 
 
-def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: FewRowsTiles) -> Tensor:
+def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: SkinnyGemmTiles) -> Tensor:
     """[rows, N] silu(x G^T) * (x U^T) for x as in `skinny_gemm` and W [2 N, K], G above U. tiles: of `gated_tiles`.
 
     Reference: `workers.layers.kernels.norm_activation.silu_mul_reference` of `torch.nn.functional.linear`.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.sampling.kernels.argmax import combine
+from workers.layers.kernels.argmax import combine
 from workers.sampling.kernels.filters import Limits, gap_of
 from workers.sampling.kernels.gumbel import Draws, draw_of_row, noisy
 

@@ -1,0 +1,105 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Cuts prompt chunks into tiles of neighbouring rows, on the device, the longest context first: the last programs to
+run are then short ones. The grid may be fixed at capture; tiles that are not needed are marked idle.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.metadata import ChunkLists, PrefillBatch
+
+# Columns of a tile: its chunk or IDLE, its first row, one past the chunk's last row, the position of its first row.
+TILE_FIELDS = tl.constexpr(4)
+IDLE = tl.constexpr(-1)
+BLOCK = 64  # tiles of a program
+CHUNKS = 16  # looked at together
+
+
+@triton.jit
+def _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS: tl.constexpr):
+    """Of chunks low .. low + CHUNKS - 1: their numbers, first rows, ends, positions and numbers of tiles, [1, CHUNKS]
+    each; none for those that are not there."""
+    c = low + tl.arange(0, CHUNKS)[None, :]
+    there = c < num_chunks
+    first = tl.load(indptr_ptr + c, mask=there, other=0)
+    end = tl.load(indptr_ptr + c + 1, mask=there, other=0)
+    return c, first, end, tl.load(starts_ptr + c, mask=there, other=0), tl.cdiv(end - first, rows)
+
+
+@triton.jit(do_not_specialize=["num_chunks", "num_tiles", "rows"])
+def _plan_tiles(
+    indptr_ptr,
+    starts_ptr,
+    tiles_ptr,
+    num_chunks,
+    num_tiles,
+    rows,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    tile = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    chunk, first, end, position = tile * 0, tile * 0, tile * 0, tile * 0
+    total = 0
+    for low in range(0, num_chunks, CHUNKS):
+        c, first_row, end_row, start, count = _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS)
+        ends = total + tl.cumsum(count, 1)
+        mine = (ends - count <= tile) & (tile < ends)
+        before = (tile - ends + count) * rows  # rows of the chunk in earlier tiles
+        chunk += tl.sum(tl.where(mine, c, 0), 1)[:, None]
+        first += tl.sum(tl.where(mine, first_row + before, 0), 1)[:, None]
+        end += tl.sum(tl.where(mine, end_row, 0), 1)[:, None]
+        position += tl.sum(tl.where(mine, start + before, 0), 1)[:, None]
+        total += tl.sum(count)
+    # The place of a tile is the number of those whose context is longer, or as long and of an earlier chunk.
+    place = tile * 0
+    for low in range(0, num_chunks, CHUNKS):
+        c, _, _, start, count = _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS)
+        ahead = position - start
+        shorter = tl.where(ahead >= 0, tl.minimum(tl.maximum(ahead, 0) // rows + 1, count), 0)  # or as long
+        as_long = (ahead >= 0) & (tl.maximum(ahead, 0) % rows == 0) & (ahead < count * rows) & (c < chunk)
+        place += tl.sum(count - shorter + as_long.to(tl.int32), 1)[:, None]
+    used, there = tile < total, tile < num_tiles
+    item = tiles_ptr + tl.where(used, place, tile) * TILE_FIELDS
+    tl.store(item, tl.where(used, chunk, IDLE), mask=there)
+    tl.store(item + 1, first, mask=there)
+    tl.store(item + 2, end, mask=there)
+    tl.store(item + 3, position, mask=there)
+
+
+def max_tiles(batch: PrefillBatch, rows: int) -> int:
+    """Tiles of `rows` rows that the chunks of `batch` are cut into; where only the device knows, no fewer than any
+    chunks of so many rows need."""
+    if batch.lists is not None:
+        return sum(triton.cdiv(count, rows) for count in batch.lists.counts)
+    return min(batch.num_rows, batch.num_rows // rows + batch.num_chunks)
+
+
+def plan_tiles(batch: PrefillBatch, rows: int) -> Tensor:
+    """[tiles, TILE_FIELDS] int32: the tiles of `rows` neighbouring rows of each chunk, the longest context first, then
+    idle ones. Launches one small kernel; reads nothing on the host."""
+    num_tiles = max_tiles(batch, rows)
+    assert batch.qo_indptr.is_contiguous() and batch.starts.is_contiguous()
+    tiles = torch.empty((num_tiles, TILE_FIELDS.value), dtype=torch.int32, device=batch.starts.device)
+    _plan_tiles[(triton.cdiv(num_tiles, BLOCK),)](
+        batch.qo_indptr,
+        batch.starts,
+        tiles,
+        batch.num_chunks,
+        num_tiles,
+        rows,
+        BLOCK=BLOCK,
+        CHUNKS=CHUNKS,
+        num_warps=4,
+    )
+    return tiles
+
+
+def reference(lists: ChunkLists, rows: int) -> list[list[int]]:
+    """The same tiles, without the idle ones."""
+    tiles, row = [], 0
+    for chunk, (start, count) in enumerate(zip(lists.starts, lists.counts, strict=True)):
+        tiles += [[chunk, row + done, row + count, start + done] for done in range(0, count, rows)]
+        row += count
+    return sorted(tiles, key=lambda tile: -tile[3])

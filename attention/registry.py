@@ -1,0 +1,140 @@
+"""The table of attention backends, how the configured ones are chosen, and why one is refused.
+
+Called where an engine is assembled. The interface is `attention.backend`; what each backend can serve is asked of
+`attention.limits`, so that the table can be read on any machine: a backend's module is imported when it is built.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from attention.backend import AttentionBackend
+from attention.limits import AttentionUse, flashinfer_refusal, torch_refusal, triton_refusal, trtllm_refusal
+from attention.metadata import Mode
+
+ALL_MODES = frozenset(Mode)
+DECODE_MODES = ALL_MODES - {Mode.PREFILL}
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """One row of the table.
+
+    build: makes the backend, importing its libraries.
+    refusal: why it cannot serve a use in one of its `modes` and `layouts`, None if it can.
+    layouts: the kinds of `KVLayout` whose views it reads.
+    cpu_seq_lens_modes: see `needs_cpu_seq_lens`; prompt chunks are never among them, their lengths come with the plan.
+    package: what it imports beyond torch, of the extra `cuda`.
+    """
+
+    build: Callable[[], AttentionBackend]
+    refusal: Callable[[AttentionUse], str | None]
+    modes: frozenset[Mode] = ALL_MODES
+    layouts: frozenset[str] = frozenset({"heads"})
+    cpu_seq_lens_modes: frozenset[Mode] = frozenset()
+    package: str | None = None
+
+
+def _torch() -> AttentionBackend:
+    from attention.backends.torch_backend import TorchBackend
+
+    return TorchBackend()
+
+
+def _triton() -> AttentionBackend:
+    from attention.backends.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
+def _flashinfer() -> AttentionBackend:
+    from attention.backends.flashinfer_backend import FlashInferBackend
+
+    return FlashInferBackend()
+
+
+def _trtllm() -> AttentionBackend:
+    from attention.backends.trtllm_backend import TrtllmBackend
+
+    return TrtllmBackend()
+
+
+BACKENDS: dict[str, BackendFacts] = {
+    "torch": BackendFacts(_torch, torch_refusal),
+    "triton": BackendFacts(_triton, triton_refusal, package="triton"),
+    "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, package="flashinfer"),
+    "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the configuration says: `field`, such as "attention.decode", names the backend that serves `use`."""
+
+    field: str
+    name: str
+    use: AttentionUse
+
+
+def choose_backends(choices: Iterable[Choice]) -> dict[Mode, AttentionBackend]:
+    """A backend per mode, one object per name. "auto" is triton on a GPU, torch on a CPU.
+
+    Raises ValueError with field, reason and the backends that can, where one does not exist or cannot serve its use.
+    """
+    made: dict[str, AttentionBackend] = {}
+    chosen = {}
+    for choice in choices:
+        name = choice.name
+        if name == "auto":
+            name = "triton" if choice.use.device == "cuda" else "torch"
+        reason = refusal(name, choice.use)
+        if reason is not None:
+            able = [other for other in BACKENDS if refusal(other, choice.use) is None]
+            raise ValueError(
+                f"{choice.field}={choice.name}: {name} cannot serve {choice.use.mode.value}: {reason}; "
+                f"{'those that can: ' + ', '.join(able) if able else 'no backend can'}"
+            )
+        if name not in made:
+            made[name] = BACKENDS[name].build()
+        chosen[choice.use.mode] = made[name]
+    return chosen
+
+
+def refusal(name: str, use: AttentionUse) -> str | None:
+    """Why backend `name` cannot serve `use` in this process, None if it can."""
+    if name not in BACKENDS:
+        return "there is no such backend"
+    facts = BACKENDS[name]
+    reason = limit(facts, use)
+    if reason is None and facts.package is not None and find_spec(facts.package) is None:
+        return f"the package {facts.package} is not installed: pip install 'aerie[cuda]'"
+    return reason
+
+
+def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
+    """The same, whatever is installed."""
+    if use.mode not in facts.modes:
+        return _mode_refusal(facts)
+    if use.layout not in facts.layouts:
+        return f"it reads KV kept as {', '.join(sorted(facts.layouts))}, not as {use.layout}"
+    return facts.refusal(use)
+
+
+def build_backend(name: str, mode: Mode) -> AttentionBackend:
+    """The backend `name`; raises ValueError with the ones that exist if there is none or it never does `mode`."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention backend {name!r}: does not exist; choose one of {', '.join(sorted(BACKENDS))}")
+    facts = BACKENDS[name]
+    if mode not in facts.modes:
+        raise ValueError(f"attention backend {name!r}: cannot do {mode.value}; {_mode_refusal(facts)}")
+    return facts.build()
+
+
+def _mode_refusal(facts: BackendFacts) -> str:
+    return f"it does {', '.join(sorted(mode.value for mode in facts.modes))} only"
+
+
+def needs_cpu_seq_lens(name: str, mode: Mode) -> bool:
+    """Whether backend `name` reads a batch's lengths on the host in `mode`, which waits for the GPU and cannot be
+    captured."""
+    return mode in BACKENDS[name].cpu_seq_lens_modes

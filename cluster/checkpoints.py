@@ -1,0 +1,47 @@
+"""The configuration checked against the checkpoints it names, before anything is started. Used by `deploy`."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from cluster.assembly import engine_spec
+from cluster.config import AerieConfig, ConfigError
+from cluster.http.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from workers.runner.layout import EngineLayout
+
+
+def slot_bytes(config: AerieConfig) -> int:
+    """Memory of the tables of running requests on each rank, of a configuration that `with_checkpoints` gave."""
+    return _layout(config).slot_bytes
+
+
+def with_checkpoints(config: AerieConfig) -> AerieConfig:
+    """The configuration with what only the checkpoints know: model.max_model_len. Reads config.json of target and draft
+    and the tokenizer, and matches them; raises ConfigError. Takes the seconds of importing torch."""
+    try:
+        layout = _layout(config)
+        _check_tokenizer(config.model.path, layout.target.vocab_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    model = dataclasses.replace(config.model, max_model_len=layout.max_model_len)
+    return config.model_copy(update={"model": model})
+
+
+def _layout(config: AerieConfig) -> "EngineLayout":
+    """On the CPU, whatever the workers use: the machine that checks need not have their GPUs."""
+    from speculative.build import plan_layout
+
+    on_cpu = dataclasses.replace(config.model, device="cpu")
+    return plan_layout(engine_spec(config.model_copy(update={"model": on_cpu})))
+
+
+def _check_tokenizer(path: str, num_embedded: int) -> None:
+    """Raises ValueError if the tokenizer knows tokens that the target has no embedding for: one in a prompt would end
+    the worker."""
+    known = ChatTokenizer.from_folder(path).vocab_size
+    if known > num_embedded:
+        raise ValueError(
+            f"model.path={path}: its tokenizer has {known} tokens, its config.json vocab_size="
+            f"{num_embedded}; use the tokenizer that the model was trained with"
+        )

@@ -1,0 +1,162 @@
+"""The coordinator's side towards clients: requests in from engine replicas, tokens and ends out.
+
+Used by `cluster.coordinator.loop`, in its thread.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from cluster.coordinator.publisher import Stream, TokenPublisher
+from cluster.transport.channel import Context, Inbox, IngressLink
+from cluster.transport.encoding import BadMessageError, decode
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, Refused
+from cluster.transport.reactor import Reactor
+from cluster.transport.sockets import Transport
+from workers.scheduling.plan import unpack_i32
+from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestOutput
+from workers.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES_PER_TURN = 64  # so that a flood of requests does not hold up the running ones
+
+
+class RequestStreams:
+    """A request that the scheduler has taken has one stream here until its end was sent to its ingress and its engine
+    replica; exactly one end is sent.
+
+    is_draining: set it to refuse new requests.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        transport: Transport,
+        reactor: Reactor,
+        engine_id: str,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+    ) -> None:
+        self.is_draining = False
+        self._scheduler = scheduler
+        self._reactor = reactor
+        self._streams: dict[str, Stream] = {}
+        self._inbox = Inbox(context, transport, f"{engine_id}-inbox")
+        reactor.watch(self._inbox.socket, self._read_inbox)
+        self._publisher = TokenPublisher(
+            context, transport, reactor, engine_id, scheduler.num_draft_tokens, clock, self._ingress_gone
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """Of the inbox."""
+        return self._inbox.endpoint
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is unfinished."""
+        return not self._streams
+
+    def publish(self, outputs: Sequence[RequestOutput]) -> None:
+        """Send a step's tokens, one message per ingress."""
+        for output in outputs:
+            request = output.request
+            stream = self._streams.get(request.request_id)
+            if stream is None:
+                continue  # ended since the step
+            try:
+                self._publisher.put(stream, output)
+                if output.finish_reason is not None:
+                    del self._streams[request.request_id]
+                    self._send_summary(stream, request, output.finish_reason, None)
+            except Exception as error:  # a bug that one request meets must not end all others
+                logger.exception("request %s failed while its tokens were sent", request.request_id)
+                self._end(request.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        self._publisher.flush()
+
+    def lost_workers(self, requests: Sequence[Request], max_resumes: int, reason: str) -> None:
+        """The worker group that ran `requests` is lost: those that were resumed `max_resumes` times already end with an
+        error, the others stay."""
+        for request in requests:
+            stream = self._streams[request.request_id]
+            stream.num_resumes += 1
+            if stream.num_resumes > max_resumes:
+                times = f" (after {max_resumes} resumptions)" if max_resumes else ""
+                self._end(request.request_id, FinishReason.ERROR, reason + times)
+        self._publisher.flush()
+
+    def fail_all(self, reason: str) -> None:
+        """End every request with an error."""
+        for request_id in list(self._streams):
+            self._end(request_id, FinishReason.ERROR, reason)
+        self._publisher.flush()
+
+    def check_connections(self) -> None:
+        """Give up ingresses that could not be reached; to be called now and then."""
+        self._publisher.check_connections()
+
+    def close(self, linger_ms: int) -> None:
+        """Close all sockets; messages still queued have `linger_ms` to leave."""
+        self._publisher.close(linger_ms)
+        self._reactor.forget(self._inbox.socket)
+        self._inbox.close(linger_ms)
+
+    def _read_inbox(self) -> None:
+        for _ in range(_MAX_MESSAGES_PER_TURN):
+            received = self._inbox.receive()
+            if received is None:
+                return
+            sender, raw = received
+            try:
+                message = decode(raw)
+            except BadMessageError:
+                logger.exception("a message from an engine replica was dropped")
+                continue
+            if isinstance(message, GenerateRequest):
+                refusal = self._submit(sender, message)
+                if refusal is not None:
+                    self._inbox.send(sender, Refused(message.request_id, refusal))
+            elif isinstance(message, Abort):
+                self._end(message.request_id, FinishReason.ABORT, None)
+            else:
+                logger.error("a %s from an engine replica was dropped", type(message).__name__)
+
+    def _submit(self, sender: bytes, message: GenerateRequest) -> Refusal | None:
+        """Queue a request, or say why not. Nothing that one request holds may end the loop."""
+        if self.is_draining:
+            return Refusal("not_ready", "the engine is draining")
+        try:
+            request = Request(
+                message.request_id,
+                unpack_i32(message.prompt).tolist(),
+                message.sampling,
+                output=unpack_i32(message.output).tolist(),
+            )
+            ingress = self._publisher.open(message.reply_to)
+            self._scheduler.submit(request)
+        except QueueFullError as error:
+            return Refusal("queue_full", str(error))
+        except ValueError as error:  # RequestTooLargeError is one
+            return Refusal("too_large", str(error))
+        except Exception as error:
+            logger.exception("request %s could not be queued", message.request_id)
+            return Refusal("not_ready", f"{type(error).__name__}: {error}")
+        self._streams[message.request_id] = Stream(message.request_id, sender, ingress, message.running_stats)
+        return None
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
+        """End a request in whatever state; an unknown one has ended already."""
+        request = self._scheduler.abort(request_id, reason)
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return
+        self._publisher.put_end(stream, reason, error)
+        self._send_summary(stream, request, reason, error)
+
+    def _send_summary(self, stream: Stream, request: Request | None, reason: FinishReason, error: str | None) -> None:
+        num_output = len(request.output) if request is not None else 0
+        self._inbox.send(stream.engine, GenerateSummary(stream.request_id, reason.value, num_output, error))
+
+    def _ingress_gone(self, link: IngressLink, reason: str) -> None:
+        for stream in [stream for stream in self._streams.values() if stream.ingress is link]:
+            self._end(stream.request_id, FinishReason.ABORT, reason)

@@ -1,0 +1,105 @@
+"""One route of the edge: what comes in, what goes out, who answers. `cluster.http.app` makes its routes and its OpenAPI
+document from these."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.http.admission import Admission
+from cluster.http.errors import JSON_HEADERS, body_too_large
+from cluster.http.schema.request import parse_body
+from cluster.http.schema.response import ErrorReply
+
+Body = TypeVar("Body", bound=BaseModel)
+Reply = TypeVar("Reply", bound=msgspec.Struct)
+Handler = Callable[..., Awaitable[msgspec.Struct | Response]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Made by `get` and `post`, which check that the handler fits the types.
+
+    handler: takes the HTTP request and, if there is a body, the checked one; gives the reply, or a Response if it sends
+        by itself. Raises ApiError. Its docstring describes the route.
+    body: the schema of the request's body.
+    reply: the schema of the reply; None for plain text.
+    event: the schema of the events of a stream, if it can stream.
+    errors: the schemas of the replies of other statuses than 200.
+    generates: refused while the ingress is full or drains, before the work of reading the body.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    handler: Handler
+    body: type[BaseModel] | None
+    reply: type[msgspec.Struct] | None
+    event: type[msgspec.Struct] | None = None
+    errors: tuple[type[msgspec.Struct], ...] = (ErrorReply,)
+    generates: bool = False
+
+
+def get(
+    path: str,
+    handler: Callable[[Request], Awaitable[Reply | Response]],
+    reply: type[Reply] | None = None,
+    errors: tuple[type[msgspec.Struct], ...] = (ErrorReply,),
+) -> Endpoint:
+    """A route without a body."""
+    return Endpoint("GET", path, handler, None, reply, errors=errors)
+
+
+def post(
+    path: str,
+    handler: Callable[[Request, Body], Awaitable[Reply | Response]],
+    body: type[Body],
+    reply: type[Reply],
+    event: type[msgspec.Struct] | None = None,
+    generates: bool = False,
+) -> Endpoint:
+    """A route with a JSON body."""
+    return Endpoint("POST", path, handler, body, reply, event, generates=generates)
+
+
+def command(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
+    """A POST route without a body."""
+    return Endpoint("POST", path, handler, None, reply)
+
+
+def answering(
+    endpoint: Endpoint, admission: Admission, max_body_bytes: int
+) -> Callable[[Request], Awaitable[Response]]:
+    """What the web framework calls for `endpoint`. Raises ApiError."""
+
+    async def answer(http: Request) -> Response:
+        if endpoint.generates:
+            admission.check()
+        given: list[Any] = [http]
+        if endpoint.body is not None:
+            given.append(parse_body(await _read(http, max_body_bytes), endpoint.body))
+        reply = await endpoint.handler(*given)
+        return reply if isinstance(reply, Response) else json_response(reply)
+
+    return answer
+
+
+def json_response(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A document of the response schema."""
+    return Response(msgspec.json.encode(reply), status, {**JSON_HEADERS, **(headers or {})})
+
+
+async def _read(http: Request, max_bytes: int) -> bytes:
+    """The body. Raises ApiError if it is too large, before all of it is read."""
+    declared = http.headers.get("content-length", "")
+    if declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise body_too_large(max_bytes)
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise body_too_large(max_bytes)
+    return bytes(body)

@@ -1,0 +1,81 @@
+"""The OpenAPI document of the edge's routes, from their schemas: what `/openapi.json` answers."""
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from pydantic.json_schema import models_json_schema
+
+from cluster.http.endpoint import Endpoint
+from cluster.http.schema import response
+
+_REF = "#/components/schemas/{}"
+
+
+def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
+    """OpenAPI 3.1. Schemas stand under the names of their classes."""
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        path = re.sub(r"{(\w+):path}", r"{\1}", endpoint.path)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Aerie", "version": version},
+        "paths": paths,
+        "components": {"schemas": dict(sorted(_schemas(endpoints).items()))},
+    }
+
+
+def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
+    content = {"text/plain": {"schema": {"type": "string"}}}
+    if endpoint.reply is not None:
+        content = {"application/json": _schema(endpoint.reply)}
+    if endpoint.event is not None:
+        # Each event's `data:` is one of these; the last is [DONE].
+        content["text/event-stream"] = _schema(endpoint.event)
+    errors = [_schema(kind)["schema"] for kind in endpoint.errors]
+    operation: dict[str, Any] = {
+        "operationId": path.strip("/").translate(str.maketrans("/{}", "___")).strip("_"),
+        "summary": (inspect.getdoc(endpoint.handler) or "").partition("\n")[0],
+        "responses": {
+            "200": {"description": "Success", "content": content},
+            "default": {
+                "description": "An error",
+                "content": {"application/json": {"schema": errors[0] if len(errors) == 1 else {"anyOf": errors}}},
+            },
+        },
+    }
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": _schema(endpoint.body)}}
+    parameters = re.findall(r"{(\w+)}", path)
+    if parameters:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in parameters
+        ]
+    return operation
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    return {"schema": {"$ref": _REF.format(kind.__name__)}}
+
+
+def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """Every class that a route names, and those that they are made of."""
+    replies = [
+        kind
+        for endpoint in endpoints
+        for kind in (endpoint.reply, endpoint.event, *endpoint.errors)
+        if kind is not None
+    ]
+    _, of_replies = msgspec.json.schema_components(replies, ref_template=_REF.format("{name}"))
+    for name, schema in of_replies.items():
+        # msgspec requires what it would require of a sender; a reply has every field that cannot be left out.
+        fields = msgspec.structs.fields(getattr(response, name))
+        schema["required"] = [field.name for field in fields if field.default is not msgspec.UNSET]
+    bodies = dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None)
+    _, of_bodies = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF.format("{model}"))
+    schemas: dict[str, Any] = of_bodies["$defs"]
+    assert not schemas.keys() & of_replies.keys(), "two classes of one name"
+    return schemas | of_replies

@@ -1,0 +1,72 @@
+"""From an answer's text to its parts: what of it is content, what is reasoning, what is a tool call.
+
+Every generation goes through a parser, one per choice, whole replies and streams alike. Which one: the configuration's
+`ingress.output_parser` for chats, "text" for completions, by the table PARSERS. See docs/add-an-endpoint.md.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET
+
+from cluster.http.answer import Piece
+from cluster.http.config import OutputParserName
+from cluster.http.request import EdgeRequest
+from cluster.http.schema.response import FinishReason, FunctionCall, ToolCall, ToolCallDelta
+from cluster.http.tokenizer import ChatTokenizer
+
+
+class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
+    """What a piece of an answer adds to its reply.
+
+    tool_calls: the first delta of a call has its id and name; arguments are concatenated.
+    finish: with the last piece, the answer's own or "tool_calls".
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    finish: FinishReason | None = None
+
+
+class OutputParser(Protocol):
+    """State of one choice while it is parsed."""
+
+    def push(self, piece: Piece) -> ReplyDelta:
+        """What the next piece adds. Text may be held back until it is clear what it is; with the last piece, whose
+        `finish` is set, all of it comes out, and the delta's `finish` is set too."""
+
+
+class TextParser:
+    """Everything is content."""
+
+    def push(self, piece: Piece) -> ReplyDelta:
+        """See `OutputParser`."""
+        return ReplyDelta(piece.text, finish=piece.finish)
+
+
+# What a request may need of its model's form is in the request and the tokenizer.
+PARSERS: dict[OutputParserName, Callable[[EdgeRequest, ChatTokenizer], OutputParser]] = {
+    "text": lambda request, tokenizer: TextParser(),
+}
+
+
+def joined_deltas(deltas: Sequence[ReplyDelta]) -> tuple[ReplyDelta, list[ToolCall]]:
+    """All deltas of a reply as one, and its tool calls, whole."""
+    calls: dict[int, ToolCall] = {}
+    for part in (part for delta in deltas for part in delta.tool_calls):
+        call = calls.get(part.index)
+        if call is None:
+            assert part.id is not UNSET and part.function.name is not UNSET, "a tool call begins with id and name"
+            call = calls[part.index] = ToolCall(
+                id=part.id, function=FunctionCall(name=part.function.name, arguments="")
+            )
+        if part.function.arguments is not UNSET:
+            call.function.arguments += part.function.arguments
+    joined = ReplyDelta(
+        content="".join(delta.content for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        finish=deltas[-1].finish,
+    )
+    return joined, [calls[index] for index in sorted(calls)]

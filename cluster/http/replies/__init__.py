@@ -1,0 +1,8 @@
+"""What is sent back for a generation request: an endpoint's form of document and of stream events.
+
+reply      what the forms have in common: the protocol, usage, speculation's statistics
+chat       of /v1/chat/completions
+text       of /v1/completions
+logprobs   log-probabilities in OpenAI's two forms
+streaming  server-sent events
+"""

@@ -1,0 +1,113 @@
+"""What the reply to a generation request is made of, whatever the endpoint. Driven by `cluster.http.serving`;
+implemented by `cluster.http.replies.chat` and `cluster.http.replies.text`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from msgspec import UNSET, UnsetType
+
+from cluster.http.answer import Answer, Piece
+from cluster.http.output_parser import ReplyDelta
+from cluster.http.request import EdgeRequest
+from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, ToolCall, Usage
+from cluster.http.tokenizer import ChatTokenizer
+from cluster.transport.messages import SpeculationStats
+
+
+class WholeAnswer(NamedTuple):
+    """A finished choice: all its pieces as one, and what the parser made of them."""
+
+    piece: Piece
+    delta: ReplyDelta
+    tool_calls: list[ToolCall]
+
+
+class Reply(Protocol):
+    """Builds the reply to one request, in an endpoint's form: `document`, or a stream's events in this order."""
+
+    def first_event(self, index: int) -> bytes:
+        """What the stream of choice `index` begins with; b"" for nothing."""
+
+    def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        """The event of a piece, of which the parser made `delta`; b"" if there is nothing to show."""
+
+    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
+        """The last event of a choice."""
+
+    def usage_event(self) -> bytes:
+        """The event in front of [DONE] for `stream_options.include_usage`."""
+
+    def document(self, answers: Sequence[WholeAnswer]) -> bytes:
+        """The whole reply to a request that does not stream. answers: one per choice."""
+
+
+@dataclass(frozen=True)
+class ReplyContext:
+    """What all documents and events of one reply share.
+
+    answers: one per choice, in order; whoever drives the request advances them.
+    reply_id: unique.
+    created: Unix seconds.
+    """
+
+    request: EdgeRequest
+    answers: Sequence[Answer]
+    reply_id: str
+    created: int
+    model: str
+    tokenizer: ChatTokenizer
+
+    @property
+    def only_text(self) -> bool:
+        """Whether a piece's event carries nothing but text."""
+        request = self.request
+        return not (request.return_token_ids or request.continuous_usage or request.logprobs >= 0)
+
+    def usage(self) -> Usage:
+        """Tokens so far; cached tokens are left out while they are not known."""
+        request = self.request
+        num_prompt = sum(map(len, request.prompts))
+        num_output = sum(answer.num_tokens for answer in self.answers)
+        n = len(request.choices) // len(request.prompts)
+        cached = [answer.cached_tokens for answer in self.answers[::n]]
+        known = [tokens for tokens in cached if tokens is not None]
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            prompt_tokens_details=CachedTokens(cached_tokens=sum(known)) if len(known) == len(cached) else UNSET,
+        )
+
+    def event_usage(self) -> Usage | None | UnsetType:
+        """`usage` of an event that is not the usage event."""
+        if self.request.continuous_usage:
+            return self.usage()
+        return None if self.request.include_usage else UNSET
+
+    def finish_metrics(self) -> RequestMetrics | UnsetType:
+        """`metrics` of the last event of a choice: unless a usage event follows, which has them."""
+        return UNSET if self.request.include_usage else self.metrics()
+
+    def metrics(self) -> RequestMetrics | UnsetType:
+        """Statistics of speculation, where they are one request's: for a single choice."""
+        stats = self.answers[0].speculation
+        if len(self.answers) != 1 or stats is None or stats.num_rounds == 0:
+            return UNSET
+        return RequestMetrics(speculative_decoding=speculation_metrics(stats))
+
+
+def speculation_metrics(stats: SpeculationStats) -> SpeculationMetrics:
+    """The fields that vLLM's clients and AIPerf read. Mean length = 1 + accepted / rounds: every round emits one token
+    of the target's own."""
+    num_accepted = sum(count * accepted for accepted, count in enumerate(stats.histogram))
+    num_drafted = stats.num_rounds * stats.num_draft_tokens
+    return SpeculationMetrics(
+        mean_acceptance_length=1.0 + num_accepted / stats.num_rounds,
+        draft_acceptance_rate=num_accepted / num_drafted if num_drafted else 0.0,
+        acceptance_histogram=stats.histogram,
+        num_spec_steps=stats.num_rounds,
+        num_accepted_draft_tokens=num_accepted,
+        num_draft_tokens=num_drafted,
+        num_spec_tokens=stats.num_draft_tokens,
+    )

@@ -1,0 +1,62 @@
+"""SGLang's route and vLLM's to empty the prefix cache, with the rule of both: a cache in use is left alone, and the
+answer says so."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from cluster.http.endpoint import Endpoint, command
+from cluster.http.errors import ApiError, invalid, unavailable, unfinished, unsupported
+from cluster.http.schema.response import FlushedEngine, FlushReply
+from cluster.http.serving import Edge
+from cluster.transport.messages import FlushOutcome
+
+FLUSH_RETRY_S = 0.05
+MAX_FLUSH_WAIT_S = 600.0
+
+
+def endpoints(edge: Edge) -> list[Endpoint]:
+    """Of one ingress."""
+
+    async def flush_cache(http: Request) -> FlushReply:
+        """Empties every engine's prefix cache. `timeout`, as with SGLang: wait so many seconds for requests to end."""
+        for name, value in http.query_params.items():
+            if name != "timeout" and value.lower() != "false":
+                raise unsupported(name, "the prefix cache is emptied while nothing runs; wait with timeout=SECONDS")
+        deadline_s = time.monotonic() + _wait_s(http.query_params.get("timeout", "0"))
+        while True:
+            outcomes = await edge.engine.flush_cache()
+            error = _flush_error(outcomes, edge.config.retry_after_s)
+            if error is None:
+                flushed = [FlushedEngine(engine_id=each.engine_id, num_pages=each.num_pages) for each in outcomes]
+                return FlushReply(engines=flushed)
+            if error.status != 409 or time.monotonic() >= deadline_s:
+                raise error
+            await asyncio.sleep(FLUSH_RETRY_S)
+
+    return [command(path, flush_cache, FlushReply) for path in ("/flush_cache", "/reset_prefix_cache")]
+
+
+def _wait_s(timeout: str) -> float:
+    try:
+        wait_s = float(timeout)
+    except ValueError:
+        wait_s = -1.0
+    if not 0.0 <= wait_s <= MAX_FLUSH_WAIT_S:  # NaN is not either
+        raise invalid("timeout", f"timeout must be from 0 to {MAX_FLUSH_WAIT_S:g} seconds")
+    return wait_s
+
+
+def _flush_error(outcomes: Sequence[FlushOutcome], retry_after_s: float) -> ApiError | None:
+    """Why not every engine's prefix cache is empty now."""
+    if not outcomes:
+        return unavailable("No engine is known yet", retry_after_s)
+    faults = [f"{each.engine_id}: {each.fault}" for each in outcomes if each.fault]
+    if faults:
+        return unavailable("The prefix cache was not emptied: " + "; ".join(faults), retry_after_s)
+    busy = [f"on {each.engine_id}, {each.unfinished}" for each in outcomes if each.unfinished]
+    if busy:
+        return unfinished("The prefix cache was not emptied: " + "; ".join(busy), retry_after_s)
+    return None

@@ -1,0 +1,45 @@
+"""vLLM's routes between text and tokens."""
+
+from msgspec import UNSET
+from starlette.requests import Request
+
+from cluster.http.endpoint import Endpoint, post
+from cluster.http.errors import invalid
+from cluster.http.prompts import chat_prompt, check_token_ids
+from cluster.http.request import check_model
+from cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
+from cluster.http.schema.response import DetokenizeReply, TokenizeReply
+from cluster.http.serving import Edge
+
+
+def endpoints(edge: Edge) -> list[Endpoint]:
+    """Of one ingress."""
+    config, tokenizer = edge.config, edge.tokenizer
+
+    async def tokenize(http: Request, body: TokenizeRequest) -> TokenizeReply:
+        """The tokens of a text, or of messages in the model's chat template."""
+        check_model(body.model, config)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            add_generation_prompt = body.add_generation_prompt is not False
+            tokens = await chat_prompt(body.messages, tokenizer, add_generation_prompt, body.chat_template_kwargs)
+        else:
+            assert body.prompt is not None
+            tokens = await tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        return TokenizeReply(
+            count=len(tokens),
+            max_model_len=config.max_model_len,
+            tokens=tokens,
+            token_strs=[tokenizer.token_name(token) for token in tokens] if body.return_token_strs else UNSET,
+        )
+
+    async def detokenize(http: Request, body: DetokenizeRequest) -> DetokenizeReply:
+        """The text of tokens."""
+        check_model(body.model, config)
+        return DetokenizeReply(prompt=tokenizer.decode(check_token_ids("tokens", body.tokens, tokenizer)))
+
+    return [
+        post("/tokenize", tokenize, TokenizeRequest, TokenizeReply),
+        post("/detokenize", detokenize, DetokenizeRequest, DetokenizeReply),
+    ]

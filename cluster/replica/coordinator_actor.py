@@ -1,0 +1,102 @@
+"""`EagleCoordinator`: the Ray actor around `cluster.coordinator`, one per engine. Made by `cluster.replica.supervisor`.
+
+Actor calls only start, attach, watch and ask for statistics; plans, results and tokens travel by ZeroMQ.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from cluster.assembly import Layout, build_scheduler
+from cluster.config import AerieConfig
+from cluster.coordinator.coordinator import Coordinator
+from cluster.coordinator.loop import CoordinatorSettings
+from cluster.transport.messages import EngineStats, FlushOutcome
+from cluster.transport.sockets import Transport
+
+
+class EagleCoordinator:
+    """The scheduler's loop in an actor. Starts without a loop, so that it can answer "starting" while the
+    workers load."""
+
+    async def __init__(self, config: AerieConfig, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
+        self._config = config
+        self._engine_id = engine_id
+        self._transport = transport
+        self._coordinator: Coordinator | None = None
+        self._loop = asyncio.get_running_loop()
+        self._worker_group_lost: asyncio.Queue[str] = asyncio.Queue()
+        self._death: asyncio.Future[str] = self._loop.create_future()
+
+    async def open(self, layout: Layout) -> str:
+        """Start the loop for engines of this layout; returns the inbox for `connect_engine`."""
+        engine = self._config.engine
+        coordinator = Coordinator(
+            build_scheduler(self._config, layout),
+            CoordinatorSettings(
+                engine_id=self._engine_id,
+                transport=self._transport,
+                on_worker_loss=engine.on_worker_loss,
+                max_resumes=engine.max_resumes,
+                step_timeout_s=engine.step_timeout_s,
+            ),
+            on_worker_group_lost=lambda reason: self._report(self._worker_group_lost.put_nowait, reason),
+            on_death=lambda reason: self._report(self._die, reason),
+        )
+        coordinator.start()
+        self._coordinator = coordinator
+        return coordinator.endpoint
+
+    async def attach(self, endpoints: list[str], epoch: int) -> None:
+        """Use a new worker group; the loss of a former one is not reported any more."""
+        assert self._coordinator is not None
+        self._worker_group_lost = asyncio.Queue()
+        self._coordinator.attach(endpoints, epoch)
+
+    async def detach(self, reason: str) -> None:
+        assert self._coordinator is not None
+        self._coordinator.detach(reason)
+
+    async def worker_group_lost(self) -> str:
+        """Waits until the attached worker group is lost; returns why."""
+        return await self._worker_group_lost.get()
+
+    async def death(self) -> str:
+        """Waits until the loop itself fails; returns why. If the actor's process ends, this call raises."""
+        return await self._death
+
+    async def stats(self) -> bytes:
+        """`EngineStats` as msgpack."""
+        if self._coordinator is None:
+            stats = EngineStats(engine_id=self._engine_id, status="starting")
+        else:
+            stats = await asyncio.to_thread(self._coordinator.stats)
+        return msgspec.msgpack.encode(stats)
+
+    async def flush_cache(self) -> bytes:
+        """Empty the prefix cache, if no request is unfinished; `FlushOutcome` as msgpack."""
+        if self._coordinator is None:
+            outcome = FlushOutcome(self._engine_id)  # nothing has run yet
+        else:
+            outcome = await asyncio.to_thread(self._coordinator.flush_cache)
+        return msgspec.msgpack.encode(outcome)
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait until the others have ended; what takes longer than engine.drain_timeout_s ends
+        with an error."""
+        limit_s = self._config.engine.drain_timeout_s
+        if self._coordinator is not None and not await asyncio.to_thread(self._coordinator.drain, limit_s):
+            reason = f"the server is shutting down, and engine.drain_timeout_s={limit_s:g} is over"
+            await asyncio.to_thread(self._coordinator.fail_all, reason)
+
+    async def loop_age_s(self) -> float:
+        """Seconds since the last turn of the loop; answers even if it hangs."""
+        return 0.0 if self._coordinator is None else self._coordinator.health().loop_age_s
+
+    def _report(self, listener: Callable[[str], None], reason: str) -> None:
+        self._loop.call_soon_threadsafe(listener, reason)
+
+    def _die(self, reason: str) -> None:
+        if not self._death.done():
+            self._death.set_result(reason)

@@ -1,0 +1,88 @@
+"""What the operator reads: the plan before the start, the table of ranks after it, and the line to try."""
+
+from collections.abc import Mapping, Sequence
+
+from cluster.assembly import Layout
+from cluster.config import AerieConfig
+from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
+
+
+def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources], slot_bytes: int) -> list[str]:
+    """The configuration as it will run, before anything is started. slot_bytes: of running requests' tables, per
+    rank."""
+    parallel, scheduler = config.parallel, config.scheduler
+    each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
+    return [
+        f"target      {config.model.path}",
+        f"draft       {_draft(config)}",
+        f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks on {placement.device}, "
+        f"{placement.strategy}: {each}",
+        *_memory_lines(config, placement, slot_bytes),
+        f"scheduler   {scheduler.max_running} running, {scheduler.max_waiting} waiting, "
+        f"{scheduler.max_step_tokens} prompt tokens per step",
+        f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
+        f"{config.draft_attention.prefill}/{config.draft_attention.extend}/{config.draft_attention.decode}"
+        " (prefill/extend/decode)",
+        f"cluster     {describe_cluster(nodes)}",
+    ]
+
+
+def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: Layout) -> list[str]:
+    """Rank -> node -> device, the KV cache and the kinds of round."""
+    rows = [[str(place.rank), place.address, str(place.pid), place.device] for place in places]
+    tokens = layout.num_pages * config.cache.page_size
+    shapes = ", ".join(f"{s.name} ({s.width} rows, up to {s.max_new_tokens} tokens)" for s in layout.shapes.shapes)
+    return [
+        *_table([["rank", "node", "pid", "device"], *rows]),
+        f"{layout.num_pages} KV pages of {config.cache.page_size} tokens = {tokens} tokens; rounds: {shapes}",
+    ]
+
+
+def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
+    """The last line of a start: what to try."""
+    return (
+        f"ready in {seconds:.1f} s. Try: curl -s {url}/v1/chat/completions -H 'content-type: "
+        f'application/json\' -d \'{{"model": "{config.served_model_name}", "messages": '
+        '[{"role": "user", "content": "Hello"}]}\''
+    )
+
+
+def phase_line(phase: str, seconds: float) -> str:
+    """How a phase of the start is reported."""
+    return f"{phase:<22}{seconds:6.1f} s"
+
+
+def _draft(config: AerieConfig) -> str:
+    draft = config.speculative
+    if draft is None:
+        return "none: plain decoding"
+    kind = "chain" if draft.top_k == 1 else f"tree of top {draft.top_k}"
+    return f"{draft.path} ({draft.method}, {kind}, depth {draft.num_steps}, {draft.num_draft_tokens} nodes verified)"
+
+
+def _memory_lines(config: AerieConfig, placement: Placement, slot_bytes: int) -> list[str]:
+    """What each rank sets aside beside the weights."""
+    cache, limits, slot_gb = config.cache, config.graph_capture, slot_bytes / 1e9
+    pages = f"{cache.num_pages} pages"
+    if cache.num_pages is None:
+        pages = f"{cache.memory_gb - slot_gb:.3f} of {cache.memory_gb:g} GB per rank"
+    lines = [
+        f"KV cache    {pages}, {cache.page_size} tokens per page, prefix cache {'on' if cache.prefix_cache else 'off'}",
+        f"slots       {slot_gb:.3f} GB per rank: page tables, token counts and biases of "
+        f"{config.scheduler.max_running} running requests",
+    ]
+    if placement.device == "cuda":
+        lines.append(
+            f"CUDA graphs all rounds; with filters, penalties and log-probabilities as far as {limits.limit_s:g} s and "
+            f"{limits.limit_gb:g} GB per rank go"
+        )
+    return lines
+
+
+def _bundle(bundle: Mapping[str, float]) -> str:
+    return "{" + ", ".join(f"{key}: {amount:g}" for key, amount in bundle.items()) + "}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,86 @@
+"""`Worker`: the Ray actor of one tensor-parallel rank. Made by `cluster.replica.worker_group`.
+
+Actor calls only build the rank and start its loop; plans and results travel by ZeroMQ.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+
+import ray
+import zmq
+
+from cluster.assembly import Layout, RankBuilder
+from cluster.config import AerieConfig, pin_network_interface, set_process_environment
+from cluster.replica.placement import RankPlace
+from cluster.replica.plan_report import phase_line
+from cluster.replica.worker_loop import run_worker_loop
+from cluster.transport.channel import RankChannel
+from cluster.transport.sockets import Transport
+from workers.distributed.ports import free_port
+
+
+class Worker:
+    """One rank. Its methods are called in the order in which they stand here; `run` lasts until the end."""
+
+    def __init__(self, config: AerieConfig, rank: int) -> None:
+        set_process_environment(config.engine.threads_per_worker)
+        self._rank = rank
+        self._builder = self.rank_builder(config, rank)
+
+    @staticmethod
+    def rank_builder(config: AerieConfig, rank: int) -> RankBuilder:
+        """What this worker is made from; imports torch."""
+        return RankBuilder(config, rank)
+
+    def place(self) -> RankPlace:
+        context = ray.get_runtime_context()
+        return RankPlace(
+            rank=self._rank,
+            node_id=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            device=self._builder.device_name,
+        )
+
+    def layout(self) -> Layout:
+        return self._builder.layout()
+
+    def rendezvous(self, address: str) -> str:
+        """A free port of this node; chosen anew for every worker group, because a killed one's may stay taken for a
+        while."""
+        return f"tcp://{address}:{free_port(address)}"
+
+    def build(self, rendezvous: str, own_address: str) -> None:
+        """Join the other ranks, load, allocate, warm up. Rank 0 prints each phase as it ends."""
+        interface = interface_of(own_address)
+        if interface is not None:
+            pin_network_interface(interface)
+        self._executor = self._builder.build(rendezvous, self._report)
+
+    def listen(self, transport: Transport, name: str, epoch: int) -> str:
+        """Bind the channel; returns the endpoint for the coordinator."""
+        self._channel = RankChannel(zmq.Context(), transport, self._rank, epoch, f"{name}-{epoch}-{self._rank}")
+        return self._channel.endpoint
+
+    def run(self) -> str:
+        """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
+        return run_worker_loop(self._executor, self._channel)
+
+    def _report(self, phase: str, seconds: float) -> None:
+        if self._rank == 0:
+            print(phase_line(phase, seconds), flush=True)
+
+
+def interface_of(address: str) -> str | None:
+    """Name of this machine's interface with IPv4 `address`, or None (Linux: ioctl SIOCGIFADDR)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # the interface has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,29 @@
+"""Coordinators by name: how ingresses, and whoever drains a server, find them through Ray.
+
+A Serve handle reaches one engine replica only; what concerns all of them is asked of the coordinators themselves.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+NAMESPACE = "aerie"  # of the coordinators' names, apart from Serve's own
+
+
+def coordinator_prefix(application: str) -> str:
+    """What the names of an application's coordinators begin with; the engine's id follows."""
+    return f"coordinator:{application}:"
+
+
+def find_coordinators(application: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Handles of an application's living coordinators, by name; `known` ones are not looked up again."""
+    prefix = coordinator_prefix(application)
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        name = actor["name"]
+        if actor["namespace"] == NAMESPACE and name.startswith(prefix):
+            with contextlib.suppress(ValueError):  # it died between the two calls
+                found[name] = known.get(name) or ray.get_actor(name, namespace=NAMESPACE)
+    return found

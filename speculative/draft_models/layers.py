@@ -1,0 +1,43 @@
+"""What EAGLE's and EAGLE-3's models are made of: a decoder layer without the norm that others have before their
+attention."""
+
+from torch import Tensor, nn
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.forward_context import ForwardContext
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import Angles
+from workers.models.llama import LlamaConfig, make_attention, make_mlp
+
+IGNORED_WEIGHTS = ("t2d", "*rotary_emb*")
+
+
+def layer_names(layer: str) -> dict[str, str]:
+    """The rules of a `NameMap` for a `DraftLayer` that both sides call `layer`, and for what EAGLE's and EAGLE-3's
+    models have beside it."""
+    return {name: name for name in ("embed_tokens", "lm_head", "fc", "norm")} | {
+        f"{layer}.self_attn.qkv": f"{layer}.self_attn.{{part}}",
+        f"{layer}.mlp.gate_up": f"{layer}.mlp.{{part}}",
+        f"{layer}.{{block}}.{{module}}": f"{layer}.{{block}}.{{module}}",
+        f"{layer}.{{norm}}": f"{layer}.{{norm}}",
+    }
+
+
+class DraftLayer(nn.Module):
+    """A Llama block without a norm before its attention. input_size: what attention reads."""
+
+    def __init__(self, model: LlamaConfig, group: TPGroup, input_size: int) -> None:
+        super().__init__()
+        self.group = group
+        self.self_attn = make_attention(model, 0, group, input_size)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_eps)
+        self.mlp = make_mlp(model, group)
+
+    def forward(self, x: Tensor, residual: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """[n, hidden] of the rows that attend: residual, what attention makes of x [rows, input_size], and what the MLP
+        makes of both. On a GPU `residual` is changed in place."""
+        attended = self.self_attn.partial(x, angles, context)
+        residual = context.attending_rows(residual)
+        normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
+        out: Tensor = residual + self.mlp(normed)
+        return out

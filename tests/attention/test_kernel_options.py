@@ -1,0 +1,43 @@
+"""What kernels' decorators say of their arguments."""
+
+import importlib
+import os
+import pkgutil
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need triton, which is not installed here")
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+PACKAGES = (
+    "attention.kernels",
+    "speculative.kernels",
+    "workers.distributed.kernels",
+    "workers.layers.kernels",
+    "workers.runner.kernels",
+    "workers.sampling.kernels",
+)
+
+
+def kernels() -> dict[str, Any]:
+    """Every Triton function of the repository that is compiled, by module and name."""
+    from triton.runtime.jit import JITFunction
+
+    found = {}
+    for package in PACKAGES:
+        room = importlib.import_module(package)
+        for module in pkgutil.iter_modules(room.__path__, package + "."):
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if isinstance(value, JITFunction) and value.fn.__module__ == module.name:
+                    found[f"{module.name}.{name}"] = value
+    return found
+
+
+def test_arguments_that_kernels_are_not_specialised_for_exist() -> None:
+    """Triton passes over a name that is none: then the kernel is compiled anew for 1 and for multiples of 16."""
+    found = kernels()
+    assert len(found) > 20
+    for name, kernel in found.items():
+        unknown = set(kernel.do_not_specialize or ()) - set(kernel.arg_names)
+        assert not unknown, f"{name}: {sorted(unknown)}"

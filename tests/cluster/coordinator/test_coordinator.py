@@ -1,0 +1,237 @@
+"""The coordinator over real ZeroMQ sockets, with scripted ranks in threads."""
+
+import time
+
+import pytest
+
+from cluster.http.metrics import declared_metrics
+from cluster.transport.encoding import encode
+from cluster.transport.messages import Abort, GenerateSummary, Refused
+from cluster.transport.sockets import Transport, new_keys
+from tests.support.cluster import Ingress, until
+from tests.support.scripted import scripted_output
+from workers.scheduling.stats import SchedulerStats
+
+
+def test_tokens_reach_the_ingress_and_the_end_reaches_both(make_bed):
+    bed = make_bed()
+    bed.attach()
+    wanted = {f"q{i}": scripted_output(5, bed.generate(f"q{i}", seed=i, max_tokens=10 + i)) for i in range(7)}
+    ends = {name: bed.ingress.read_end(name) for name in wanted}
+    notices = {notice.request_id: notice for notice in (bed.notice() for _ in wanted)}
+    for name, tokens in wanted.items():
+        assert bed.ingress.tokens(name) == tokens
+        assert notices[name] == GenerateSummary(name, "length", len(tokens))
+        assert ends[name].finish == "length" and ends[name].error is None
+        assert ends[name].speculation.num_rounds == sum(ends[name].speculation.histogram) > 0
+        assert ends[name].speculation.num_draft_tokens == 5
+
+
+def test_one_message_a_step_carries_all_of_an_ingresss_tokens(make_bed):
+    bed = make_bed(delay_s=0.01)
+    for i in range(4):
+        bed.generate(f"q{i}", seed=i, max_tokens=30)
+    until(lambda: bed.coordinator.stats().num_waiting == 4)
+    bed.attach()
+    for i in range(4):
+        bed.ingress.read_end(f"q{i}")
+    assert bed.ingress.num_batches <= bed.coordinator.stats().scheduler.num_steps
+
+
+def test_requests_that_cannot_be_taken_are_refused_with_the_reason(make_bed):
+    bed = make_bed(max_waiting=1)
+    bed.generate("long", max_tokens=500)
+    notice = bed.notice()
+    assert isinstance(notice, Refused) and notice.refusal.kind == "too_large"
+    assert "the limit is 400" in notice.refusal.message
+    bed.generate("nowhere", reply_to="udp://nowhere")
+    assert "must begin with ipc:// or tcp://" in bed.notice().refusal.message
+    bed.generate("first", max_tokens=3)
+    bed.generate("second", max_tokens=3)
+    notice = bed.notice()
+    assert (notice.request_id, notice.refusal.kind) == ("second", "queue_full")
+    bed.generate("first", max_tokens=3)
+    assert bed.notice().refusal.kind == "queue_full"
+    bed.attach()
+    assert bed.ingress.read_end("first").finish == "length"
+
+
+def test_a_message_that_is_none_does_not_end_the_loop(make_bed):
+    bed = make_bed()
+    bed.attach()
+    bed.engine.send(b"nonsense")
+    bed.engine.send(b"G\xc1")
+    bed.engine.send(b"")
+    bed.generate("q", max_tokens=3)
+    assert bed.ingress.read_end("q").finish == "length"
+
+
+def test_an_abort_ends_the_request_and_unknown_ones_are_ignored(make_bed):
+    bed = make_bed(delay_s=0.01)
+    bed.attach()
+    bed.generate("q", max_tokens=300)
+    assert bed.ingress.read()
+    bed.engine.send(encode(Abort("unknown")))
+    bed.engine.send(encode(Abort("q")))
+    assert bed.ingress.read_end("q").finish == "abort"
+    assert bed.notice().finish == "abort"
+    assert bed.coordinator.stats().scheduler.finished == {"abort": 1}
+    until(lambda: bed.coordinator.stats().kv_usage == 0)
+
+
+def test_an_ingress_that_leaves_takes_its_requests_with_it_and_no_others(make_bed):
+    bed = make_bed(delay_s=0.01)
+    bed.attach()
+    other = Ingress(bed.context, bed.transport, "other")
+    bed.generate("theirs", max_tokens=300, reply_to=other.endpoint)
+    bed.generate("ours", max_tokens=30)
+    assert other.read()
+    other.socket.close()
+    notice = bed.notice()
+    assert (notice.request_id, notice.finish) == ("theirs", "abort")
+    assert "is gone: its connection closed" in notice.error
+    assert bed.ingress.read_end("ours").finish == "length"
+
+
+def test_an_ingress_that_does_not_read_is_given_up_without_holding_up_others(make_bed, monkeypatch):
+    bed = make_bed()
+    bed.attach()
+    bed.generate("early", max_tokens=1)  # opens the link to the ingress that reads
+    bed.ingress.read_end("early")
+    bed.notice()
+    monkeypatch.setattr("cluster.transport.channel._INGRESS_HIGH_WATER", 3)
+    other = Ingress(bed.context, bed.transport, "other")
+    # The kernel buffers some 200 KB besides, so it takes several requests with logprobs to fill the way.
+    names = [f"theirs{i}" for i in range(12)]
+    for i, name in enumerate(names):
+        bed.generate(name, max_tokens=390, prompt_len=2, reply_to=other.endpoint, seed=i, logprobs=0)
+    notices = [bed.notice(60) for _ in names]
+    assert any(notice.error is not None and "does not read" in notice.error for notice in notices)
+    bed.generate("ours", max_tokens=30)
+    assert bed.ingress.read_end("ours").finish == "length"
+    other.socket.close()
+
+
+def test_draining_refuses_new_requests_and_waits_for_the_rest(make_bed):
+    bed = make_bed(delay_s=0.01)
+    bed.attach()
+    bed.generate("q", max_tokens=60)
+    bed.ingress.read()
+    assert not bed.coordinator.drain(timeout_s=0.01)
+    bed.generate("late")
+    assert bed.notice().refusal.kind == "not_ready"
+    assert bed.coordinator.drain(timeout_s=10)
+    assert bed.ingress.read_end("q").finish == "length"
+    assert bed.coordinator.stats().status == "draining"
+
+
+def test_what_outlasts_a_drain_can_be_failed_with_a_reason(make_bed):
+    bed = make_bed(delay_s=0.01)
+    bed.attach()
+    for name in ("q0", "q1"):
+        bed.generate(name, max_tokens=300)
+    bed.ingress.read()
+    assert not bed.coordinator.drain(timeout_s=0.05)
+    bed.coordinator.fail_all("too slow")
+    assert {bed.ingress.read_end(name).error for name in ("q0", "q1")} == {"too slow"}
+    assert {bed.notice().error, bed.notice().error} == {"too slow"}
+    assert bed.coordinator.drain(timeout_s=10)
+
+
+def test_a_bug_that_one_request_meets_ends_only_that_one(make_bed, monkeypatch):
+    bed = make_bed()
+    put = bed.coordinator._loop.streams._publisher.put
+
+    def broken(stream, output):
+        if stream.request_id == "bad":
+            raise KeyError("surprise")
+        put(stream, output)
+
+    monkeypatch.setattr(bed.coordinator._loop.streams._publisher, "put", broken)
+    bed.generate("bad")
+    good = bed.generate("good", seed=1)
+    bed.attach()
+    assert "KeyError: 'surprise'" in bed.ingress.read_end("bad").error
+    bed.ingress.read_end("good")
+    assert bed.ingress.tokens("good") == scripted_output(5, good)
+
+
+def test_the_death_of_the_loop_is_reported_not_swallowed(make_bed, monkeypatch):
+    bed = make_bed()
+    bed.generate("q")
+    until(lambda: bed.coordinator.stats().num_waiting == 1)
+
+    def broken():
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(bed.scheduler, "schedule", broken)
+    bed.attach()
+    until(lambda: bool(bed.deaths))
+    assert "ZeroDivisionError: a bug of ours" in bed.deaths[0] and "Traceback" in bed.deaths[0]
+    assert "a bug of ours" in bed.ingress.read_end("q").error
+    until(lambda: not bed.coordinator._thread.is_alive())
+    assert bed.coordinator.stats().status == bed.coordinator.health().status == "dead"
+    with pytest.raises(RuntimeError, match="does not run \\(status: dead\\)"):
+        bed.coordinator.detach("too late")
+
+
+def test_stopping_tells_the_ranks_and_fails_what_is_left(make_bed):
+    bed = make_bed(delay_s=0.01)
+    ranks = bed.attach()
+    bed.generate("q", max_tokens=300)
+    bed.ingress.read()
+    bed.coordinator.stop()
+    assert bed.ingress.read_end("q").error == "the engine was stopped"
+    ranks.join()
+    assert set(ranks.ends) == {"stopped"}
+    bed.coordinator.stop()
+
+
+def test_an_idle_coordinator_does_not_spin(make_bed):
+    bed = make_bed()
+    bed.attach()
+    bed.generate("q", max_tokens=3)
+    bed.ingress.read_end("q")
+    started = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - started < 0.2, "coordinator and two ranks used CPU while idle"
+
+
+def test_everything_works_over_tcp_with_curve(make_bed):
+    bed = make_bed(transport=Transport(node_ip="127.0.0.1", keys=new_keys()))
+    assert bed.coordinator.endpoint.startswith("tcp://127.0.0.1:")
+    ranks = bed.attach()
+    params = bed.generate("q", max_tokens=50)
+    bed.ingress.read_end("q")
+    assert bed.ingress.tokens("q") == scripted_output(5, params)
+    ranks.kill(0)
+    bed.generate("again")
+    until(lambda: bool(bed.lost))
+    assert bed.lost[0].startswith("rank 0 is gone")
+
+
+def test_a_snapshot_of_the_statistics_stays_as_it_was(make_bed):
+    bed = make_bed()
+    bed.attach()
+    before = bed.coordinator.stats()
+    bed.generate("q", max_tokens=20)
+    bed.ingress.read_end("q")
+    assert before.scheduler == SchedulerStats(accepted_histogram=[0] * 4)
+    assert bed.coordinator.stats().scheduler.generation_tokens == 20
+
+
+def test_statistics_fill_every_histogram_that_the_edge_exports(make_bed):
+    bed = make_bed()
+    bed.attach()
+    bed.generate("q", max_tokens=20)
+    bed.ingress.read_end("q")
+    stats = bed.coordinator.stats()
+    counted = stats.scheduler
+    assert (stats.engine_id, counted.finished) == ("e1", {"length": 1})
+    assert (counted.prompt_tokens, counted.generation_tokens) == (5, 20)
+    assert stats.num_draft_tokens == 5 * counted.num_drafts > 0
+    observed = [name for name, metric in declared_metrics(SchedulerStats).items() if metric.kind == "histogram"]
+    assert len(observed) == 8
+    for name in observed:
+        histogram = getattr(counted, name)
+        assert len(histogram.counts) == len(histogram.bounds) + 1 and sum(histogram.counts) >= 1

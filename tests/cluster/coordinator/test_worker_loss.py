@@ -1,0 +1,94 @@
+"""Worker groups that come, fail, hang and are replaced, over real ZeroMQ sockets with scripted ranks in threads."""
+
+import threading
+
+from tests.support.cluster import until
+from tests.support.scripted import scripted_output
+
+
+def test_requests_wait_until_a_worker_group_is_attached(make_bed):
+    bed = make_bed()
+    bed.generate("q", max_tokens=3)
+    until(lambda: bed.coordinator.stats().num_waiting == 1)
+    assert bed.coordinator.stats().status == "starting"
+    bed.attach()
+    bed.ingress.read_end("q")
+    assert bed.coordinator.stats().status == "ready"
+
+
+def test_a_rank_that_dies_is_noticed_and_its_requests_are_resumed_on_the_next_worker_group(make_bed):
+    bed = make_bed(delay_s=0.005)
+    ranks = bed.attach(epoch=1)
+    params = bed.generate("q", max_tokens=100, seed=3)
+    bed.generate("later", max_tokens=5)
+    while len(bed.ingress.tokens("q")) < 20:
+        bed.ingress.read()
+    ranks.kill(1)
+    until(lambda: bool(bed.lost))
+    assert bed.lost[0].startswith("rank 1 is gone")
+    assert bed.coordinator.stats().status == "recovering"
+    bed.attach(epoch=2)
+    assert bed.ingress.read_end("q").finish == "length"
+    assert bed.ingress.tokens("q") == scripted_output(5, params), "tokens were lost or repeated"
+    assert bed.ingress.read_end("later").finish == "length"
+    assert bed.coordinator.stats().num_worker_restarts == 1
+    assert not bed.deaths
+
+
+def test_a_request_is_resumed_so_often_and_no_more(make_bed):
+    bed = make_bed(delay_s=0.01, max_resumes=1)
+    bed.attach(epoch=1)
+    bed.generate("q", max_tokens=300)
+    for epoch in (2, 3):
+        bed.ingress.read()
+        bed.coordinator.detach("for the test")
+        bed.attach(epoch)
+    end = bed.ingress.read_end("q")
+    assert (end.finish, end.error) == ("error", "for the test (after 1 resumptions)")
+    assert bed.notice().error == end.error
+
+
+def test_without_resumption_running_requests_fail_at_once_and_waiting_ones_are_kept(make_bed):
+    bed = make_bed(delay_s=0.01, max_running=1, on_worker_loss="error")
+    bed.attach(epoch=1)
+    bed.generate("running", max_tokens=300)
+    bed.generate("waiting", max_tokens=3)
+    bed.ingress.read()
+    bed.coordinator.detach("the cable was cut")
+    assert bed.ingress.read_end("running").error == "the cable was cut"
+    bed.attach(epoch=2)
+    assert bed.ingress.read_end("waiting").finish == "length"
+
+
+def test_what_an_executor_raises_arrives_with_its_traceback(make_bed):
+    bed = make_bed()
+    ranks = bed.new_ranks()
+
+    def fail(plan):
+        raise RuntimeError("out of memory")
+
+    ranks.executors[1].submit = fail
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 1)
+    bed.generate("q")
+    until(lambda: bool(bed.lost))
+    assert bed.lost[0].startswith("rank 1 failed: Traceback") and "RuntimeError: out of memory" in bed.lost[0]
+    ranks.join()
+    assert isinstance(ranks.ends[1], RuntimeError)
+
+
+def test_a_hanging_step_shows_in_the_health_and_is_given_up(make_bed):
+    bed = make_bed(step_timeout_s=0.3)
+    ranks = bed.new_ranks()
+    released = threading.Event()
+    ranks.executors[0].ready = released.is_set
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 1)
+    assert bed.coordinator.health().oldest_plan_age_s == 0.0
+    bed.generate("q")
+    until(lambda: bed.coordinator.health().oldest_plan_age_s > 0.1)
+    health = bed.coordinator.health()
+    assert health.epoch == 1 and len(health.heartbeat_age_s) == 2 and health.loop_age_s < 1.0
+    until(lambda: bool(bed.lost))
+    assert "no result of step 0" in bed.lost[0] and "step_timeout_s=0.3" in bed.lost[0]
+    released.set()

@@ -1,0 +1,156 @@
+"""Sums over engines, under the names that vLLM's tools read."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.http.metrics import declared_metrics, prometheus_text
+from cluster.transport.messages import EngineStats
+from workers.scheduling.stats import Histogram, SchedulerStats
+
+# What Prometheus calls the metrics, their types and labels besides the model's.
+EXPORTED = {
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:num_preemptions": "counter",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter finished_reason",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter position",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_time_per_output_token_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+    "aerie:steps": "counter",
+    "aerie:worker_restarts": "counter",
+    "aerie:step_seconds": "histogram",
+    "aerie:last_step_age_seconds": "gauge",
+    "aerie:engines": "gauge status",
+}
+
+
+def _values(*engines: EngineStats) -> dict[tuple[str, ...], float]:
+    """(sample name, values of its labels other than the model's) -> value."""
+    text = prometheus_text(engines, "m").decode()
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "m"
+            values[(sample.name, *labels.values())] = sample.value
+    return values
+
+
+def test_counters_are_summed_over_engines() -> None:
+    one = EngineStats(
+        "a",
+        "ready",
+        num_running=2,
+        num_waiting=1,
+        prefix_queries=90,
+        prefix_hits=30,
+        num_draft_tokens=30,
+        num_worker_restarts=1,
+        scheduler=SchedulerStats(
+            prompt_tokens=100,
+            generation_tokens=50,
+            num_preemptions=1,
+            finished={"stop": 3, "length": 1},
+            accepted_histogram=[0, 5, 3, 2],
+            num_steps=70,
+        ),
+    )
+    two = EngineStats(
+        "b",
+        "recovering",
+        num_running=3,
+        num_draft_tokens=5,
+        scheduler=SchedulerStats(
+            prompt_tokens=1,
+            generation_tokens=2,
+            finished={"stop": 1, "abort": 2},
+            accepted_histogram=[0, 0, 0, 0, 1],
+        ),
+    )
+    values = _values(one, two, EngineStats("c", "starting"))
+    expected = {
+        ("vllm:num_requests_running",): 5,
+        ("vllm:num_requests_waiting",): 1,
+        ("vllm:prompt_tokens_total",): 101,
+        ("vllm:generation_tokens_total",): 52,
+        ("vllm:prefix_cache_queries_total",): 90,
+        ("vllm:prefix_cache_hits_total",): 30,
+        ("vllm:num_preemptions_total",): 1,
+        ("vllm:request_success_total", "stop"): 4,
+        ("vllm:request_success_total", "length"): 1,
+        ("vllm:request_success_total", "abort"): 2,
+        ("vllm:spec_decode_num_drafts_total",): 11,
+        ("vllm:spec_decode_num_draft_tokens_total",): 35,
+        ("vllm:spec_decode_num_accepted_tokens_total",): 21,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"): 11,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"): 6,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "2"): 3,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "3"): 1,
+        ("aerie:engines", "ready"): 1,
+        ("aerie:engines", "starting"): 1,
+        ("aerie:engines", "recovering"): 1,
+        ("aerie:engines", "dead"): 0,
+        ("aerie:steps_total",): 70,
+        ("aerie:worker_restarts_total",): 1,
+    }
+    assert {key: values[key] for key in expected} == expected
+
+
+def test_lines_are_spelt_as_benchmark_tools_read_them() -> None:
+    text = prometheus_text(
+        [EngineStats("a", "ready", scheduler=SchedulerStats(accepted_histogram=[1, 1]))], "m"
+    ).decode()
+    assert '\nvllm:spec_decode_num_drafts_total{model_name="m"} 2.0\n' in text
+    assert '\nvllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 1.0\n' in text
+
+
+def test_kv_usage_weighs_engines_by_their_pages() -> None:
+    values = _values(EngineStats("a", "ready", kv_usage=0.5, num_pages=100), EngineStats("b", "ready", num_pages=300))
+    assert values["vllm:kv_cache_usage_perc",] == 0.125
+    assert _values()["vllm:kv_cache_usage_perc",] == 0.0
+
+
+def test_every_metric_is_exported_under_its_name_with_its_type_and_label() -> None:
+    engine = EngineStats(
+        "a", "ready", scheduler=SchedulerStats(finished={"stop": 1}, accepted_histogram=[0, 1]), num_pages=1
+    )
+    found = {}
+    for family in text_string_to_metric_families(prometheus_text([engine], "m").decode()):
+        labels = set().union(*(sample.labels for sample in family.samples)) - {"model_name", "le"}
+        found[family.name] = " ".join([family.type, *labels])
+        assert family.documentation
+    assert found == EXPORTED
+
+
+def test_histograms_are_summed_and_cumulative() -> None:
+    declared = {name: m.name for name, m in declared_metrics(SchedulerStats).items() if m.kind == "histogram"}
+    histograms = {name: Histogram((0.1, 1.0), [1, 2, 3], 7.5) for name in declared}
+    values = _values(*(EngineStats(name, "ready", scheduler=SchedulerStats(**histograms)) for name in "ab"))
+    for metric in declared.values():
+        assert [values[f"{metric}_bucket", bound] for bound in ("0.1", "1.0", "+Inf")] == [2, 6, 12]
+        assert (values[f"{metric}_count",], values[f"{metric}_sum",]) == (12, 15)
+
+
+def test_without_a_scheduler_there_are_no_histograms_and_counters_are_zero() -> None:
+    values = _values(EngineStats("a", "dead"))
+    assert values["vllm:generation_tokens_total",] == 0
+    assert not [name for name, *_ in values if name.endswith("_bucket")]
+
+
+def test_histograms_of_different_bounds_keep_every_observation() -> None:
+    one = EngineStats("a", "ready", scheduler=SchedulerStats(step_s=Histogram((1.0,), [4, 1], 2.0)))
+    two = EngineStats("b", "ready", scheduler=SchedulerStats(step_s=Histogram((0.5, 1.0), [1, 1, 1], 3.0)))
+    values = _values(one, two)
+    assert [values["aerie:step_seconds_bucket", bound] for bound in ("0.5", "1.0", "+Inf")] == [1, 6, 8]

@@ -1,0 +1,170 @@
+"""What the edge makes of parameters: what reaches the engine, and what is refused with status, form and parameter."""
+
+from typing import Any
+
+import pytest
+
+from cluster.http.request import choice_seed
+from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, in_process
+from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
+from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
+
+EOS_ID = small_tokenizer().token_to_id(EOS)
+NAN = float("nan")
+
+
+async def _sampling(route: str, body: dict[str, Any], **config: Any) -> list[SamplingParams]:
+    engine = FakeEngine(says("x"))
+    async with in_process(engine, **config) as client:
+        reply = await client.post(route, json=body)
+        assert reply.status_code == 200, reply.text
+    return [call.sampling for call in engine.calls]
+
+
+async def test_every_sampling_parameter_reaches_the_engine() -> None:
+    (sampling,) = await _sampling(
+        CHAT,
+        HELLO
+        | {
+            "max_completion_tokens": 7,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
+            "seed": -1,
+            "presence_penalty": 1,
+            "frequency_penalty": -2.0,
+            "repetition_penalty": 1.5,
+            "logit_bias": {"3": -100, "4": 5},
+            "min_tokens": 2,
+            "stop_token_ids": [9],
+            "logprobs": True,
+            "top_logprobs": 20,
+            "speculative": False,
+        },
+    )
+    assert sampling == SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=2**64 - 1,
+        presence_penalty=1.0,
+        frequency_penalty=-2.0,
+        repetition_penalty=1.5,
+        logit_bias={3: -100.0, 4: 5.0},
+        min_tokens=2,
+        stop_token_ids=(9, EOS_ID),
+        logprobs=20,
+        speculative=False,
+    )
+
+
+async def test_defaults_are_openais_or_the_configurations() -> None:
+    (chat,) = await _sampling(CHAT, HELLO)
+    assert (chat.temperature, chat.top_p, chat.top_k, chat.logprobs, chat.speculative) == (1.0, 1.0, 0, -1, True)
+    assert chat.stop_token_ids == (EOS_ID,)
+    assert chat.max_tokens == 256 - 21, "what is left of the model's length"
+    (text,) = await _sampling(TEXT, PROMPT, default_temperature=0.25, default_top_k=20)
+    assert (text.max_tokens, text.temperature, text.top_k) == (16, 0.25, 20)
+    (text,) = await _sampling(TEXT, PROMPT | {"prompt": [1] * 250})
+    assert text.max_tokens == 6
+
+
+async def test_null_means_default() -> None:
+    given = HELLO | dict.fromkeys(("temperature", "n", "stop", "seed", "tools", "stream", "max_tokens", "logit_bias"))
+    (sampling,) = await _sampling(CHAT, given)
+    assert (sampling.temperature, sampling.max_tokens) == (1.0, 235)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"temperature": 1e-7}, {"temperature": 0.0}),
+        ({"top_p": 0}, {"top_p": 1.0, "top_k": 1}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"ignore_eos": True}, {"stop_token_ids": ()}),
+        ({"ignore_eos": True, "stop_token_ids": [5, 5]}, {"stop_token_ids": (5,)}),
+        ({"logprobs": True}, {"logprobs": 0}),
+    ],
+)
+async def test_edge_values_are_translated(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    (sampling,) = await _sampling(CHAT, HELLO | given)
+    assert {name: getattr(sampling, name) for name in expected} == expected
+
+
+async def test_stop_tokens_fit_the_engines_row_together_with_the_models_own() -> None:
+    (sampling,) = await _sampling(CHAT, HELLO | {"stop_token_ids": list(range(5, 5 + MAX_STOP_TOKEN_IDS - 1))})
+    assert len(sampling.stop_token_ids) == MAX_STOP_TOKEN_IDS
+    async with in_process(FakeEngine(says("x"))) as client:
+        reply = await client.post(CHAT, json=HELLO | {"stop_token_ids": list(range(5, 5 + MAX_STOP_TOKEN_IDS))})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "stop_token_ids"
+
+
+async def test_choices_have_their_own_seeds_and_repeat_with_the_request() -> None:
+    first = await _sampling(CHAT, HELLO | {"n": 4, "seed": 11})
+    again = await _sampling(CHAT, HELLO | {"n": 4, "seed": 11})
+    assert [s.seed for s in first] == [s.seed for s in again] == [choice_seed(11, i) for i in range(4)]
+    assert first[0].seed == 11
+    assert len({s.seed for s in first}) == 4
+    batch = await _sampling(TEXT, PROMPT | {"prompt": ["a", "b"], "seed": 11, "n": 2})
+    assert [s.seed for s in batch] == [choice_seed(11, i) for i in (0, 1, 0, 1)], "as for each prompt alone"
+
+
+async def test_without_a_seed_each_choice_is_random() -> None:
+    """Two of 128 random 64-bit numbers are equal with a chance of 4e-16."""
+    seeds = {s.seed for _ in range(2) for s in await _sampling(TEXT, PROMPT | {"prompt": ["a"] * 4, "n": 16})}
+    assert len(seeds) == 128
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), ([64, 65], ["ab"]), ([[64], [65, 66]], ["a", "bc"])],
+)
+async def test_prompts_of_every_form(prompt: Any, expected: list[str]) -> None:
+    engine = FakeEngine(says("x"))
+    async with in_process(engine) as client:
+        reply = await client.post(TEXT, json=PROMPT | {"prompt": prompt, "echo": True})
+    assert [choice["text"] for choice in reply.json()["choices"]] == [text + "x" for text in expected]
+    assert [small_tokenizer().decode(call.prompt) for call in engine.calls] == expected
+
+
+async def test_messages_of_every_form() -> None:
+    engine = FakeEngine(says("x"))
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "eve"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}]},
+        {"role": "tool", "content": "t", "tool_call_id": "1"},
+    ]
+    async with in_process(engine) as client:
+        reply = await client.post(CHAT, json=HELLO | {"messages": messages})
+    assert reply.status_code == 200, reply.text
+    prompt = small_tokenizer().decode(engine.calls[0].prompt, skip_special_tokens=False)
+    assert prompt == (
+        "<|im_start|>system\nd<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>tool\nt<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"user": "u"},
+        {"metadata": {"a": "b"}},
+        {"store": False},
+        {"safety_identifier": "s"},
+        {"prompt_cache_key": "k"},
+        {"stream": False},
+        {"n": 1},
+        {"logprobs": False, "top_logprobs": 0},
+        {"request_id": "mine"},
+        {"stop": ["a"] * 16},
+        {"logit_bias": {}},
+        {"seed": 2**64 - 1},
+    ],
+)
+async def test_harmless_parameters_are_accepted(extra: dict[str, Any]) -> None:
+    await _sampling(CHAT, HELLO | extra)

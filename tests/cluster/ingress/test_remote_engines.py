@@ -1,0 +1,219 @@
+"""The ingress's engine client: streams, slow readers, refusals, lost messages, engines that die. No Ray."""
+
+import asyncio
+import itertools
+
+import msgspec
+import pytest
+
+from cluster.http.engine_client import EngineRefused
+from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
+from cluster.transport.messages import (
+    EngineAnswer,
+    EngineStats,
+    GenerateRequest,
+    GenerateSummary,
+    Refusal,
+    TokenBatch,
+    TokenDelta,
+)
+from workers.scheduling.plan import SamplingParams, unpack_i32
+
+
+class ScriptedCalls:
+    """Records calls; a test ends them and sends their tokens."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.calls: list[asyncio.Future[bytes]] = []
+        self.started = asyncio.Event()
+        self.num_stats = 0
+
+    def generate(self, payload: bytes) -> asyncio.Future[bytes]:
+        self.requests.append(msgspec.msgpack.decode(payload, type=GenerateRequest))
+        self.calls.append(asyncio.get_running_loop().create_future())
+        self.started.set()
+        return self.calls[-1]
+
+    async def stats(self) -> list[EngineStats]:
+        self.num_stats += 1
+        return [EngineStats(engine_id="e", status="ready")]
+
+    def answer(self, index: int, finish: str = "stop", refusal: Refusal | None = None) -> None:
+        summary = None if refusal else GenerateSummary(self.requests[index].request_id, finish, 0)
+        self.calls[index].set_result(msgspec.msgpack.encode(EngineAnswer(summary, refusal)))
+
+
+class Rig:
+    def __init__(self, resume: bool = True) -> None:
+        self.calls = ScriptedCalls()
+        self.inbox = TokenInbox()
+        self.engines = RemoteEngines(self.calls, self.inbox, "tcp://here", resume)
+        self._sequence = itertools.count()
+
+    def send(self, index: int, *tokens: int, finish: str | None = None, source: str = "c") -> None:
+        delta = TokenDelta(self.calls.requests[index].request_id, tokens, finish)
+        self.inbox.deliver(TokenBatch(source, next(self._sequence), (delta,)))
+
+    def lose_a_message(self) -> None:
+        next(self._sequence)
+
+    async def call_started(self, count: int) -> None:
+        while len(self.calls.calls) < count:
+            self.calls.started.clear()
+            await asyncio.wait_for(self.calls.started.wait(), 5)
+
+    def run(self, max_tokens: int = 100, stop: tuple[int, ...] = ()) -> "asyncio.Task[list[TokenDelta]]":
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
+
+        async def collect() -> list[TokenDelta]:
+            return [delta async for delta in self.engines.generate([1, 2, 3], sampling, "r")]
+
+        return asyncio.create_task(collect())
+
+
+async def test_tokens_arrive_in_order_and_the_finish_ends_the_stream() -> None:
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.send(0, 5, 6)
+    await asyncio.sleep(0)
+    rig.send(0, 7, finish="stop")
+    deltas = await asyncio.wait_for(reading, 5)
+    assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
+    assert deltas[-1].finish == "stop" and all(delta.request_id == "r" for delta in deltas)
+    assert unpack_i32(rig.calls.requests[0].prompt).tolist() == [1, 2, 3]
+
+
+async def test_slow_reader_gets_everything_as_one_delta() -> None:
+    rig = Rig()
+    stream = rig.engines.generate([1], SamplingParams(max_tokens=100), "r")
+    first = asyncio.ensure_future(anext(stream))
+    await rig.call_started(1)
+    rig.send(0, 1)
+    assert (await first).tokens == (1,)
+    for token in range(2, 9):
+        rig.send(0, token)
+    assert (await anext(stream)).tokens == tuple(range(2, 9))
+    await stream.aclose()
+
+
+async def test_closing_the_stream_cancels_the_call() -> None:
+    rig = Rig()
+    stream = rig.engines.generate([1], SamplingParams(max_tokens=100), "r")
+    first = asyncio.ensure_future(anext(stream))
+    await rig.call_started(1)
+    rig.send(0, 1)
+    await first
+    await stream.aclose()
+    assert rig.calls.calls[0].cancelled()
+
+
+async def test_cancelling_the_reader_cancels_the_call() -> None:
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert rig.calls.calls[0].cancelled()
+
+
+async def test_refusal_is_raised_before_the_first_delta() -> None:
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.calls.answer(0, refusal=Refusal("queue_full", "full", 3.0))
+    with pytest.raises(EngineRefused) as refused:
+        await reading
+    assert refused.value.refusal.retry_after_s == 3.0
+
+
+async def test_dead_engine_is_resumed_once_with_the_tokens_delivered() -> None:
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.send(0, 5, 6)
+    await asyncio.sleep(0.01)
+    rig.calls.calls[0].set_exception(RuntimeError("the replica died"))
+    await rig.call_started(2)
+    resumed = rig.calls.requests[1]
+    assert unpack_i32(resumed.output).tolist() == [5, 6] and resumed.request_id != "r"
+    rig.send(0, 99)  # a late token of the dead engine
+    rig.send(1, 7, finish="length")
+    deltas = await asyncio.wait_for(reading, 5)
+    assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
+
+
+async def test_engine_that_dies_with_tokens_under_way_is_noticed() -> None:
+    """Its last tokens and its death are seen at once: the reader must not sleep after taking the tokens."""
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.calls.calls[0].set_exception(RuntimeError("the replica died"))
+    asyncio.get_running_loop().call_soon(rig.send, 0, 5, 6)
+    await rig.call_started(2)
+    assert unpack_i32(rig.calls.requests[1].output).tolist() == [5, 6]
+    rig.send(1, 7, finish="length")
+    deltas = await asyncio.wait_for(reading, 5)
+    assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
+
+
+async def test_second_failure_ends_with_an_error_delta() -> None:
+    rig = Rig()
+    reading = rig.run()
+    for count in (1, 2):
+        await rig.call_started(count)
+        rig.calls.calls[-1].set_exception(RuntimeError(f"death {count}"))
+    deltas = await asyncio.wait_for(reading, 5)
+    assert deltas[-1].finish == "error" and "death 2" in str(deltas[-1].error)
+
+
+async def test_without_resume_the_first_failure_ends_the_stream() -> None:
+    rig = Rig(resume=False)
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.calls.calls[0].set_exception(RuntimeError("gone"))
+    assert (await asyncio.wait_for(reading, 5))[-1].finish == "error"
+    assert len(rig.calls.calls) == 1
+
+
+async def test_request_that_had_its_last_token_is_not_run_again() -> None:
+    rig = Rig()
+    reading = rig.run(max_tokens=2)
+    await rig.call_started(1)
+    rig.send(0, 5, 6)  # the message with the finish is lost with the engine
+    await asyncio.sleep(0.01)
+    rig.calls.calls[0].set_exception(RuntimeError("gone"))
+    deltas = await asyncio.wait_for(reading, 5)
+    assert deltas[-1].finish == "length" and len(rig.calls.calls) == 1
+
+
+async def test_lost_token_message_resumes_instead_of_missing_text() -> None:
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.send(0, 5)
+    await asyncio.sleep(0.01)
+    rig.lose_a_message()
+    rig.send(0, 7)
+    await rig.call_started(2)
+    assert unpack_i32(rig.calls.requests[1].output).tolist() == [5]
+    assert rig.calls.calls[0].cancelled()
+    rig.send(1, 6, 7, finish="stop")
+    assert [token for delta in await reading for token in delta.tokens] == [5, 6, 7]
+
+
+async def test_engine_error_is_final() -> None:
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.calls.answer(0, finish="error")
+    assert (await asyncio.wait_for(reading, 5))[-1].finish == "error"
+    assert len(rig.calls.calls) == 1
+
+
+async def test_stats_are_asked_once_for_many_readers() -> None:
+    rig = Rig()
+    await asyncio.gather(*(rig.engines.stats() for _ in range(20)))
+    assert rig.calls.num_stats == 1

@@ -1,0 +1,90 @@
+"""The rooms of `cluster/`: which may import which, no circle between modules, and a map in every room."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CLUSTER = Path(__file__).resolve().parent.parent.parent / "cluster"
+
+# A room, or a module beside the rooms, and all of `cluster` that it may import. From the bottom up: a line names only
+# lines above it.
+BELOW: dict[str, set[str]] = {
+    "transport": set(),
+    "http": {"transport"},
+    "coordinator": {"transport"},
+    "config": {"http"},
+    "assembly": {"config"},
+    "checkpoints": {"http", "config", "assembly"},
+    "replica": {"transport", "coordinator", "config", "assembly"},
+    "ingress": {"transport", "http", "config"},
+    "deployments": {"config", "replica", "ingress"},
+}
+
+
+def _modules() -> list[Path]:
+    return sorted(path for path in CLUSTER.rglob("*.py") if path.parent != CLUSTER or path.name != "__init__.py")
+
+
+def _name(path: Path) -> str:
+    """The dotted name of a module's file; a package's is its `__init__.py`."""
+    return ".".join(path.relative_to(CLUSTER.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Dotted names of the modules of `cluster` that a module imports, also inside functions and for types only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("cluster."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "cluster":
+            assert node.module != "cluster", f"{path}: name the room"
+            yield str(node.module)
+
+
+def test_the_order_of_the_rooms_is_one() -> None:
+    order = list(BELOW)
+    for number, (room, below) in enumerate(BELOW.items()):
+        assert below <= set(order[:number]), f"{room} names what does not stand above it"
+    assert set(order) == {_name(path).split(".")[1] for path in _modules()}
+
+
+@pytest.mark.parametrize("path", _modules(), ids=_name)
+def test_module_imports_only_its_room_and_rooms_below(path: Path) -> None:
+    own = _name(path).split(".")[1]
+    for name in _imports(path):
+        room = name.split(".")[1]
+        assert room == own or room in BELOW[own], f"{_name(path)} imports {name}"
+
+
+def test_no_circle_between_modules() -> None:
+    graph = {_name(path): set(_imports(path)) for path in _modules()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for imported in sorted(graph[module]):
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_the_page_on_endpoints_names_what_exists() -> None:
+    root = CLUSTER.parent
+    page = (root / "docs" / "add-an-endpoint.md").read_text()
+    paths = set(re.findall(r"`((?:cluster|tests)/[\w/.]+)`", page))
+    assert len(paths) > 10
+    assert not [path for path in paths if not (root / path).exists()]
+
+
+@pytest.mark.parametrize("init", sorted(CLUSTER.rglob("__init__.py")), ids=_name)
+def test_a_rooms_map_has_a_line_for_each_of_its_modules(init: Path) -> None:
+    head = ast.get_docstring(ast.parse(init.read_text())) or ""
+    named = set(re.findall(r"^ *(\w+)  +\S", head, re.MULTILINE))
+    modules = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in init.parent.glob("*/__init__.py")}
+    assert named == modules | folders

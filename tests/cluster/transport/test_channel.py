@@ -1,0 +1,217 @@
+"""Messages and links over real sockets: what may be lost, what must be noticed, what is refused."""
+
+import multiprocessing
+import time
+
+import pytest
+import zmq
+
+from cluster.transport.channel import IngressLink, RankChannel, RankLink, bind_ingress
+from cluster.transport.encoding import BadMessageError, decode, decode_tokens, encode
+from cluster.transport.messages import (
+    Abort,
+    GenerateRequest,
+    GenerateSummary,
+    Heartbeat,
+    RankFailure,
+    Refusal,
+    Refused,
+    Stop,
+    TokenBatch,
+    TokenDelta,
+)
+from cluster.transport.sockets import PeerMonitor, Transport, new_keys, open_socket
+from tests.support.cluster import until
+from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, TokenLogprobs, pack_i32
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def plan(step, epoch=1):
+    return StepPlan(epoch, step, pack_i32([0, 3]), 1, 77)
+
+
+def receive(channel):
+    """The next message within a second."""
+    deadline = time.monotonic() + 1
+    while (message := channel.receive()) is None:
+        assert time.monotonic() < deadline, "nothing came"
+        channel.wait(10)
+    return message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StepPlan(
+            2,
+            5,
+            pack_i32([1]),
+            1,
+            9,
+            1,
+            b"\1\0",
+            pack_i32([0, 0, 1]),
+            (SlotInit(0, 4, 5, 9, SamplingParams(4, seed=2**64 - 1, logit_bias={3: -1.5}, stop_token_ids=(2,))),),
+            (Chunk(0, 4, pack_i32([7]), -1),),
+        ),
+        StepResult(
+            2, 5, pack_i32([1]), pack_i32([9]), b"\x01", pack_i32([-1]), {0: (TokenLogprobs(-0.5, (9,), (-0.5,)),)}
+        ),
+        Heartbeat(1, 2, 3),
+        RankFailure(1, 2, "Traceback"),
+        Stop(),
+        GenerateRequest("a", pack_i32([1, 2]), SamplingParams(max_tokens=1), "ipc:///x", pack_i32([3])),
+        Abort("a"),
+        GenerateSummary("a", "stop", 3),
+        Refused("a", Refusal("queue_full", "later")),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_every_message_survives_the_way(message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "raw, complaint",
+    [
+        (b"", "begins with b''"),
+        (b"zabc", "begins with b'z'"),
+        (b"P", "message b'P'"),
+        (b"R\x90", "message b'R'"),
+        (encode(Abort("a"))[:-1], "message b'A'"),
+    ],
+)
+def test_other_bytes_are_refused(raw, complaint):
+    with pytest.raises(BadMessageError, match=complaint):
+        decode(raw)
+
+
+def test_a_plan_for_128_running_requests_is_under_a_kilobyte():
+    drafting, updates = b"\1" * 128, pack_i32(range(24 * 3))
+    assert len(encode(StepPlan(1, 10**6, pack_i32(range(128)), 1, 10**5, 1, drafting, updates))) < 1000
+
+
+def test_plans_sent_before_the_rank_listens_arrive_in_order(context, tmp_path):
+    transport = Transport(folder=str(tmp_path))
+    link = RankLink(context, transport, f"ipc://{tmp_path}/r0", 0)
+    for step in range(5):
+        assert link.send(encode(plan(step)))
+    channel = RankChannel(context, transport, 0, 1, "r0")
+    assert [receive(channel).step for _ in range(5)] == list(range(5))
+    channel.close()
+    link.close()
+
+
+def test_plans_of_another_epoch_are_dropped_and_a_gap_is_an_error(context, tmp_path):
+    transport = Transport(folder=str(tmp_path))
+    channel = RankChannel(context, transport, 1, 7, "r1")
+    link = RankLink(context, transport, channel.endpoint, 1)
+    for each in (plan(0, epoch=6), plan(0, epoch=7), plan(5, epoch=8), plan(2, epoch=7)):
+        link.send(encode(each))
+    assert receive(channel).step == 0
+    with pytest.raises(BadMessageError, match="rank 1 got step 2, expected 1"):
+        receive(channel)
+    channel.close()
+    link.close()
+
+
+def test_a_rank_that_reads_nothing_never_blocks_the_coordinator(context, tmp_path):
+    link = RankLink(context, Transport(folder=str(tmp_path)), f"ipc://{tmp_path}/nobody", 0)
+    started = time.monotonic()
+    sent = 0
+    while link.send(encode(plan(sent))):
+        sent += 1
+    assert sent == 1024 and time.monotonic() - started < 1
+    link.close()
+
+
+def test_heartbeats_before_the_coordinator_connects_go_nowhere(context, tmp_path):
+    channel = RankChannel(context, Transport(folder=str(tmp_path)), 0, 1, "r0")
+    assert not channel.send(Heartbeat(0, 1, 0))
+    channel.close()
+
+
+def die_connected(folder):
+    context = zmq.Context()
+    channel = RankChannel(context, Transport(folder=folder), 0, 1, "r0")
+    while True:
+        channel.wait(1000)
+
+
+def test_a_killed_rank_is_noticed_within_milliseconds(context, tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=die_connected, args=(str(tmp_path),), daemon=True)
+    process.start()
+    link = RankLink(context, Transport(), f"ipc://{tmp_path}/r0", 0)
+    until(lambda: link.monitor.check() is None and link.monitor.was_connected, timeout_s=30)
+    process.kill()
+    started = time.monotonic()
+    # 4 ms when the machine is quiet; the bound is for a machine with many more jobs than cores.
+    assert link.monitor.socket.poll(2000), "the death was not noticed"
+    assert link.monitor.check() == "its connection closed"
+    assert time.monotonic() - started < 2
+    link.close()
+    process.join()
+
+
+def test_tokens_reach_an_ingress_in_sequence(context, tmp_path):
+    transport = Transport(folder=str(tmp_path))
+    socket, endpoint = bind_ingress(context, transport, "in")
+    link = IngressLink(context, transport, endpoint, 0)
+    for _ in range(3):
+        assert link.send(TokenBatch("e", link.sequence, (TokenDelta("q", (1, 2)),)))
+    assert [decode_tokens(socket.recv()).sequence for _ in range(3)] == [0, 1, 2]
+    link.close()
+    socket.close()
+
+
+def test_tcp_needs_keys_and_the_right_ones(context):
+    with pytest.raises(ValueError, match="cannot bind in: tcp is never left open; give Transport.keys"):
+        bind_ingress(context, Transport(node_ip="127.0.0.1"), "in")
+    with pytest.raises(ValueError, match="127.0.0.1:1.*give Transport.keys"):
+        IngressLink(context, Transport(), "tcp://127.0.0.1:1", 0)
+    keys = new_keys()
+    socket, endpoint = bind_ingress(context, Transport(node_ip="127.0.0.1", keys=keys), "in")
+    stranger = IngressLink(context, Transport(keys=new_keys()), endpoint, 0)
+    friend = IngressLink(context, Transport(keys=keys), endpoint, 0)
+    stranger.send(TokenBatch("stranger", 0, ()))
+    friend.send(TokenBatch("friend", 0, ()))
+    assert decode_tokens(socket.recv()).source == "friend"
+    assert not socket.poll(200), "a stranger's message was accepted"
+    assert not stranger.monitor.was_connected
+    for link in (stranger, friend):
+        link.close()
+    socket.close()
+
+
+def test_addresses_that_cannot_be_are_refused_with_a_remedy(context, tmp_path):
+    with pytest.raises(ValueError, match="107 at most; choose a shorter folder"):
+        bind_ingress(context, Transport(folder="/tmp/" + "x" * 100), "in")
+    with pytest.raises(ValueError, match="neither folder nor node_ip; give one"):
+        bind_ingress(context, Transport(), "in")
+    with pytest.raises(ValueError, match="cannot bind r0: No such file"):
+        RankChannel(context, Transport(folder=str(tmp_path / "missing")), 0, 1, "r0")
+    with pytest.raises(ValueError, match="must begin with ipc:// or tcp://"):
+        RankLink(context, Transport(), "r0", 0)
+    for endpoint in ("inproc://x", "", "tcp://"):
+        with pytest.raises(ValueError, match="endpoint="):
+            IngressLink(context, Transport(keys=new_keys()), endpoint, 0)
+
+
+def test_a_monitor_keeps_the_first_reason(context, tmp_path):
+    listener = open_socket(context, zmq.PULL, 5)
+    endpoint = Transport(folder=str(tmp_path)).bind(listener, "x")
+    socket = open_socket(context, zmq.PUSH, 5)
+    monitor = PeerMonitor(socket)
+    Transport().connect(socket, endpoint)
+    until(lambda: monitor.check() is None and monitor.was_connected)
+    listener.close()
+    until(lambda: monitor.check() is not None)
+    assert monitor.check() == monitor.check() == "its connection closed"
+    monitor.close()
+    socket.close()

@@ -1,0 +1,72 @@
+"""The wheel: it holds all that a server needs, and works from a folder that is no checkout."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from tests.support.wheel import ROOT, environment
+
+FOLDERS = ("attention", "workers", "speculative", "cluster", "deploy")
+# Every module that an engine of the packaged pair and its command line import comes from the wheel.
+ANSWERS = """
+import sys
+from pathlib import Path
+import torch
+from deploy.cli import main
+from deploy.offline import LLM, SamplingParams
+
+torch.set_num_threads(1)
+assert main(["plan", "--cpus", "8", "--gpus", "0"]) == 0
+with LLM("eagle", tensor_parallel=1) as llm:
+    question = {"role": "user", "content": "Mia has 3 boxes with 12 pens each. How many pens does she have?"}
+    (answer,) = llm.chat([[question]], SamplingParams(max_tokens=24, temperature=0.0))
+assert answer.text and answer.acceptance_length > 1.2, answer
+checkout, installed = map(Path, sys.argv[1:3])
+found = [Path(module.__file__) for module in sys.modules.values() if getattr(module, "__file__", None)]
+assert not [path for path in found if checkout in path.parents and ".venv" not in path.parts], found
+assert {path.relative_to(installed).parts[0] for path in found if installed in path.parents} >= set(sys.argv[3:])
+"""
+
+
+def test_wheel_holds_every_module_configuration_and_file_of_the_embedded_pair(wheel: Path) -> None:
+    held = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    wanted |= set((ROOT / "deploy").glob("*.yaml"))
+    for model in ("target", "draft"):
+        wanted |= {path for path in (ROOT / "deploy" / "models" / model).iterdir() if path.is_file()}
+    names = {str(path.relative_to(ROOT)) for path in wanted if "__pycache__" not in path.parts}
+    assert len(names) > 130 and "deploy/models/target/model.safetensors" in names
+    assert not names - held
+
+
+def test_wheel_holds_nothing_else(wheel: Path) -> None:
+    """No tests, and no checkpoint that somebody downloaded beside the embedded pair."""
+    others = [name for name in zipfile.ZipFile(wheel).namelist() if name.partition("/")[0] not in FOLDERS]
+    assert all(".dist-info/" in name for name in others), others
+
+
+def test_installed_wheel_plans_and_answers_from_any_folder(installed: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ANSWERS, str(ROOT), str(installed), *FOLDERS]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(installed), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{installed}/deploy/models/target" in done.stdout
+
+
+def test_a_configuration_to_start_from_names_the_installed_models(installed: Path, tmp_path: Path) -> None:
+    aerie = [sys.executable, "-m", "deploy.cli"]
+    printed = subprocess.run(
+        [*aerie, "config", "eagle"],
+        cwd=tmp_path,
+        env=environment(installed),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    (tmp_path / "my.yaml").write_text(printed)
+    plan = [*aerie, "plan", "my.yaml", "--nodes", "0"]
+    done = subprocess.run(plan, cwd=tmp_path, env=environment(installed), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"path: {installed}/deploy/models/draft" in printed

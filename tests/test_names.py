@@ -1,0 +1,111 @@
+"""Prose keeps step with the code: what docstrings, comments, configurations and documents put in backticks and looks
+like one of ours (a dotted name, a file, a section's key, a class's attribute, a module on its package's map) exists."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+
+from cluster.config import AerieConfig
+from tests.support.names import (
+    PACKAGES,
+    ROOT,
+    bindings,
+    classes,
+    files,
+    has_attribute,
+    is_defined,
+    is_path,
+    prose,
+    ticked,
+)
+
+SOURCES = sorted(name for name in files() if name.endswith((".py", ".md", ".yaml")))
+MAPS = sorted(name for name in files() if name.endswith("/__init__.py") and name.split("/")[0] in PACKAGES)
+
+FOREIGN = (".cuh", ".cu", ".h")  # sources of libraries, which lie in folders of the same names
+
+_DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:[.:][A-Za-z_]\w*)+(?![\w/])")
+_PATH = re.compile(rf"(?<![\w.:/-])(?:(?:{'|'.join(PACKAGES)}|docs|examples)/[\w./*-]*|[\w./*-]+\.(?:py|md|svg))(?!\w)")
+_MEMBER = re.compile(r"(?<![\w.])([A-Z]\w*)\.([a-z_]\w*)")
+_LISTED = re.compile(r" {0,4}([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*)(?:  +|: )\S")
+_KEY = re.compile(rf"(?<![\w./])({'|'.join(AerieConfig.model_fields)})((?:\.[a-z_]+)+)(?![\w/(])")
+
+
+def _absent(name: str) -> Iterator[str]:
+    for line, text in ticked(name):
+        for match in _DOTTED.finditer(text):
+            dotted = match.group()
+            if not is_defined(dotted) and not _is_key(dotted) and not dotted.endswith((".py", ".md", ".yaml")):
+                yield f"{name}:{line}: {dotted}"
+        for match in _PATH.finditer(text):
+            if not match.group().endswith(FOREIGN) and not is_path(match.group().rstrip(".")):
+                yield f"{name}:{line}: {match.group()}"
+        for match in _MEMBER.finditer(text):
+            if match.group(1) in classes() and not has_attribute(*match.groups()):
+                yield f"{name}:{line}: {match.group()}"
+    if name.endswith(".yaml"):
+        for line, text in prose(name):
+            for match in _KEY.finditer(text):
+                if not _is_key(match.group()):
+                    yield f"{name}:{line}: {match.group()}"
+
+
+def _is_key(dotted: str) -> bool:
+    """Whether it is a key of the configuration, as `ingress.api_keys`."""
+    section, *keys = dotted.split(".")
+    field = AerieConfig.model_fields.get(section)
+    if field is None or len(keys) != 1:
+        return False
+    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if dataclasses.is_dataclass(kind)]
+    return any(keys[0] in {f.name for f in dataclasses.fields(kind)} for kind in kinds)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_names_in_prose_exist(name: str) -> None:
+    assert not list(_absent(name))
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.endswith(".md")])
+def test_links_lead_somewhere(name: str) -> None:
+    """Links of a document to files of the repository, and to headings of documents."""
+    text = (ROOT / name).read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, heading = link.partition("#")
+        if ":" not in link:
+            target = (ROOT / name).parent / path if path else ROOT / name
+            assert target.exists(), f"{name}: {link}"
+            assert not heading or heading in _headings(target.read_text()), f"{name}: {link}"
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_package_map_names_what_the_package_has(name: str) -> None:
+    """In the head of an `__init__.py`, a bare word in backticks, or at the start of a line of a list (`name  what it is
+    for`), is a folder, a module or a name of that package."""
+    folder = name.removesuffix("__init__.py")
+    inside = {path.removeprefix(folder) for path in files() if path.startswith(folder)}
+    known = {part.removesuffix(".py") for path in inside for part in path.split("/")}
+    known |= {"aerie"} | {bound for path in inside if path.endswith(".py") for bound in bindings(folder + path)}
+    words = {text.rstrip("/") for _, text in ticked(name) if re.fullmatch(r"[a-z_]+/?", text)}
+    for match in (_LISTED.match(line) for _, text in prose(name) for line in text.splitlines()):
+        words |= set(match.group(1).split(", ")) if match else set()
+    assert not sorted(words - known - set(PACKAGES))
+
+
+def _headings(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_names_are_told_apart() -> None:
+    """The oracle itself: what exists and what does not, of each kind."""
+    assert is_defined("workers.config.SchedulerConfig.max_running") and is_defined("deploy.app:build")
+    assert not is_defined("workers.config.SchedulerConfig.max_runs") and not is_defined("workers.plan")
+    assert not is_defined("cluster.http.openai_api") and not is_defined("deploy.app:make")
+    assert is_path("scheduler.py") and is_path("deploy/*.yaml") and is_path("tests/bench/")
+    assert not is_path("openai_api.py") and not is_path("cluster/channel.py") and not is_path("docs/*.txt")
+    assert has_attribute("Scheduler", "submit") and not has_attribute("Scheduler", "submits")
+    assert _is_key("ingress.api_keys") and not _is_key("ingress.edge.api_keys") and not _is_key("ingress.keys")

@@ -1,0 +1,210 @@
+"""The seam of quantised weights, by a method that only these tests know, int8 with scales by row or by block: it
+creates its parameters, cuts and loads them, fills dummies, finishes and multiplies, and no layer knows of it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.support.tiny_models import make_target
+from tests.workers.test_targets import by_transformers, by_us
+from workers.config import ModelSource
+from workers.distributed.tp_group import SOLO, TPGroup
+from workers.layers.gemm import GEMMOptions
+from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
+from workers.layers.quantization import QUANT_METHODS, QuantMethod
+from workers.layers.weighted import WrongTensorError, check_shape
+from workers.models.decoder import Decoder
+from workers.models.loading import load_target, read_target_config
+
+CPU = torch.device("cpu")
+WHOLE = 1 << 30  # columns of a block that is as long as its row
+
+
+def blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+class Int8(LinearMethod):
+    """weight: int8. weight_scale: float32, one for each block of rows and columns."""
+
+    kinds = ("weight", "weight_scale")
+
+    def __init__(self, shape: LinearShape, block: tuple[int, int]) -> None:
+        super().__init__(shape)
+        for part in shape.parts:
+            for name, span, size in (("rows", part.rows, block[0]), ("columns", part.columns, block[1])):
+                if size < span.total and (span.first % size or (span.end % size and span.end != span.total)):
+                    raise ValueError(f"int8: {span.size} {name} of {part.name or 'a layer'} cut a block of {size}")
+        self.block = block
+        self._dtype = torch.get_default_dtype()
+        self.weight = nn.Parameter(
+            torch.empty(shape.out_features, shape.in_features, dtype=torch.int8), requires_grad=False
+        )
+        scales = blocks(shape.out_features, block[0]), blocks(shape.in_features, block[1])
+        self.weight_scale = nn.Parameter(torch.empty(scales, dtype=torch.float32), requires_grad=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def load(self, kind: str, part: Part, full: Tensor) -> None:
+        if kind == "weight":
+            if full.dtype != torch.int8:
+                raise WrongTensorError(f"is {full.dtype}, not int8")
+            self.weight.data[part.offset : part.offset + part.rows.size] = part.cut(full)
+            return
+        rows, columns = self.block
+        check_shape(full, (blocks(part.rows.total, rows), blocks(part.columns.total, columns)))
+        mine = full[
+            part.rows.first // rows : blocks(part.rows.end, rows),
+            part.columns.first // columns : blocks(part.columns.end, columns),
+        ]
+        self.weight_scale.data[part.offset // rows :][: mine.shape[0]] = mine
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.weight.data.random_(-127, 128, generator=generator)
+        self.weight_scale.data.fill_(0.02 / 127)
+
+    def finish(self, options: GEMMOptions) -> None:
+        rows, columns = (min(size, extent) for size, extent in zip(self.block, self.weight.shape, strict=True))
+        scale = self.weight_scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        self._weight = (self.weight * scale[: self.weight.shape[0], : self.weight.shape[1]]).to(self._dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        y = nn.functional.linear(x, self._weight, bias)
+        return y if out is None else out.copy_(y)
+
+
+@dataclass(frozen=True)
+class Int8Quant(QuantMethod):
+    block: tuple[int, int]
+    ignored: tuple[str, ...]
+
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        left = [name for name in names if name in self.ignored]
+        if left and len(left) < len(names):
+            raise ValueError(f"int8: of {', '.join(names)} only {', '.join(left)} are left unquantised")
+        return UnquantizedLinearMethod(shape) if left else Int8(shape, self.block)
+
+
+def read_int8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    rows, columns = quantization["block"]
+    return Int8Quant((rows, columns), tuple(quantization["ignore"]))
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(QUANT_METHODS, "int8", lambda: read_int8)
+
+
+def quantised(source: Path, folder: Path, block: tuple[int, int], ignore: Sequence[str] = ("lm_head",)) -> Path:
+    """Two checkpoints of one model: int8 with its scales in `folder`, and in folder / "plain" what those mean."""
+    tensors, plain = load_file(str(source / "model.safetensors")), {}
+    for name, weight in list(tensors.items()):
+        plain[name] = weight
+        if name.endswith("_proj.weight") and name.removesuffix(".weight") not in ignore:
+            rows, columns = (min(size, extent) for size, extent in zip(block, weight.shape, strict=True))
+            tiles = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+            scale = tiles.abs().amax((1, 3), keepdim=True) / 127
+            whole = (tiles / scale).round()
+            tensors[name] = whole.to(torch.int8).flatten(2, 3).flatten(0, 1).contiguous()
+            tensors[name.replace("weight", "weight_scale")] = scale.squeeze(3).squeeze(1).contiguous()
+            plain[name] = (whole * scale).flatten(2, 3).flatten(0, 1).contiguous()
+    config = json.loads((source / "config.json").read_text())
+    quantization = {"quant_method": "int8", "block": block, "ignore": list(ignore)}
+    for path, kept, settings in (
+        (folder, tensors, config | {"quantization_config": quantization}),
+        (folder / "plain", plain, config),
+    ):
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(settings))
+        save_file(kept, str(path / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def load(folder: Path, group: TPGroup = SOLO, **settings: Any) -> Decoder:
+    source = ModelSource(path=str(folder), device="cpu", **settings)
+    return load_target(source, read_target_config(source, group.size), group, CPU, 64)
+
+
+@pytest.mark.parametrize("block", [(1, WHOLE), (8, 16)], ids=["by row", "by block"])
+def test_a_quantised_target_answers_as_its_weights_say(tmp_path: Path, block: tuple[int, int]) -> None:
+    target = quantised(make_target(tmp_path / "t", num_hidden_layers=2, attention_bias=True), tmp_path / "q", block)
+    assert by_us(target) == by_transformers(target / "plain")
+
+
+@pytest.mark.parametrize("block", [(1, WHOLE), (8, 16)], ids=["by row", "by block"])
+def test_shards_of_quantised_layers_are_the_layer(tmp_path: Path, block: tuple[int, int]) -> None:
+    folder = quantised(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", block)
+    whole = load(folder / "plain").layers[0]
+    shards = [load(folder, TPGroup(rank, 2)).layers[0] for rank in range(2)]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    # float32 sums of up to 96 numbers in another order
+    torch.testing.assert_close(sum(shard.mlp.partial(x) for shard in shards), whole.mlp.partial(x))
+    torch.testing.assert_close(
+        sum(shard.self_attn.o_proj.partial(half) for shard, half in zip(shards, x.chunk(2, 1), strict=True)),
+        whole.self_attn.o_proj(x),
+    )
+    outputs = [shard.self_attn.qkv(x).split((32, 16, 16), 1) for shard in shards]
+    together = torch.cat([part for parts in zip(*outputs, strict=True) for part in parts], 1)
+    torch.testing.assert_close(together, whole.self_attn.qkv(x))
+
+
+def test_parameters_keep_their_own_types(tmp_path: Path) -> None:
+    folder = quantised(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", (1, WHOLE))
+    model = load(folder, dtype="bfloat16")
+    types = {name.rpartition("layers.0.")[2]: p.dtype for name, p in model.named_parameters()}
+    assert types["self_attn.qkv.method.weight"] == torch.int8
+    assert types["self_attn.qkv.method.weight_scale"] == torch.float32
+    assert types["input_layernorm.weight"] == types["lm_head.method.weight"] == torch.bfloat16
+    assert model.layers[0].mlp.gate_up.method.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
+
+
+def test_dummies_are_the_methods_own(tmp_path: Path) -> None:
+    folder = quantised(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", (1, WHOLE))
+    (folder / "model.safetensors").unlink()
+    layer = load(folder, load_format="dummy").layers[0]
+    weight = layer.mlp.down_proj.method.weight
+    assert weight.dtype == torch.int8 and weight.unique().numel() > 200
+    assert torch.isfinite(layer.mlp(torch.ones(2, 64))).all()
+
+
+@pytest.mark.parametrize(
+    "name,tensor,message",
+    [
+        ("self_attn.q_proj.weight_scale", None, "missing: model.layers.0.self_attn.q_proj.weight_scale$"),
+        ("mlp.up_proj.weight", torch.zeros(96, 64), "wrong: model.layers.0.mlp.up_proj.weight is torch.float32, not"),
+        ("mlp.up_proj.weight_scale", torch.zeros(95, 1), r"up_proj.weight_scale has shape \(95, 1\), .*\(96, 1\)$"),
+        ("mlp.up_proj.zero_point", torch.zeros(1), "unexpected: model.layers.0.mlp.up_proj.zero_point$"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(tmp_path: Path, name: str, tensor: Tensor | None, message: str) -> None:
+    folder = quantised(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", (1, WHOLE))
+    tensors: dict[str, Any] = load_file(str(folder / "model.safetensors")) | {f"model.layers.0.{name}": tensor}
+    save_file({k: v for k, v in tensors.items() if v is not None}, str(folder / "model.safetensors"))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_what_a_method_cannot_hold_is_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "t", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="int8: 48 rows of gate_proj cut a block of 32"):
+        load(quantised(target, tmp_path / "q", (32, 32)), TPGroup(0, 2))
+    ignore = ("lm_head", "model.layers.0.mlp.up_proj")
+    with pytest.raises(ValueError, match="only model.layers.0.mlp.up_proj are left unquantised"):
+        load(quantised(target, tmp_path / "r", (1, WHOLE), ignore))
+
+
+def test_an_unknown_quantisation_names_those_that_exist(tmp_path: Path) -> None:
+    folder = quantised(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", (1, WHOLE))
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quant_method='awq' is not supported; supported: int8; use the checkpoint in"):
+        load(folder)

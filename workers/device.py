@@ -1,0 +1,20 @@
+"""The device and the type that a rank computes with, from what the configuration says."""
+
+import torch
+
+
+def resolve_device(device: str, rank: int) -> torch.device:
+    """ "auto" is this process's GPU if it has one, else the CPU. A worker sees one GPU; if it sees several, its rank
+    chooses."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device=cuda: this process sees no GPU; set device: cpu, or check CUDA_VISIBLE_DEVICES")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def resolve_dtype(dtype: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """ "auto" is the checkpoint's on a GPU and float32 on a CPU, where half types are slow."""
+    if dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+    return torch.float32 if device.type == "cpu" else checkpoint

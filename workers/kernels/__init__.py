@@ -1,1 +1,0 @@
-"""Triton kernels of the models' small operations, each beside its torch reference. Imported on GPUs only."""

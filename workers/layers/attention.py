@@ -1,0 +1,48 @@
+"""Grouped-query attention over a `ForwardContext`."""
+
+from torch import Tensor
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import AttentionLayer
+from workers.layers.forward_context import ForwardContext
+from workers.layers.linear import QKVParallelLinear, RowParallelLinear
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import Angles
+
+
+class Attention(AttentionLayer):
+    """layer: its number in the KV pool. num_heads, num_kv_heads: of the model; as attributes of this rank. input_size:
+    of its rows, output_size of what it adds. norm_eps: of a norm on each head of q and k (Qwen3), None without one."""
+
+    def __init__(
+        self,
+        layer: int,
+        group: TPGroup,
+        *,
+        input_size: int,
+        output_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        norm_eps: float | None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.qkv = QKVParallelLinear(input_size, num_heads, num_kv_heads, head_dim, group, qkv_bias)
+        self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
+        self.o_proj = RowParallelLinear(num_heads * head_dim, output_size, group, "num_attention_heads", o_bias)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+
+    def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = context.attend(self.layer, q, (k, v), angles, self.scale)
+        return self.o_proj.partial(out.flatten(1))

@@ -1,0 +1,109 @@
+"""What the layers of one forward pass may see: positions, where KV goes, who sees what. Made per pass, thrown away."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend, Prepared
+from attention.kv_cache.pool import KVPool
+from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from attention.slot_mapping import row_places
+from workers.layers.rotary import Angles
+
+
+@dataclass(frozen=True)
+class Attending:
+    """The rows of a pass whose output is wanted of its last layer, where the others are there for their KV alone: these
+    attend, and go on to what comes after attention.
+
+    rows: [n] int64.
+    decode, chunks: the same rows as batches, those of decode first.
+    """
+
+    rows: Tensor
+    decode: DecodeBatch | None
+    chunks: PrefillBatch | None
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Rows are those of a decode batch, then those of a chunk batch (see `attention.metadata`).
+
+    positions: [rows] int64 for rotary embedding.
+    slot_mapping: [rows] int64 where each row's KV is written.
+    attending: [n] int64, the rows that attend, None for all; num_decode_rows, decode and chunks are of these.
+    last: of the last layer, if fewer rows attend there.
+    """
+
+    pool: KVPool
+    positions: Tensor
+    slot_mapping: Tensor
+    num_decode_rows: int
+    decode: Prepared | None
+    chunks: Prepared | None
+    attending: Tensor | None = None
+    last: "ForwardContext | None" = None
+
+    def attending_rows(self, x: Tensor) -> Tensor:
+        """[n, ...]: of x [rows, ...] the rows that attend."""
+        return x if self.attending is None else x.index_select(0, self.attending)
+
+    def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, scale: float) -> Tensor:
+        """Turn q [rows, q_heads, head_dim] and what is kept by `angles`, keep it, and attend to the layer: [n, q_heads,
+        head_dim] of the rows that attend. On a GPU q is turned in place.
+
+        rows: what the layer's projections made for the cache, as its layout takes it (`KVLayout.store`): for K/V heads
+        k and v [rows, kv_heads, head_dim].
+        """
+        kv = self.pool.layer(layer)
+        for prepared in (self.decode, self.chunks):
+            if prepared is not None:
+                prepared.plan(q, kv, scale)
+        q = self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
+        q = self.attending_rows(q)
+        if self.chunks is None:
+            assert self.decode is not None
+            return self.decode.forward(q, kv, scale)
+        if self.decode is None:
+            return self.chunks.forward(q, kv, scale)
+        split = self.num_decode_rows
+        decode = self.decode.forward(q[:split], kv, scale)
+        return torch.cat((decode, self.chunks.forward(q[split:], kv, scale)))
+
+
+def make_context(
+    pool: KVPool,
+    backends: Mapping[Mode, AttentionBackend],
+    decode: DecodeBatch | None,
+    decode_positions: Tensor | None,
+    chunks: PrefillBatch | None,
+    attending: Attending | None = None,
+) -> ForwardContext:
+    """The context of a pass over `decode` and `chunks`.
+
+    decode_positions: [B * R] int64, the rotary positions of decode rows (a tree's rows are deeper than their column
+        says); None where they equal the columns.
+    attending: None for all rows.
+    """
+    positions, slots = [], []
+    if decode is not None:
+        own_positions, own_slots = row_places(decode, pool.page_size)
+        positions.append(own_positions if decode_positions is None else decode_positions)
+        slots.append(own_slots)
+    if chunks is not None:
+        chunk_positions, chunk_slots = row_places(chunks, pool.page_size)
+        positions.append(chunk_positions)
+        slots.append(chunk_slots)
+    if attending is not None:
+        decode, chunks = attending.decode, attending.chunks
+    return ForwardContext(
+        pool=pool,
+        positions=positions[0] if len(positions) == 1 else torch.cat(positions),
+        slot_mapping=slots[0] if len(slots) == 1 else torch.cat(slots),
+        num_decode_rows=decode.num_rows if decode is not None else 0,
+        decode=backends[decode.mode].prepare(decode) if decode is not None else None,
+        chunks=backends[Mode.PREFILL].prepare(chunks) if chunks is not None else None,
+        attending=attending.rows if attending is not None else None,
+    )

@@ -1,0 +1,22 @@
+"""The gated MLP."""
+
+from torch import Tensor
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import FeedForward
+from workers.layers.linear import GateUpParallelLinear, RowParallelLinear
+
+
+class GatedMLP(FeedForward):
+    """silu(x W_gate) * (x W_up), then W_down."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, group: TPGroup) -> None:
+        super().__init__()
+        self.gate_up = GateUpParallelLinear(hidden_size, intermediate_size, group, "intermediate_size")
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, "intermediate_size")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        return self.down_proj.partial(self.gate_up(x))

@@ -1,0 +1,26 @@
+"""`ModelFamily`: what a file of this folder says of the architectures that it serves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from workers.distributed.tp_group import TPGroup
+from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.models.name_map import NameMap
+
+ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+
+
+@dataclass(frozen=True)
+class ModelFamily(Generic[ConfigT]):
+    """read_config: from a config.json and what it is of (for errors); raises ValueError for what would be ignored.
+    model: makes this rank's module: (config, ranks, rows of its rotary table, device of that, layers to capture).
+    weight_names: what the checkpoint calls its tensors.
+    """
+
+    read_config: Callable[[dict[str, Any], str], ConfigT]
+    model: Callable[[ConfigT, TPGroup, int, torch.device, tuple[int, ...]], Decoder]
+    weight_names: Callable[[ConfigT], NameMap]

@@ -1,0 +1,163 @@
+"""Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ by three
+flags. EAGLE's heads (`speculative.draft_models`) are made of the same layers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.layout import LayerGroup
+from workers.distributed.tp_group import TPGroup
+from workers.layers.attention import Attention
+from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.mlp import GatedMLP
+from workers.layers.quantization import read_quant_method
+from workers.layers.rotary import RopeConfig, RotaryTable
+from workers.models.config import ModelConfig, architecture_of, dtype_of, eos_token_ids_of, required_int, rope_of
+from workers.models.decoder import Decoder
+from workers.models.family import ModelFamily
+from workers.models.name_map import NameMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """qkv_bias: Qwen2, and Llama with attention_bias, which then has o_bias too. qk_norm: Qwen3 (an RMSNorm per head on
+    q and k)."""
+
+    intermediate_size: int
+    rope: RopeConfig
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+
+    def check_shards(self, tensor_parallel: int, source: str) -> None:
+        heads, kv, intermediate = self.num_heads, self.num_kv_heads, self.intermediate_size
+        if heads % kv:
+            raise ValueError(f"{source}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv}")
+
+        def fits(size: int) -> bool:
+            kv_fits = kv % size == 0 if kv >= size else size % kv == 0
+            return heads % size == 0 and intermediate % size == 0 and kv_fits
+
+        if not fits(tensor_parallel):
+            works = [n for n in range(1, heads + 1) if fits(n)]
+            raise ValueError(
+                f"tensor_parallel={tensor_parallel}: does not divide {source} (num_attention_heads={heads}, "
+                f"num_key_value_heads={kv}, intermediate_size={intermediate}); try one of {works}"
+            )
+
+    def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        layout = HeadsLayout(self.num_kv_heads_per_rank(tensor_parallel), self.head_dim, dtype)
+        return (LayerGroup(tuple(range(self.num_layers)), layout),)
+
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        return {
+            "hidden_size": self.hidden_size,
+            "num_attention_heads * head_dim": self.num_heads * self.head_dim // tensor_parallel,
+            "intermediate_size": self.intermediate_size // tensor_parallel,
+        }
+
+
+def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
+    """Of a config.json; also of a draft's, whose architecture is none of a target's. Raises ValueError where the model
+    has something that would otherwise be ignored."""
+    heads = required_int(config, "num_attention_heads", source)
+    hidden = required_int(config, "hidden_size", source)
+    layers = required_int(config, "num_hidden_layers", source)
+    architecture = architecture_of(config, "LlamaForCausalLM")
+    _refuse_unsupported(config, layers, source)
+    return LlamaConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        intermediate_size=required_int(config, "intermediate_size", source),
+        vocab_size=required_int(config, "vocab_size", source),
+        max_position=int(config.get("max_position_embeddings") or 2048),
+        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=rope_of(config, source),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=architecture.startswith("Qwen2") or bool(config.get("attention_bias", False)),
+        o_bias=bool(config.get("attention_bias", False)) and not architecture.startswith("Qwen2"),
+        qk_norm=architecture.startswith("Qwen3"),
+        dtype=dtype_of(config),
+        quant=read_quant_method(config, source),
+        eos_token_ids=eos_token_ids_of(config),
+    )
+
+
+def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) -> None:
+    act = config.get("hidden_act", "silu")
+    if act != "silu":
+        raise ValueError(f"{source}: hidden_act={act!r} is not supported; only silu is")
+    if config.get("mlp_bias"):
+        raise ValueError(f"{source}: mlp_bias=true is not supported")
+    if config.get("use_sliding_window") and int(config.get("max_window_layers", 0)) < num_layers:
+        raise ValueError(
+            f"{source}: sliding-window attention is not supported; set use_sliding_window=false if the "
+            "model works without it"
+        )
+
+
+def make_attention(config: LlamaConfig, layer: int, group: TPGroup, input_size: int) -> Attention:
+    """input_size: hidden_size, or twice that in an EAGLE-3 head."""
+    return Attention(
+        layer,
+        group,
+        input_size=input_size,
+        output_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        norm_eps=config.rms_eps if config.qk_norm else None,
+    )
+
+
+def make_mlp(config: LlamaConfig, group: TPGroup) -> GatedMLP:
+    return GatedMLP(config.hidden_size, config.intermediate_size, group)
+
+
+def make_layer(config: LlamaConfig, layer: int, group: TPGroup) -> DecoderLayer:
+    attention = make_attention(config, layer, group, config.hidden_size)
+    return DecoderLayer(config.hidden_size, config.rms_eps, attention, make_mlp(config, group), group)
+
+
+class LlamaForCausalLM(Decoder):
+    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        rotary = RotaryTable(config.rope, config.head_dim, max_position, device)
+        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
+        super().__init__(config, group, rotary, layers, capture)
+
+
+def weight_names(config: LlamaConfig) -> NameMap:
+    """The names of Hugging Face's checkpoints. Old ones have rotary frequencies, and some tied ones a copy of their
+    embedding as vocabulary head."""
+    return NameMap(
+        rules={
+            "lm_head": "lm_head",
+            "embed_tokens": "model.embed_tokens",
+            "norm": "model.norm",
+            "layers.{layer}.self_attn.qkv": "model.layers.{layer}.self_attn.{part}",
+            "layers.{layer}.mlp.gate_up": "model.layers.{layer}.mlp.{part}",
+            "layers.{layer}.{block}.{module}": "model.layers.{layer}.{block}.{module}",
+            "layers.{layer}.{norm}": "model.layers.{layer}.{norm}",
+        },
+        ignored=("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ())),
+    )
+
+
+FAMILY = ModelFamily(read_config, LlamaForCausalLM, weight_names)

@@ -1,0 +1,77 @@
+"""Which attention backend serves which mode of a model, as configured, and what that means for rounds. Used by
+`workers.runner.build` and by `speculative.build`; what backends can do is in `attention.limits`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attention import registry
+from attention.backend import AttentionBackend
+from attention.config import TargetAttention
+from attention.limits import AttentionUse
+from attention.metadata import Mode
+from attention.registry import Choice, choose_backends
+from workers.models.config import ModelConfig
+
+Backends = dict[Mode, AttentionBackend]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What attention sees of one model on one rank."""
+
+    config: ModelConfig
+    tensor_parallel: int
+    dtype: torch.dtype
+    page_size: int
+    device: torch.device
+
+    def use(self, mode: Mode, tree: bool = False) -> AttentionUse:
+        """tree: whether masks branch in this mode."""
+        kinds = {group.layout.kind for group in self.config.kv_groups(self.tensor_parallel, self.dtype)}
+        assert len(kinds) == 1, "a mode has one backend, which reads one kind of view"
+        cuda = self.device.type == "cuda"
+        return AttentionUse(
+            mode=mode,
+            num_heads=self.config.num_heads // self.tensor_parallel,
+            num_kv_heads=self.config.num_kv_heads_per_rank(self.tensor_parallel),
+            head_dim=self.config.head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            device=self.device.type,
+            capability=torch.cuda.get_device_capability(self.device) if cuda else None,
+            tree=tree,
+            layout=kinds.pop(),
+        )
+
+
+def target_backends(
+    names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool], span: int | None = None
+) -> Backends:
+    """Verification follows decode. verified: `workers.runner.layout.Speculation.verified_modes`. span: of
+    `TritonBackend`, the only one that has it. Raises ValueError as `choose_backends` does."""
+    choices = [
+        Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
+        Choice("attention.decode", names.decode, shape.use(Mode.DECODE)),
+    ]
+    choices += [Choice("attention.decode", names.decode, shape.use(mode, tree)) for mode, tree in verified.items()]
+    chosen = choose_backends(choices)
+    if span is None:
+        return chosen
+    from attention.backends.triton_backend import TritonBackend
+
+    assert all(isinstance(backend, TritonBackend) for backend in chosen.values()), "others are refused before"
+    return dict.fromkeys(chosen, TritonBackend(span))
+
+
+def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
+    """The engine's one decision: which backends of a round read lengths on the host, for the log; None if none does,
+    and rounds can be CUDA graphs with nothing copied to the host."""
+    readers = {
+        f"{backend.name} in {mode.value}"
+        for model in models
+        for mode, backend in model.items()
+        if mode is not Mode.PREFILL and registry.needs_cpu_seq_lens(backend.name, mode)
+    }
+    return ", ".join(sorted(readers)) or None
