@@ -333,7 +333,7 @@ def test_one_token_is_committed_and_counted() -> None:
         return slots
 
     fused, plain = filled(DEVICE), filled(torch.device("cpu"))
-    counts, finish = commit_one(who.to(DEVICE), tokens.to(DEVICE), fused)
+    counts, finish = commit_one(who.to(DEVICE), tokens.to(DEVICE), fused.commit_tables)
     expected = plain.commit(who, tokens, torch.ones_like(who))
     assert torch.equal(counts.cpu(), expected.counts) and torch.equal(finish.cpu(), expected.finish)
     for name in ("seq_len", "bonus", "finished", "output_counts"):
