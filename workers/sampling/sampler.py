@@ -87,9 +87,13 @@ CAPTURED_NEEDS = (
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows to sample, B requests of R rows: slots [B] int64; positions [B, R] int64 of the token to be chosen;
-    path: [B, R, W] bool and path_tokens [B, W] int64, the tree nodes above and at each row that are not yet counted
-    as output (None where there are none)."""
+    """The rows to sample, B requests of R rows.
+
+    slots: [B] int64.
+    positions: [B, R] int64 of the token to be chosen.
+    path, path_tokens: [B, R, W] bool and [B, W] int64, the tree nodes above and at each row that are not yet counted as
+        output; None where there are none.
+    """
 
     slots: Tensor
     positions: Tensor
@@ -99,7 +103,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sampled:
-    """tokens: [B, R] int64. logits: [B, R, vocab] as the model gave them, if log-probabilities are wanted."""
+    """What was chosen.
+
+    tokens: [B, R] int64.
+    logits: [B, R, vocab] as the model gave them, if log-probabilities are wanted.
+    """
 
     tokens: Tensor
     logits: Tensor | None
@@ -107,7 +115,11 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of N entries of M tokens: chosen [N, M], and the k most likely, top_ids and top [N, M, k]."""
+    """Log-probabilities of N entries of M tokens.
+
+    chosen: [N, M] float32, of the tokens.
+    top_ids, top: [N, M, k] int64 and float32, of the k most likely.
+    """
 
     chosen: Tensor
     top_ids: Tensor
