@@ -2,7 +2,7 @@
 
 The first step reads what draft-extend left; pass s after it writes its KV at columns (s - 1) * top_k onwards of the
 suffix, and nothing of that outlives the round. A random request's scores carry the target's own noise
-(`workers.sampling.sampler`), so that the draft proposes what the target would draw.
+(`workers.sampling.sampler`) and its filters, so that the draft proposes what the target would draw.
 """
 
 from dataclasses import dataclass
@@ -99,15 +99,18 @@ class Drafter:
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
 
     def _scores(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Tensor:
-        """[B * rows, shard size] logits of tokens at `depth`, with the target's noise where requests are random."""
+        """[B * rows, shard size] logits of tokens at `depth`, where requests are random with the target's noise and
+        under their filters."""
         logits = self._runner.model.logits(hidden)
         if not batch.needs.random:
             return logits
         positions = (length.long() + depth).unsqueeze(1).expand(-1, rows)
-        return self._sampler.perturb(logits, Rows(batch.slots, positions), self._noise_ids)
+        group = self._runner.model.lm_head.shard.group
+        where = Rows(batch.slots, positions)
+        return self._sampler.perturb(logits, where, self._noise_ids, batch.needs.filtered, group)
 
     def _best(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Children:
-        """The top_k tokens behind hidden [B * rows, H], at `depth` of the trees."""
+        """The top_k tokens after hidden [B * rows, H], at `depth` of the trees."""
         head = self._runner.model
         scores = self._scores(hidden, batch, length, depth, rows)
         return Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)

@@ -169,7 +169,7 @@ def accept_commit(
         finished,
         finished.stride(0),
         table.stop_ids,
-        *counting_arguments(table),
+        *counting_arguments(table.output_counts, table.shapes_logits),
         table.seed,
         table.seed.stride(0),
         certain,

@@ -101,8 +101,12 @@ def kernels(rows: int, size: int) -> dict[str, float]:
             out[f"{name}, {kind}"] = replay_us(lambda x=x, where=where, needs=needs: sampler.sample(x, where, needs))
     tokens, x = torch.zeros((rows, 1), dtype=torch.int64, device=device), logits["flat"]
     out["20 log-probabilities"] = replay_us(lambda: logprobs_of(x.unsqueeze(1), tokens, 20))
-    where, ids = Rows(torch.full((rows,), 1, device=device), positions), torch.arange(32000, device=device)
-    out["noise for a draft of 32,000"] = replay_us(lambda: sampler.perturb(x[:, :32000].contiguous(), where, ids))
+    drafted, ids = x[:, :32000].contiguous(), torch.arange(32000, device=device)
+    for kind in ("temperature", "top-p 0.9", "top-k 50"):
+        where, filtered = Rows(torch.full((rows,), names.index(kind), device=device), positions), kind != "temperature"
+        out[f"{kind}, noise for a draft of 32,000"] = replay_us(
+            lambda where=where, filtered=filtered: sampler.perturb(drafted, where, ids, filtered, SOLO)
+        )
     return out
 
 

@@ -10,7 +10,7 @@ from scipy import stats
 from workers.distributed.tp_group import SOLO
 from workers.layers.vocab import VocabShard
 from workers.runner.slot_table import SlotTable
-from workers.sampling.filters import gap_limits, gaps
+from workers.sampling.filters import DROPPED, gap_limits, gaps
 from workers.sampling.sampler import (
     CAPTURED_NEEDS,
     MAX_LOGPROBS,
@@ -120,6 +120,50 @@ def test_tokens_of_equal_logits_stay_or_go_together(seed: int) -> None:
         assert torch.equal((other <= gap_limits(other, *filters).unsqueeze(1))[0], kept[0][shuffled])
 
 
+def kept_by_a_draft(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Token ids in levels of a factor of two, taken level by level; a level's tokens weigh what its lowest may."""
+    scaled = [x / temperature * math.log2(math.e) for x in logits.tolist()]
+    top = math.floor(max(scaled))
+    levels = [[i for i, x in enumerate(scaled) if math.floor(x) == top - level] for level in range(32)]
+    left: list[list[int]] = []
+    for level in levels:
+        if not top_k or sum(map(len, left)) < top_k:
+            left.append(level)
+    total = sum(len(level) / 2**place for place, level in enumerate(left))
+    kept: set[int] = set()
+    mass = 0.0
+    for place, level in enumerate(left):
+        if mass < top_p * total or top_p >= 1:
+            kept |= set(level)
+            mass += len(level) / 2**place
+    short = (not top_k or sum(map(len, left)) < top_k) and top_p >= 1
+    kept = set(range(len(scaled))) if short else kept
+    return {i for i in kept if not min_p or scaled[i] >= max(scaled) + math.log2(min_p)}
+
+
+@pytest.mark.parametrize("filters", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (9, 0.8, 0.05), (2, 0.999, 0.0)])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_drafts_keep_whole_levels(filters: tuple[int, float, float], temperature: float) -> None:
+    """What is dropped is far below what is kept; of top-k nothing is dropped that the target keeps, of min-p alone the
+    same."""
+    top_k, top_p, min_p = filters
+    sampler, _, _ = sampler_with(SamplingParams(1, temperature, top_k, top_p, min_p, seed=3))
+    logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(6)) * 3
+    rows = Rows(torch.zeros(1, dtype=torch.int64), torch.arange(50).unsqueeze(0))
+    ids = torch.arange(VOCAB)
+    plain, ours = (sampler.perturb(logits, rows, ids, filtered, SOLO) for filtered in (False, True))
+    kept = ours == plain
+    assert torch.equal(ours[~kept], plain[~kept] - DROPPED)
+    num_dropped = 0
+    for row in range(50):
+        mine = set(kept[row].nonzero().flatten().tolist())
+        assert mine == kept_by_a_draft(logits[row], temperature, top_k, top_p, min_p)
+        wanted = allowed(logits[row], temperature, top_k, top_p, min_p)
+        assert top_p < 1 or (wanted <= mine if top_k else wanted == mine)
+        num_dropped += VOCAB - len(mine)
+    assert num_dropped > 50
+
+
 def test_filters_of_a_greedy_request_change_nothing() -> None:
     sampler, _, _ = sampler_with(SamplingParams(1, 0.0, top_k=1, top_p=0.1, min_p=0.9), SamplingParams(1, 1.0))
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8))
@@ -142,7 +186,7 @@ def test_one_token_kept_is_greedy_ties_included(filters: dict[str, float], shapi
         assert not needs.random and not needs.filtered
         for captured in (needs, needs.captured, SamplingNeeds(True), SamplingNeeds(True, True)):
             assert torch.equal(sampler.sample(logits, rows, captured).tokens.flatten(), greedy)
-        drafted = sampler.perturb(logits, rows, torch.arange(VOCAB))
+        drafted = sampler.perturb(logits, rows, torch.arange(VOCAB), True, SOLO)
         assert torch.equal(drafted.argmax(-1), greedy)
 
 

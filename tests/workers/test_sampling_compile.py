@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from tests.attention import test_triton_compile as compiling  # noqa: E402
 from workers.layers.kernels import argmax  # noqa: E402
-from workers.sampling.kernels import choose, filters, gumbel, logprobs, penalties  # noqa: E402
+from workers.sampling.kernels import choose, draft_scores, filters, logprobs, penalties  # noqa: E402
 
 pytestmark = compiling.pytestmark
 
@@ -33,6 +33,7 @@ POINTERS |= dict.fromkeys(
         "penalty_ptr",
         "norm_ptr",
         "row_peak_ptr",
+        "summary_ptr",
     ),
     "fp32",
 )
@@ -45,7 +46,10 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (filters._limits, {"PARTS": 32}, 1),
     (choose._choose, {"FILTERED": False, "PART": 4 * choose.TILE, "TILE": choose.TILE}, 4),
     (choose._choose, {"FILTERED": True, "PART": choose.TILE, "TILE": choose.TILE}, 4),
-    (gumbel._perturb, {"BLOCK": gumbel.BLOCK}, 4),
+    (draft_scores._count_levels, {"PART": draft_scores.PART, "TILE": draft_scores.TILE}, 8),
+    (draft_scores._perturb, {"FILTERED": False, "PARTS": 1, "BLOCK": draft_scores.BLOCK}, 4),
+    (draft_scores._perturb, {"FILTERED": True, "PARTS": 8, "BLOCK": draft_scores.BLOCK}, 4),
+    (draft_scores._perturb, {"FILTERED": True, "PARTS": 64, "BLOCK": draft_scores.BLOCK}, 4),
     (penalties._shape, {"STOPS": 64, "BLOCK": penalties.BLOCK}, 4),
     (logprobs._summarize, {"PART": logprobs.PART, "BLOCK": logprobs.BLOCK}, 4),
     (argmax._partial, {"BLOCK": argmax.BLOCK}, 8),

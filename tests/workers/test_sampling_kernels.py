@@ -19,10 +19,20 @@ from workers.layers.kernels.topk import topk_log_softmax  # noqa: E402
 from workers.layers.vocab import VocabShard  # noqa: E402
 from workers.runner.kernels.commit import commit_one  # noqa: E402
 from workers.runner.slot_table import SlotTable  # noqa: E402
-from workers.sampling.filters import MAX_GAP, gap_limits, gaps  # noqa: E402
+from workers.sampling.filters import (  # noqa: E402
+    DROPPED,
+    MAX_GAP,
+    count_levels,
+    gap_limits,
+    gaps,
+    lowest_kept,
+    scaled_logits,
+)
+from workers.sampling.kernels import draft_scores  # noqa: E402
 from workers.sampling.kernels.choose import choose  # noqa: E402
+from workers.sampling.kernels.draft_scores import perturb  # noqa: E402
 from workers.sampling.kernels.filters import Filters, Limits, find_limits  # noqa: E402
-from workers.sampling.kernels.gumbel import Draws, perturb  # noqa: E402
+from workers.sampling.kernels.gumbel import Draws  # noqa: E402
 from workers.sampling.kernels.logprobs import norms_and_top  # noqa: E402
 from workers.sampling.kernels.penalties import shape  # noqa: E402
 from workers.sampling.sampler import Rows, Sampler  # noqa: E402
@@ -121,7 +131,8 @@ def test_draws_are_those_of_torch_up_to_near_ties(size: int) -> None:
     rows = Rows(who.cpu(), positions.cpu())
     on_cpu = Sampler(table(size, torch.device("cpu")), VocabShard(size, SOLO))
     expected = on_cpu._perturb(logits.cpu(), rows, torch.arange(first, first + size))
-    noisy = perturb(logits, draws, torch.arange(first, first + size, device=DEVICE)).cpu()
+    ids = torch.arange(first, first + size, device=DEVICE)
+    noisy = perturb(logits, draws, ids, filters_of(slots), None).cpu()
     finite = expected.isfinite()
     torch.testing.assert_close(noisy[finite], expected[finite], atol=5e-6, rtol=1e-6)
     kept, _ = kept_by_reference(logits, slots, who.repeat_interleave(width))
@@ -148,12 +159,45 @@ def test_every_path_on_a_device_draws_the_same() -> None:
     all_kept = Limits(torch.full_like(value, float("inf")), torch.full_like(value, MAX_GAP).int())
     filtered = choose(logits, draws, 0, all_kept)
     assert torch.equal(filtered[0], value) and torch.equal(filtered[1], column)
-    noisy = perturb(logits, draws, ids)
+    noisy = perturb(logits, draws, ids, filters_of(slots), None)
     assert torch.equal(noisy.amax(1), value) and torch.equal(noisy.gather(1, column.unsqueeze(1)).squeeze(1), value)
     for row in (0, 5, 23):
         draw = dataclasses.replace(draws, slots=who[:1], positions=positions.view(-1, 1)[row : row + 1])
         alone = choose(logits[row : row + 1], draw, 0)
         assert torch.equal(alone[0], value[row : row + 1]) and torch.equal(alone[1], column[row : row + 1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_drafts_drop_what_torch_drops(size: int, shards: int) -> None:
+    """Summaries of a row's parts, or of parts of two shards, keep what the row's own summary keeps: to the bit but for
+    min-p, whose logarithm is another one."""
+    slots, width = table(size), 2
+    who = torch.randperm(len(FILTERS) + 1, generator=torch.Generator().manual_seed(size)).to(DEVICE)  # and padding
+    of = who.repeat_interleave(width)
+    logits = logits_of(len(of), size, size + 7)
+    temperature = slots.temperature[of]
+    scaled = scaled_logits(logits, torch.where(temperature > 0, temperature, 1.0))
+    lowest = lowest_kept(count_levels(scaled), slots.top_k[of], slots.top_p[of], slots.min_p[of])
+    dropped = (temperature > 0).unsqueeze(1) & (scaled < lowest.unsqueeze(1))
+    doubtful = (scaled - lowest.unsqueeze(1)).abs() < 1e-5
+    chosen = filters_of(slots)
+    # contiguous, as a rank's logits are
+    parts = [part.contiguous() for part in logits.chunk(shards, dim=1)]
+    summary = torch.cat([draft_scores.count_levels(part, who, chosen) for part in parts], dim=1)
+    draws = Draws(who, torch.arange(len(of), device=DEVICE).view(-1, width), slots.temperature, slots.seed)
+    ids = torch.arange(size, device=DEVICE)
+    noisy = perturb(logits, draws, ids, chosen, None)
+    ours = perturb(logits, draws, ids, chosen, summary)
+    finite = logits.isfinite()
+    assert torch.equal(ours[finite & ~dropped & ~doubtful], noisy[finite & ~dropped & ~doubtful])
+    assert torch.equal(ours[finite & dropped & ~doubtful], noisy[finite & dropped & ~doubtful] - DROPPED)
+    assert bool(dropped.any()) and float(doubtful.float().mean()) < 0.01
+    # whatever a filter drops is below whatever it keeps
+    for row, score in enumerate(ours):
+        kept = score[finite[row] & ~dropped[row] & ~doubtful[row]]
+        gone = score[finite[row] & dropped[row] & ~doubtful[row]]
+        assert not len(gone) or not len(kept) or kept.min() > gone.max()
 
 
 def shaping_table(size: int, device: torch.device) -> SlotTable:
@@ -289,7 +333,7 @@ def test_one_token_is_committed_and_counted() -> None:
         return slots
 
     fused, plain = filled(DEVICE), filled(torch.device("cpu"))
-    counts, finish = commit_one(who.to(DEVICE), tokens.to(DEVICE), fused)
+    counts, finish = commit_one(who.to(DEVICE), tokens.to(DEVICE), fused.commit_tables)
     expected = plain.commit(who, tokens, torch.ones_like(who))
     assert torch.equal(counts.cpu(), expected.counts) and torch.equal(finish.cpu(), expected.finish)
     for name in ("seq_len", "bonus", "finished", "output_counts"):

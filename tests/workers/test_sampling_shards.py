@@ -76,7 +76,7 @@ def test_draws_from_all_shards(ranks: int, vocab: int) -> None:
         shard = VocabShard(vocab, group)
         sampler, mine = Sampler(slots, shard), shard_of(logits, shard)
         ids = torch.arange(shard.first, shard.first + shard.size).clamp_max(vocab - 1)
-        noisy = sampler.perturb(mine, rows, ids)
+        noisy = sampler.perturb(mine, rows, ids, True, group)
         assert not noisy.isnan().any()
         best, _ = shard.topk_log_softmax(noisy, 2)
         assert torch.isfinite(best).all()

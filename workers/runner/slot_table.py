@@ -5,6 +5,7 @@ device from the host, except that per-slot facts the host already knows (from `S
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from workers.scheduling.plan import (
     StepPlan,
     unpack_i32,
 )
+
+if TYPE_CHECKING:
+    from workers.runner.kernels.commit import CommitTables
 
 NO_TOKEN = -1
 
@@ -96,6 +100,21 @@ class SlotTable:
         tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids)
         return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
 
+    @property
+    def commit_tables(self) -> "CommitTables":
+        """What the kernels of a commit change; importing them needs triton."""
+        from workers.runner.kernels.commit import CommitTables
+
+        return CommitTables(
+            self.seq_len,
+            self.bonus,
+            self.max_len,
+            self.finished,
+            self.shapes_logits,
+            self.stop_ids,
+            self.output_counts,
+        )
+
     def apply_plan(self, plan: StepPlan) -> None:
         """Take over a plan's new requests and page-table changes."""
         # A new owner's table starts empty: what it does not reserve is the dummy page, never another's page.
@@ -155,7 +174,7 @@ class SlotTable:
         if tokens.is_cuda and tokens.shape[1] == 1:
             from workers.runner.kernels.commit import commit_one
 
-            return Commit(tokens, *commit_one(slots, tokens, self))
+            return Commit(tokens, *commit_one(slots, tokens, self.commit_tables))
         length = self.seq_len[slots].long()
         column = torch.arange(tokens.shape[1], device=tokens.device)
         counts = torch.minimum(counts, self.max_len[slots] - length - 1)

@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from workers.distributed.tp_group import TPGroup
 from workers.layers.vocab import VocabShard, argmax
 from workers.runner.slot_table import SlotFacts, SlotTable
-from workers.sampling.filters import MAX_GAP, gap_limits, gaps
+from workers.sampling.filters import (
+    DROPPED,
+    MAX_GAP,
+    count_levels,
+    gap_limits,
+    gaps,
+    lowest_kept,
+    scaled_logits,
+)
 
 if TYPE_CHECKING:
-    from workers.sampling.kernels.filters import Limits
+    from workers.sampling.kernels.filters import Filters, Limits
     from workers.sampling.kernels.gumbel import Draws
 
 
@@ -78,9 +87,13 @@ CAPTURED_NEEDS = (
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows to sample, B requests of R rows: slots [B] int64; positions [B, R] int64 of the token to be chosen;
-    path: [B, R, W] bool and path_tokens [B, W] int64, the tree nodes above and at each row that are not yet counted
-    as output (None where there are none)."""
+    """The rows to sample, B requests of R rows.
+
+    slots: [B] int64.
+    positions: [B, R] int64 of the token to be chosen.
+    path, path_tokens: [B, R, W] bool and [B, W] int64, the tree nodes above and at each row that are not yet counted as
+        output; None where there are none.
+    """
 
     slots: Tensor
     positions: Tensor
@@ -90,7 +103,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sampled:
-    """tokens: [B, R] int64. logits: [B, R, vocab] as the model gave them, if log-probabilities are wanted."""
+    """What was chosen.
+
+    tokens: [B, R] int64.
+    logits: [B, R, vocab] as the model gave them, if log-probabilities are wanted.
+    """
 
     tokens: Tensor
     logits: Tensor | None
@@ -98,7 +115,11 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of N entries of M tokens: chosen [N, M], and the k most likely, top_ids and top [N, M, k]."""
+    """Log-probabilities of N entries of M tokens.
+
+    chosen: [N, M] float32, of the tokens.
+    top_ids, top: [N, M, k] int64 and float32, of the k most likely.
+    """
 
     chosen: Tensor
     top_ids: Tensor
@@ -142,6 +163,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 33 & 0x7FFFFFFF)
 
 
+def _of_all_ranks(summaries: Tensor, group: TPGroup) -> Tensor:
+    """[rows, ranks * parts, n] from each rank's [rows, parts, n]."""
+    return group.all_gather(summaries).movedim(0, 1).flatten(1, 2)
+
+
 class Sampler:
     """Samples from logits that are cut by vocabulary over the ranks."""
 
@@ -164,14 +190,30 @@ class Sampler:
             tokens = argmax(logits)
         return Sampled(tokens.view(shape), raw.view(*shape, -1) if needs.num_logprobs >= 0 else None)
 
-    def perturb(self, logits: Tensor, rows: Rows, ids: Tensor) -> Tensor:
-        """logits [B * R, n] of tokens `ids` [n] as the draft should see them: what `sample` takes the largest of, but
-        for filters. A draft that uses the target's own noise proposes the token that the target would draw."""
+    def perturb(self, logits: Tensor, rows: Rows, ids: Tensor, filtered: bool, group: TPGroup) -> Tensor:
+        """logits [B * R, n] of tokens `ids` [n] as the draft should see them: with the noise of what `sample` takes the
+        largest of, so that it proposes the token that the target would draw, and tokens that filters drop below all
+        others. group: the ranks that have the other tokens of its vocabulary."""
         if logits.is_cuda:
-            from workers.sampling.kernels.gumbel import perturb
+            from workers.sampling.kernels.draft_scores import count_levels as fast_count_levels
+            from workers.sampling.kernels.draft_scores import perturb
 
-            return perturb(logits, self._draws(rows), ids)
-        return self._perturb(logits.float(), rows, ids)
+            chosen = self._filters()
+            summary = _of_all_ranks(fast_count_levels(logits, rows.slots, chosen), group) if filtered else None
+            return perturb(logits, self._draws(rows), ids, chosen, summary)
+        logits = logits.float()
+        noisy = self._perturb(logits, rows, ids)
+        return self._drop(noisy, logits, rows, group) if filtered else noisy
+
+    def _drop(self, noisy: Tensor, logits: Tensor, rows: Rows, group: TPGroup) -> Tensor:
+        """noisy [B * R, n], tokens that are dropped by their logits [B * R, n] below all others."""
+        table, slots = self._slots, rows.slots.repeat_interleave(rows.positions.shape[1])
+        temperature = table.temperature[slots]
+        scaled = scaled_logits(logits, torch.where(temperature > 0, temperature, 1.0))
+        summaries = _of_all_ranks(count_levels(scaled), group)
+        lowest = lowest_kept(summaries, table.top_k[slots], table.top_p[slots], table.min_p[slots])
+        dropped = (temperature > 0).unsqueeze(1) & (scaled < lowest.unsqueeze(1))
+        return torch.where(dropped, noisy - DROPPED, noisy)
 
     def _draw_sharded(self, logits: Tensor, rows: Rows) -> Tensor:
         """[B * R] int64 token ids drawn from this and the other ranks' logits [B * R, shard size]."""
@@ -214,10 +256,15 @@ class Sampler:
         return Draws(rows.slots, rows.positions, self._slots.temperature, self._slots.seed)
 
     def _limits(self, logits: Tensor, rows: Rows) -> "Limits":
-        from workers.sampling.kernels.filters import Filters, find_limits
+        from workers.sampling.kernels.filters import find_limits
+
+        return find_limits(logits, rows.slots, self._filters())
+
+    def _filters(self) -> "Filters":
+        from workers.sampling.kernels.filters import Filters
 
         table = self._slots
-        return find_limits(logits, rows.slots, Filters(table.temperature, table.top_k, table.top_p, table.min_p))
+        return Filters(table.temperature, table.top_k, table.top_p, table.min_p)
 
     def _shaped(self, logits: Tensor, rows: Rows) -> Tensor:
         """`_shape` of logits [B * R, vocab]."""

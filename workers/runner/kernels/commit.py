@@ -5,15 +5,13 @@ and by the kernel that accepts drafts (`speculative.kernels.accept_commit`).
 Reference: `workers.runner.slot_table.SlotTable.commit`.
 """
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from workers.runner.slot_table import SlotTable
 
 
 @triton.jit
@@ -57,10 +55,10 @@ def count_output(slot, token, valid, output_count_ptr, vocab_size, shapes_ptr, s
     tl.atomic_add(output_count_ptr + slot * vocab_size + token, 1, mask=counts, sem="relaxed")
 
 
-def counting_arguments(table: "SlotTable") -> tuple[Any, ...]:
-    """What `count_output` takes of a table, in its order."""
-    shapes = table.shapes_logits.view(torch.int8)
-    return table.output_counts, table.vocab_size, shapes, shapes.stride(0)
+def counting_arguments(output_counts: Tensor, shapes_logits: Tensor) -> tuple[Any, ...]:
+    """What `count_output` takes of output_counts [S, vocab] int32 and shapes_logits [S] bool, in its order."""
+    shapes = shapes_logits.view(torch.int8)
+    return output_counts, output_counts.shape[1], shapes, shapes.stride(0)
 
 
 @triton.jit
@@ -112,8 +110,28 @@ def _commit_one(
     tl.store(finish_ptr + b, finish)
 
 
-def commit_one(slots: Tensor, tokens: Tensor, table: "SlotTable") -> tuple[Tensor, Tensor]:
-    """Commit one token of tokens [B, 1] int64 to each of slots [B] int64 and change the table in place; counts and
+@dataclass(frozen=True)
+class CommitTables:
+    """The rows of a slot table that a commit reads and changes, for S slots.
+
+    seq_len: [S] int32.
+    bonus, max_len: [S] int64.
+    finished, shapes_logits: [S] bool.
+    stop_ids: [S, n] int64.
+    output_counts: [S, vocab] int32.
+    """
+
+    seq_len: Tensor
+    bonus: Tensor
+    max_len: Tensor
+    finished: Tensor
+    shapes_logits: Tensor
+    stop_ids: Tensor
+    output_counts: Tensor
+
+
+def commit_one(slots: Tensor, tokens: Tensor, table: CommitTables) -> tuple[Tensor, Tensor]:
+    """Commit one token of tokens [B, 1] int64 to each of slots [B] int64 and change the tables in place; counts and
     reasons to finish, [B] int64."""
     from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 
@@ -131,7 +149,7 @@ def commit_one(slots: Tensor, tokens: Tensor, table: "SlotTable") -> tuple[Tenso
         flags,
         flags.stride(0),
         table.stop_ids,
-        *counting_arguments(table),
+        *counting_arguments(table.output_counts, table.shapes_logits),
         counts,
         finish,
         STOPS=table.stop_ids.shape[1],

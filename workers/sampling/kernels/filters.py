@@ -9,6 +9,7 @@ there is; rows without the filter, and those whose search is settled, leave at o
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -34,6 +35,12 @@ class Filters:
     top_p: Tensor
     min_p: Tensor
 
+    def arguments(self) -> tuple[Any, ...]:
+        """What kernels take: pointers and strides, in the order of `is_filtered`."""
+        stride = self.temperature.stride(0)
+        assert self.top_p.stride(0) == stride and self.min_p.stride(0) == stride
+        return self.temperature, self.top_p, self.min_p, stride, self.top_k, self.top_k.stride(0)
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -42,6 +49,14 @@ class Limits:
 
     peaks: Tensor
     gaps: Tensor
+
+
+@triton.jit
+def is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
+    """Whether the request in a slot draws with filters."""
+    top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
+    filtered = (top_k > 0) | (top_p < 1) | (tl.load(min_p_ptr + slot * float_stride) > 0)
+    return filtered & (tl.load(temperature_ptr + slot * float_stride) > 0)
 
 
 @triton.jit
@@ -98,9 +113,7 @@ def _peaks(
     """The largest logit of every part of the rows that are filtered."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)
-    top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
-    filtered = (top_k > 0) | (top_p < 1) | (tl.load(min_p_ptr + slot * float_stride) > 0)
-    if filtered & (tl.load(temperature_ptr + slot * float_stride) > 0):
+    if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
         column = part * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
         tl.store(peak_ptr + row * tl.num_programs(1) + part, tl.max(x, 0))
@@ -225,19 +238,17 @@ def _limits(
 def find_limits(logits: Tensor, slots: Tensor, chosen: Filters) -> Limits:
     """Limits of logits [B * R, n], any float dtype, last stride 1, of requests in slots [B] int64."""
     assert logits.stride(1) == 1 and slots.is_contiguous()
-    stride = chosen.temperature.stride(0)
-    assert chosen.top_p.stride(0) == stride and chosen.min_p.stride(0) == stride
     rows, size = logits.shape
     device, parts = logits.device, triton.cdiv(size, PART)
-    head = (logits, logits.stride(0), size, slots, rows // slots.shape[0], chosen.temperature, chosen.top_p)
-    top_k = (stride, chosen.top_k, chosen.top_k.stride(0))
+    temperature, top_p, min_p, *top_k = chosen.arguments()
+    head = (logits, logits.stride(0), size, slots, rows // slots.shape[0], temperature, top_p)
     peaks = torch.empty((rows, parts), dtype=torch.float32, device=device)
     # tensors of their own: where a slice begins would decide which variant of the kernel is compiled
     lowest = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
     sums = [torch.empty((rows, parts, 8), dtype=torch.float32, device=device) for _ in range(2)]
     needed = torch.empty(rows, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(parts)
-    _peaks[(rows, parts)](*head, chosen.min_p, *top_k, peaks, BLOCK=PART, num_warps=8)
+    _peaks[(rows, parts)](*head, min_p, *top_k, peaks, BLOCK=PART, num_warps=8)
     for turn in range(2 * LEVELS):
         now, before = turn % 2, 1 - turn % 2
         _narrow[(rows, parts)](
@@ -259,7 +270,7 @@ def find_limits(logits: Tensor, slots: Tensor, chosen: Filters) -> Limits:
     found = Limits(torch.empty_like(needed), torch.empty_like(lowest[0]))
     _limits[(rows,)](
         *head[3:],
-        chosen.min_p,
+        min_p,
         *top_k,
         peaks,
         lowest[1],

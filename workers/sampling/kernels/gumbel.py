@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Gumbel noise on a GPU: the parts that kernels share, and logits with noise as the draft sees them.
+"""Gumbel noise on a GPU: the parts that kernels share.
 
 Reference: `workers.sampling.sampler.gumbel_noise`, which hashes the same bits but takes logarithms in float64; here
 they are float32, a few units in the last place apart. Every GPU path adds this noise, with the same fused multiply-add,
@@ -9,12 +9,9 @@ so that plain decoding, verification and any batch draw the same tokens.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -116,55 +113,3 @@ def gumbel(hashed, token):
 @triton.jit
 def noisy(x, inverse_temperature, hashed, token):
     return tl.fma(x, inverse_temperature, gumbel(hashed, token))
-
-
-@triton.jit(do_not_specialize=["width", "position_row", "position_column"])
-def _perturb(
-    x_ptr,
-    x_stride,
-    out_ptr,
-    size,
-    id_ptr,
-    slot_ptr,
-    position_ptr,
-    position_row,
-    position_column,
-    width,
-    temperature_ptr,
-    temperature_stride,
-    seed_ptr,
-    seed_stride,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    temperature, hashed = draw_of_row(
-        row,
-        slot_ptr,
-        position_ptr,
-        position_row,
-        position_column,
-        width,
-        temperature_ptr,
-        temperature_stride,
-        seed_ptr,
-        seed_stride,
-    )
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if temperature > 0:
-        token = tl.load(id_ptr + column, mask=inside, other=0)
-        x = noisy(x, tl.div_rn(1.0, temperature), hashed, token)
-    tl.store(out_ptr + row * size + column, x, mask=inside)
-
-
-def perturb(logits: Tensor, draws: Draws, ids: Tensor) -> Tensor:
-    """[B * R, n] float32: logits [B * R, n], any float dtype, last stride 1, over temperature plus the noise of tokens
-    `ids` [n] int64; rows of temperature 0 unchanged. Reference: `Sampler.perturb` on a CPU."""
-    assert logits.stride(1) == 1 and ids.is_contiguous()
-    rows, size = logits.shape
-    out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
-    _perturb[(rows, triton.cdiv(size, BLOCK))](
-        logits, logits.stride(0), out, size, ids, *draws.arguments(), BLOCK=BLOCK, num_warps=4
-    )
-    return out
