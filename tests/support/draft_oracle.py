@@ -29,7 +29,7 @@ from speculative.decoding import SpeculativeDecoding
 from speculative.shapes import tree_shape
 from tests.support.eager_graphs import EagerRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
-from workers.config import PLAIN, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
+from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO
 from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes, token_buckets
 from workers.runner.layout import EngineLayout
@@ -61,7 +61,7 @@ def observe(worker: Worker, slot: int) -> Drafted:
     assert isinstance(strategy, SpeculativeDecoding)
     tokens, parents = (field[slot].tolist() for field in strategy._trees._fields[:2])
     pool, slots = strategy._draft.pool, worker._slots
-    positions = torch.arange(int(slots.seq_len[slot])).unsqueeze(0)
+    positions = torch.arange(int(slots.seq_len[slot]), device=slots.device).unsqueeze(0)
     where = token_indices(slots.page_table[slot : slot + 1], positions, pool.page_size).flatten()
     layer = pool.layer(0)
     return Drafted(tuple(tokens), tuple(parents), layer.k.flatten(0, 1)[where], layer.v.flatten(0, 1)[where])
@@ -147,7 +147,9 @@ class WatchedRank:
             self._sampling[init.slot] = init.sampling
         self._worker.submit(plan)
         finals = [chunk.slot for chunk in plan.chunks if chunk.next_token < 0]
-        rows = self._worker._pending[-1].emitted.rows.tolist()
+        emitted = self._worker._pending[-1].emitted
+        emitted.wait()
+        rows = emitted.rows.tolist()
         drafting = plan.drafting or bytes(len(rows))
         for slot, row, drafts in zip([*unpack_i32(plan.slots).tolist(), *finals], rows, drafting, strict=True):
             count, finish = row[-3], row[-2]
@@ -215,7 +217,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         choose_shape=lambda shapes: rng.randrange(len(shapes)) if len(shapes) > 2 else shapes.default,
     )
     worker = build_worker(spec, layout, 0, "")
-    if case.captured:
+    if case.captured and spec.worker.model.device == "cpu":  # on a GPU they are graphs anyway
         capture(worker, spec.worker, layout)
     rank = WatchedRank(worker, oracle, scheduler, shapes)
     engine = LocalEngine(scheduler, rank)
@@ -277,11 +279,11 @@ SHAPES = {
 }
 
 
-def tiny_spec(folder: Path) -> EngineSpec:
-    """A tiny pair whose draft is right about half the time."""
+def tiny_spec(folder: Path, device: Device = "cpu") -> EngineSpec:
+    """A tiny pair in float32 whose draft is right about half the time."""
     target = make_target(folder / "target", calm=0.01)
     eagle = str(make_eagle(folder / "eagle", target, copying=True))
-    worker = WorkerConfig(ModelSource(path=str(target), device="cpu"))
+    worker = WorkerConfig(ModelSource(path=str(target), dtype="float32", device=device))
     return EngineSpec(worker, SpeculativeConfig(eagle, "eagle", 3, 1, 4))
 
 
@@ -289,10 +291,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        spec = tiny_spec(Path(folder))
+        spec = tiny_spec(Path(folder), args.device)
         oracles = {name: Oracle(spec, shapes) for name, shapes in SHAPES.items()}
         end, seed, drafts, kv, faults, preempted = time.monotonic() + args.seconds, args.seed, 0, 0, 0, 0
         while time.monotonic() < end:
