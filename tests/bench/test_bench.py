@@ -30,8 +30,7 @@ def test_every_part_has_its_findings_here() -> None:
     [
         "coordinator",
         "embedded",
-        pytest.param("http", marks=pytest.mark.ray),
-        *(pytest.param(part, marks=_SERVED) for part in ("startup", "memory")),
+        *(pytest.param(part, marks=_SERVED) for part in ("startup", "memory", "http")),
     ],
 )
 def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -> None:

@@ -142,12 +142,12 @@ def test_logprobs_do_not_change(pair: Pair) -> None:
 
 
 def test_a_stop_token_ends_an_accepted_run_at_every_offset(pair: Pair, plain: list[list[int]]) -> None:
-    for i, output in enumerate(plain[:6]):
-        for stop in sorted(set(output)):
-            sampling = SamplingParams(24, 0.0, stop_token_ids=(stop,))
-            with local_engine(pair.spec(pair.chain())) as engine:
-                request = engine.generate([pair.prompts[i]], sampling, 1)[0]
-            assert request.output == output[: output.index(stop) + 1]
+    cases = [(i, stop) for i, output in enumerate(plain[:6]) for stop in sorted(set(output))]
+    sampling = [SamplingParams(24, 0.0, stop_token_ids=(stop,)) for _, stop in cases]
+    with local_engine(pair.spec(pair.chain())) as engine:
+        requests = engine.generate([pair.prompts[i] for i, _ in cases], sampling, 1)
+    for (i, stop), request in zip(cases, requests, strict=True):
+        assert request.output == plain[i][: plain[i].index(stop) + 1], (i, stop)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 9])
