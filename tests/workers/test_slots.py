@@ -10,9 +10,9 @@ from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
 from tests.support import strict_device
 from workers.models.loading import pages_that_fit
-from workers.runner import slot_table
-from workers.runner.slot_table import SlotTable
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
+from workers.slots import slot_table
+from workers.slots.slot_table import SlotTable
 
 CPU = torch.device("cpu")
 

@@ -23,13 +23,13 @@ from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.graph_inputs import MAX_CHUNKS, StepInput
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import CAPTURED_NEEDS, Logprobs, SamplingNeeds
+from workers.slots.slot_table import SlotTable
 
 T = TypeVar("T")
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 512, 1024)
-CHUNK_NEEDS = SamplingNeeds(random=True)
+CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
 _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
 
 
@@ -223,7 +223,7 @@ class GraphedDecoding:
 
     def _chunk_keys(self) -> list[GraphKey]:
         """Steps with prompt chunks: alone, and beside rounds of the shape that requests draft unless they are told
-        otherwise. Random ones serve greedy requests too."""
+        otherwise. Those with filters serve all but penalties and log-probabilities."""
         default = self.shapes.default
         buckets = [*reversed(buckets_of(CAPTURED_NEEDS[-1], self._buckets)), 0]
         return [
