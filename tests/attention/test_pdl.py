@@ -100,7 +100,6 @@ def pointers_read(ptx: str, names: list[str]) -> set[str]:
 
 
 @not_interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_before_its_wait_a_kernel_reads_what_the_table_says_and_writes_nothing(name: str, tmp_path: Path) -> None:
     kernel, pointers, constants, waits_first, expected = CASES[name]

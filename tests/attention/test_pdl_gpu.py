@@ -14,7 +14,6 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="tries the stress where
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 def test_no_launch_reads_what_is_not_yet_written() -> None:
     assert worst_error(100_000, DEVICE) < TOLERANCE
 

@@ -24,7 +24,6 @@ from attention.kernels import (  # noqa: E402
 )
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 SHARED_PER_SM = 227 * 1024

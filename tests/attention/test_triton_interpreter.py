@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# An engine's answers, of kernels whose rows the others compare bit by bit (test_fixed_spans, test_skinny_gemm).
+SLOW_FILES = ("tests/speculative/test_deterministic_interpreted.py",)
 # the longest first, so that the two end together
 FILES = (
-    "tests/speculative/test_deterministic_interpreted.py",
-    "tests/workers/test_sampling_kernels.py",
     "tests/attention/test_fixed_spans.py",
+    "tests/workers/test_sampling_kernels.py",
     "tests/workers/test_one_shot_all_reduce.py",
     "tests/attention/test_triton_backend.py",
     "tests/attention/test_triton_prefill.py",
@@ -29,7 +30,6 @@ FILES = (
 )
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed here"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is interpreted already"),
 ]
@@ -49,5 +49,14 @@ def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_small_cases_are_right_on_a_cpu(file: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
-    done = runs[file].result()
+    check(runs[file].result())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", SLOW_FILES)
+def test_an_engine_of_interpreted_kernels(file: str) -> None:
+    check(interpreted(file))
+
+
+def check(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -18,7 +18,7 @@ FINDINGS = {
     "coordinator": {"coordinator_step_median", "coordinator_step_p99"},
     "http": {"http_events", "http_added_ttft"},
 }
-_SERVED = [pytest.mark.ray, pytest.mark.slow]
+_SERVED = [pytest.mark.ray, pytest.mark.slow]  # each starts what tests/e2e/test_aerie_serve.py starts
 
 
 def test_every_part_has_its_findings_here() -> None:
@@ -29,8 +29,9 @@ def test_every_part_has_its_findings_here() -> None:
     "part",
     [
         "coordinator",
-        pytest.param("embedded", marks=pytest.mark.slow),
-        *(pytest.param(part, marks=_SERVED) for part in ("startup", "memory", "http")),
+        "embedded",
+        pytest.param("http", marks=pytest.mark.ray),
+        *(pytest.param(part, marks=_SERVED) for part in ("startup", "memory")),
     ],
 )
 def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -> None:
@@ -56,7 +57,6 @@ def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -
     assert result["details"][part]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bench", ["round", "sampling", "mixed", "capture"])
 def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
     options = ["--tiny", "--shapes", "chain", "--batches", "2", *(["--chunks", "32"] if bench == "mixed" else [])]

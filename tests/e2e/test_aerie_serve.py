@@ -18,7 +18,7 @@ import yaml
 from tests.e2e.serving import free_port
 from tests.support.wheel import ROOT, environment
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 AERIE = [sys.executable, "-m", "deploy.cli"]
 READY_LIMIT_S = 120.0  # twice what a laptop may take
 

@@ -9,7 +9,7 @@ from tests.bench import gsm8k
 from tests.e2e.serving import Server, ray_cluster, serving, wait_idle
 from tests.support.prompts import MODELS
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 NUM_QUESTIONS = 8
 
 

@@ -14,7 +14,7 @@ from tests.e2e.serving import RAY_ENVIRONMENT, free_port, serving, wait_idle
 from tests.support.scripted import VOCABULARY, scripted_token
 from tests.support.tiny_models import make_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @pytest.fixture(scope="module")

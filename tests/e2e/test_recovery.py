@@ -19,7 +19,7 @@ from tests.e2e.serving import Server, actor_pids, ray_cluster, serving, wait_idl
 from tests.support.scripted import VOCABULARY, scripted_token
 from tests.support.tiny_models import make_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 PROMPT = [5, 6, 7]
 RECOVERY_LIMIT_S = 60.0  # process starts on a loaded two-core machine

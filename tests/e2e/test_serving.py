@@ -14,7 +14,7 @@ from tests.e2e.checkpoint import make_checkpoints
 from tests.e2e.serving import Server, engine_stats, ray_cluster, serving, wait_idle
 
 # Ray leaves sockets and subprocesses to the garbage collector when it is shut down in the process that started it.
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @pytest.fixture(scope="module")

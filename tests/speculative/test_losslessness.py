@@ -40,6 +40,7 @@ ARMS = (
     Arm("tree", TREE, 1, 16),
     Arm("tree", TREE, 2, 1),
 )
+SLOW = pytest.mark.slow
 ALL_ARMS = tuple(
     Arm(name, speculative, tp, page)
     for name, speculative in (("off", None), ("chain", CHAIN), ("tree", TREE))
@@ -69,9 +70,14 @@ def reference() -> list[list[int]]:
     return [r.output for r in answers(OFF)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("arm", ARMS, ids=lambda a: f"{a.name}-tp{a.tensor_parallel}-page{a.page_size}")
+@pytest.mark.parametrize(
+    "arm",
+    [
+        pytest.param(arm, id=f"{arm.name}-tp{arm.tensor_parallel}-page{arm.page_size}", marks=() if quick else SLOW)
+        for arm, quick in ((arm, arm.speculative is not None and arm.page_size == 1) for arm in ARMS)
+    ],
+)
 def test_greedy_answers_are_equal_to_the_token(arm: Arm, reference: list[list[int]]) -> None:
     """In float32 on one machine: passes of different widths differ by about 1e-5 in a logit, and two best tokens that
     close occur about once in 10^5 tokens; the run is deterministic, so it fails always or never on a machine."""
@@ -102,7 +108,7 @@ def p_value(one: list[list[int]], other: list[list[int]], position: int) -> floa
     return float(stats.chi2_contingency(list(zip(*table, strict=True))).pvalue)
 
 
-@pytest.mark.slow
+@SLOW  # that each draw is the same one with and without speculation, test_decoding shows
 def test_sampled_tokens_have_the_same_distribution(pair: Pair) -> None:
     """Speculation on against off, different seeds: a false alarm once in 10^5 runs (8 tests at 10^-6 each). The same
     test tells a wrong temperature."""

@@ -16,7 +16,6 @@ from workers.layers.kernels import argmax, norm_activation, skinny_gemm, topk  #
 from workers.slots.kernels import commit  # noqa: E402
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 BF16 = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "out_ptr"), "bf16")

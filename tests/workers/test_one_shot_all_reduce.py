@@ -69,7 +69,6 @@ def test_every_rank_gets_the_same_right_sum_call_after_call(tmp_path: Path, size
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("width", [8192, 5120, 4096, 1024])
