@@ -104,7 +104,7 @@ def test_requests_that_need_counts_are_admitted_without_waiting(monkeypatch: pyt
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so of every profile
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events", "ignore:Synchronization debug mode")  # torch 2.11
 def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
     """torch raises at every synchronising operation and blocking copy, and the profiler sees no call that waits."""
     device = torch.device("cuda")
