@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from speculative.tree import NO_TOKEN, Tree
-from workers.runner.slot_table import Commit
 from workers.sampling.sampler import gumbel_noise
+from workers.slots.slot_table import Commit
 
 
 @dataclass(frozen=True)

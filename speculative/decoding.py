@@ -24,8 +24,8 @@ from workers.models.decoder import DecoderOutput
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
 from workers.runner.decoding import begin_finals
 from workers.runner.model_runner import TargetRunner
-from workers.runner.slot_table import Commit, SlotTable
 from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
+from workers.slots.slot_table import Commit, SlotTable
 
 
 @dataclass(frozen=True)

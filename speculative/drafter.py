@@ -17,8 +17,8 @@ from speculative.tree import Candidates, Children, candidate_depths, chain
 from speculative.tree_growth import grow
 from speculative.tree_table import TreeTable
 from workers.runner.model_runner import ModelRunner
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
+from workers.slots.slot_table import SlotTable
 
 
 class DraftRunner(ModelRunner[DraftModel]):

@@ -48,10 +48,6 @@ def test_environment_is_read_only_at_the_edge(path: Path) -> None:
         assert not named, f"{relative}:{getattr(node, 'lineno', 0)} touches the environment"
 
 
-# Circles that are still there; a test fails when one is gone, so that it is taken off.
-KNOWN_ROOM_CIRCLES = [{"workers.runner", "workers.sampling"}]
-
-
 def _graph() -> dict[str, set[str]]:
     """Which modules of ours each module of ours imports, in functions and for types too."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in _modules()}
@@ -103,7 +99,7 @@ def test_rooms_of_a_folder_import_in_one_direction() -> None:
         room = ".".join(module.split(".")[:2])
         others = {".".join(other.split(".")[:2]) for other in imported if other.split(".")[0] == module.split(".")[0]}
         rooms.setdefault(room, set()).update(others - {room})
-    assert _circles(rooms) == KNOWN_ROOM_CIRCLES
+    assert _circles(rooms) == []
 
 
 def test_a_circle_is_found() -> None:

@@ -4,6 +4,7 @@ scheduling   what each step runs: queues, pages, the plan that travels to the ra
 runner       one rank: a plan as tensors, a step of rounds and prompts, rounds as graphs; an engine assembled, and run
              without transport
 sampling     which token comes next, on the device
+slots        what a running request is on the device
 models       targets: a checkpoint's folder to a module on this rank, by its architecture's family
 layers       the tensor-parallel layers that models are made of
 distributed  how the ranks of an engine talk

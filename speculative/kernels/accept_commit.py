@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Acceptance and commit in one launch instead of about forty-five. Called by `speculative.decoding` on GPUs.
 
-Reference: `speculative.acceptance.accept`, then `workers.runner.slot_table.SlotTable.commit` and `committed`.
+Reference: `speculative.acceptance.accept`, then `workers.slots.slot_table.SlotTable.commit` and `committed`.
 """
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from speculative.acceptance import Accepted, Committed
 from speculative.tree import Tree
-from workers.runner.kernels.commit import count_output, counting_arguments, settle
-from workers.runner.slot_table import Commit, SlotTable
 from workers.sampling.kernels.gumbel import mix
+from workers.slots.kernels.commit import count_output, counting_arguments, settle
+from workers.slots.slot_table import Commit, SlotTable
 
 
 @triton.jit

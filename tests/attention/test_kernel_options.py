@@ -15,7 +15,7 @@ PACKAGES = (
     "speculative.kernels",
     "workers.distributed.kernels",
     "workers.layers.kernels",
-    "workers.runner.kernels",
+    "workers.slots.kernels",
     "workers.sampling.kernels",
 )
 

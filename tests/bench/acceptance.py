@@ -29,10 +29,10 @@ from tests.support.embedded import embedded_spec, eos_token_ids
 from tests.support.prompts import MODELS, held_out_prompts, tokenized
 from workers.distributed.tp_group import SOLO
 from workers.layers.vocab import VocabShard
-from workers.runner.slot_table import SlotTable
 from workers.sampling.filters import count_levels, lowest_kept, scaled_logits
 from workers.sampling.sampler import Rows, Sampler
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from workers.slots.slot_table import SlotTable
 
 DEPTH = 3
 CPU = torch.device("cpu")

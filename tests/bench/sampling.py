@@ -32,9 +32,9 @@ from tests.bench.round import (
     timed,
     write_checkpoints,
 )
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds, logprobs_of
 from workers.scheduling.plan import SamplingParams, SlotInit
+from workers.slots.slot_table import SlotTable
 
 KINDS = {
     "greedy": SamplingParams(1, 0.0),

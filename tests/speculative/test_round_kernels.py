@@ -18,8 +18,8 @@ from tests.support.attention_cases import heads_pool  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
 from workers.layers.kernels.argmax import argmax  # noqa: E402
-from workers.runner.slot_table import SlotTable  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit  # noqa: E402
+from workers.slots.slot_table import SlotTable  # noqa: E402
 
 pytestmark = MARKS
 

@@ -18,7 +18,7 @@ from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.layers.gemm import GEMMOptions
 from workers.runner.cuda_graph import GraphedDecoding
 from workers.runner.decoding import Autoregressive, DecodingStrategy
-from workers.runner.slot_table import SlotTable
+from workers.slots.slot_table import SlotTable
 
 NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them
 MAX_TOKENS = 60

@@ -9,8 +9,8 @@ from workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.cuda_graph import GraphedDecoding, GraphKey, Taken, bucket_sizes, buckets_of, is_always_captured
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
+from workers.slots.slot_table import SlotTable
 
 CPU = torch.device("cpu")
 BUCKETS = bucket_sizes(40)

@@ -13,7 +13,7 @@ from attention.kernels import move_path  # noqa: E402
 from speculative.kernels import accept_commit, head_input, read_trees, tree_growth  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.layers.kernels import argmax, norm_activation, skinny_gemm, topk  # noqa: E402  # noqa: E402
-from workers.runner.kernels import commit  # noqa: E402
+from workers.slots.kernels import commit  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),

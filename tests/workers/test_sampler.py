@@ -9,7 +9,6 @@ from scipy import stats
 
 from workers.distributed.tp_group import SOLO
 from workers.layers.vocab import VocabShard
-from workers.runner.slot_table import SlotTable
 from workers.sampling.filters import DROPPED, gap_limits, gaps
 from workers.sampling.sampler import (
     CAPTURED_NEEDS,
@@ -21,6 +20,7 @@ from workers.sampling.sampler import (
     logprobs_of,
 )
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from workers.slots.slot_table import SlotTable
 
 VOCAB = 23
 CPU = torch.device("cpu")

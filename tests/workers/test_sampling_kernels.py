@@ -17,8 +17,6 @@ from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.kernels.topk import reference as topk_reference  # noqa: E402
 from workers.layers.kernels.topk import topk_log_softmax  # noqa: E402
 from workers.layers.vocab import VocabShard  # noqa: E402
-from workers.runner.kernels.commit import commit_one  # noqa: E402
-from workers.runner.slot_table import SlotTable  # noqa: E402
 from workers.sampling.filters import (  # noqa: E402
     DROPPED,
     MAX_GAP,
@@ -37,6 +35,8 @@ from workers.sampling.kernels.logprobs import norms_and_top  # noqa: E402
 from workers.sampling.kernels.penalties import shape  # noqa: E402
 from workers.sampling.sampler import Rows, Sampler  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32  # noqa: E402
+from workers.slots.kernels.commit import commit_one  # noqa: E402
+from workers.slots.slot_table import SlotTable  # noqa: E402
 
 pytestmark = MARKS
 

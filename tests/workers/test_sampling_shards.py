@@ -7,9 +7,9 @@ from torch import Tensor
 from tests.support.thread_group import on_ranks
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.vocab import VocabShard
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
 from workers.scheduling.plan import SamplingParams, SlotInit
+from workers.slots.slot_table import SlotTable
 
 CPU = torch.device("cpu")
 ROWS = 40

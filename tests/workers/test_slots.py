@@ -10,9 +10,9 @@ from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
 from tests.support import strict_device
 from workers.models.loading import pages_that_fit
-from workers.runner import slot_table
-from workers.runner.slot_table import SlotTable
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
+from workers.slots import slot_table
+from workers.slots.slot_table import SlotTable
 
 CPU = torch.device("cpu")
 
@@ -104,6 +104,7 @@ def test_requests_that_need_counts_are_admitted_without_waiting(monkeypatch: pyt
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events", "ignore:Synchronization debug mode")  # torch 2.11
 def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
     """torch raises at every synchronising operation and blocking copy, and the profiler sees no call that waits."""
     device = torch.device("cuda")

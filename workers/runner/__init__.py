@@ -2,9 +2,8 @@
 
 worker          turns plans into batches, runs the strategy's step, turns tensors into results
 batch           a step's plan as tensors, and the layout of its rows
-slot_table      what changes from round to round on the device, one row per slot
 decoding        `DecodingStrategy`, and plain decoding
-cuda_graph      any strategy's rounds as CUDA graphs
+cuda_graph      any strategy's steps as CUDA graphs; recorder: how they are recorded
 model_runner    a model, its KV pool and its attention backends: one forward pass
 backends        which attention backend serves which mode
 deterministic   what `deterministic: true` promises, and what cannot keep it
@@ -12,5 +11,5 @@ layout          what is known before anything is loaded, and what speculation ad
 build           from configuration to a rank; warm_up: its first steps
 executor        the interface of whoever sends plans
 local_engine    an engine in this process, without transport; rank_processes: its ranks, if it has several
-kernels         the commit, in one launch
+graph_inputs    what a captured step reads
 """

@@ -117,7 +117,8 @@ def _backends_of_target(
 
 def _captured(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
     """The strategy with its graphs; what is left out is logged once, by rank 0."""
-    from workers.runner.cuda_graph import CudaRecorder, GraphedDecoding, bucket_sizes, token_buckets
+    from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes, token_buckets
+    from workers.runner.recorder import CudaRecorder
 
     buckets, limits = bucket_sizes(parts.worker.scheduler.max_running), parts.worker.graph_capture
     tokens = token_buckets(parts.worker.scheduler.max_step_tokens) if with_chunks else ()

@@ -13,7 +13,6 @@ and count nothing, its KV goes to the dummy page, and nobody verifies the tree t
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,53 +22,13 @@ from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.graph_inputs import MAX_CHUNKS, StepInput
-from workers.runner.slot_table import SlotTable
+from workers.runner.recorder import Recorder
 from workers.sampling.sampler import CAPTURED_NEEDS, Logprobs, SamplingNeeds
-
-T = TypeVar("T")
+from workers.slots.slot_table import SlotTable
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 512, 1024)
-CHUNK_NEEDS = SamplingNeeds(random=True)
+CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
 _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
-
-
-class Recorder(Protocol):
-    """How rounds become graphs. `CudaRecorder` is the one that serves."""
-
-    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """A replay of what `function` does to tensors, and what it returned: tensors that each replay writes."""
-
-    def run_apart(self, function: Callable[[], object]) -> None:
-        """Run `function` where it leaves nothing behind that a recording must not meet."""
-
-    def used_bytes(self) -> int:
-        """Memory in use on the device."""
-
-
-class CudaRecorder:
-    """Graphs that share one memory pool."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread queries events while this thread captures
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = function()
-        return graph.replay, output
-
-    def run_apart(self, function: Callable[[], object]) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function()
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def used_bytes(self) -> int:
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        return total - free
 
 
 @dataclass(frozen=True)
@@ -223,7 +182,7 @@ class GraphedDecoding:
 
     def _chunk_keys(self) -> list[GraphKey]:
         """Steps with prompt chunks: alone, and beside rounds of the shape that requests draft unless they are told
-        otherwise. Random ones serve greedy requests too."""
+        otherwise. Those with filters serve all but penalties and log-probabilities."""
         default = self.shapes.default
         buckets = [*reversed(buckets_of(CAPTURED_NEEDS[-1], self._buckets)), 0]
         return [

@@ -11,8 +11,8 @@ from workers.config import RoundShapes
 from workers.layers.vocab import LMHead
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
 from workers.runner.model_runner import TargetRunner
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Rows, Sampler, logprobs_of
+from workers.slots.slot_table import SlotTable
 
 
 class DecodingStrategy(Protocol):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attention.metadata import PrefillBatch
 from workers.runner.batch import PromptChunks, StepBatch
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import SamplingNeeds
+from workers.slots.slot_table import SlotTable
 
 MAX_CHUNKS = 8  # of a captured step; each costs a row of the vocabulary head and a row of every draft step
 

@@ -17,8 +17,8 @@ from workers.models.loading import pages_that_fit
 from workers.runner.backends import Backends
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.model_runner import TargetRunner
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Sampler
+from workers.slots.slot_table import SlotTable
 
 PhaseDone = Callable[[str], None]
 

@@ -15,9 +15,9 @@ from attention.metadata import PrefillBatch, to_device
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
-from workers.runner.slot_table import SlotTable
 from workers.sampling.sampler import Logprobs, SamplingNeeds
 from workers.scheduling.plan import StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
+from workers.slots.slot_table import SlotTable
 
 
 class RanksDisagreeError(RuntimeError):

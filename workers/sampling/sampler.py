@@ -16,7 +16,6 @@ from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.vocab import VocabShard, argmax
-from workers.runner.slot_table import SlotFacts, SlotTable
 from workers.sampling.filters import (
     DROPPED,
     MAX_GAP,
@@ -26,6 +25,7 @@ from workers.sampling.filters import (
     lowest_kept,
     scaled_logits,
 )
+from workers.slots.slot_table import SlotFacts, SlotTable
 
 if TYPE_CHECKING:
     from workers.sampling.kernels.filters import Filters, Limits

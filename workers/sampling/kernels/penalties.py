@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.runner.slot_table import SlotTable
+from workers.slots.slot_table import SlotTable
 
 BLOCK = 1024
 

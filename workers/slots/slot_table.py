@@ -24,7 +24,7 @@ from workers.scheduling.plan import (
 )
 
 if TYPE_CHECKING:
-    from workers.runner.kernels.commit import CommitTables
+    from workers.slots.kernels.commit import CommitTables
 
 NO_TOKEN = -1
 
@@ -84,8 +84,8 @@ class SlotTable:
         self._floats = filled(0, torch.float32, 6)
         self.temperature, self.top_p, self.min_p = self._floats[:, :3].unbind(1)
         self.penalties = self._floats[:, 3:]  # presence, frequency, repetition - 1
-        self._flags = filled(False, torch.bool, 3)
-        self.finished, self.speculative, self.shapes_logits = self._flags.unbind(1)
+        self._flags = filled(False, torch.bool, 2)
+        self.finished, self.shapes_logits = self._flags.unbind(1)
         self.finished[:] = True
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
         # [rows, vocab], of requests that shape logits; there from the start, as captured rounds hold their addresses
@@ -103,7 +103,7 @@ class SlotTable:
     @property
     def commit_tables(self) -> "CommitTables":
         """What the kernels of a commit change; importing them needs triton."""
-        from workers.runner.kernels.commit import CommitTables
+        from workers.slots.kernels.commit import CommitTables
 
         return CommitTables(
             self.seq_len,
@@ -143,7 +143,7 @@ class SlotTable:
         self.seq_len[slot] = init.num_cached
         self._ints[slot] = to_device(torch.tensor(ints), self.device)
         self._floats[slot] = to_device(torch.tensor(floats), self.device)
-        flags = torch.tensor([False, sampling.speculative, facts.shapes_logits])
+        flags = torch.tensor([False, facts.shapes_logits])
         self._flags[slot] = to_device(flags, self.device)
         padded = torch.tensor([*stops, *[NO_TOKEN] * (MAX_STOP_TOKEN_IDS - len(stops))])
         self.stop_ids[slot] = to_device(padded, self.device)
@@ -172,7 +172,7 @@ class SlotTable:
         requests that shape logits. The reference of the kernels that do this on a GPU.
         """
         if tokens.is_cuda and tokens.shape[1] == 1:
-            from workers.runner.kernels.commit import commit_one
+            from workers.slots.kernels.commit import commit_one
 
             return Commit(tokens, *commit_one(slots, tokens, self.commit_tables))
         length = self.seq_len[slots].long()

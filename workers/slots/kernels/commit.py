@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What a round changes in a slot, in one launch instead of about thirty. Called by `workers.runner.slot_table` on GPUs,
+"""What a round changes in a slot, in one launch instead of about thirty. Called by `workers.slots.slot_table` on GPUs,
 and by the kernel that accepts drafts (`speculative.kernels.accept_commit`).
 
-Reference: `workers.runner.slot_table.SlotTable.commit`.
+Reference: `workers.slots.slot_table.SlotTable.commit`.
 """
 
 from dataclasses import dataclass

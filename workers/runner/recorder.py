@@ -1,0 +1,47 @@
+"""How steps become graphs that are replayed. Used by `workers.runner.cuda_graph`; tests record without a GPU."""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """How rounds become graphs. `CudaRecorder` is the one that serves."""
+
+    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """A replay of what `function` does to tensors, and what it returned: tensors that each replay writes."""
+
+    def run_apart(self, function: Callable[[], object]) -> None:
+        """Run `function` where it leaves nothing behind that a recording must not meet."""
+
+    def used_bytes(self) -> int:
+        """Memory in use on the device."""
+
+
+class CudaRecorder:
+    """Graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread queries events while this thread captures
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = function()
+        return graph.replay, output
+
+    def run_apart(self, function: Callable[[], object]) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def used_bytes(self) -> int:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
