@@ -27,14 +27,12 @@ class Layout:
     num_pages: KV pages per rank.
     max_model_len: prompt and answer tokens.
     lookahead: tokens beyond a page that its KV depends on.
-    num_draft_tokens: drafted per round, 0 without a draft.
     """
 
     shapes: RoundShapes
     num_pages: int
     max_model_len: int
     lookahead: int
-    num_draft_tokens: int
 
 
 def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
@@ -77,13 +75,12 @@ class RankBuilder:
 
     def layout(self) -> Layout:
         """What the scheduler must know of all ranks."""
-        layout, speculative = self._layout, self._spec.speculative
+        layout = self._layout
         return Layout(
             shapes=layout.shapes,
             num_pages=layout.num_pages,
             max_model_len=layout.max_model_len,
             lookahead=layout.lookahead,
-            num_draft_tokens=0 if speculative is None else speculative.num_draft_tokens - 1,
         )
 
     def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:

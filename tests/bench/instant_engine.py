@@ -4,7 +4,7 @@ from cluster.assembly import Layout, PhaseReport
 from cluster.config import AerieConfig
 from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
-from tests.bench.coordinator import TOKENS_PER_ROUND, TREE
+from tests.bench.coordinator import TREE
 from tests.bench.instant_server import PacedExecutor
 from workers.config import PLAIN, RoundShapes
 from workers.runner.executor import StepExecutor
@@ -27,7 +27,6 @@ class InstantRank:
             cache.num_pages,
             length,
             lookahead=1,
-            num_draft_tokens=TOKENS_PER_ROUND - 1,
         )
 
     def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:

@@ -28,7 +28,6 @@ class ScriptedRank:
             num_pages=self._config.cache.num_pages or 256,
             max_model_len=self._config.model.max_model_len or 1024,
             lookahead=1,
-            num_draft_tokens=3,
         )
 
     def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
