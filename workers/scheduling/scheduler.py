@@ -14,6 +14,7 @@ from attention.config import CacheConfig
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
 from workers.config import RoundShapes, SchedulerConfig
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -76,6 +77,11 @@ class Scheduler:
         self.epoch = epoch
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
+        self._costs: CostTable | None = None
+
+    def use_costs(self, costs: CostTable) -> None:
+        """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
+        self._costs = costs
 
     @property
     def num_draft_tokens(self) -> int:

@@ -1,0 +1,57 @@
+"""What a step costs between the points that were measured, and how many prompt tokens a budget holds."""
+
+import msgspec
+import pytest
+
+from workers.scheduling.cost_table import CostTable, RoundCosts
+
+PLAIN = RoundCosts(num_requests=(1, 8, 32), ms=(4.0, 4.4, 5.2), ms_per_kv_token=(1e-4, 1e-4, 2e-4))
+CHAIN = RoundCosts(num_requests=(1, 8, 32), ms=(5.0, 5.4, 7.8), ms_per_kv_token=(1e-4, 1e-4, 2e-4))
+TABLE = CostTable(
+    rounds=(PLAIN, CHAIN),
+    chunk_requests=(0, 8, 32),
+    chunk_tokens=(16, 512, 1024),
+    chunk_ms=((5.0, 13.0, 23.0), (6.0, 15.4, 25.4), (10.0, 18.0, 28.0)),
+    default=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_requests", "kv_tokens", "ms"),
+    [
+        (0, 0, 0, 0.0),
+        (0, 1, 0, 4.0),
+        (0, 2, 0, 4.0 + 0.4 / 7),
+        (1, 32, 0, 7.8),
+        (1, 40, 0, 8.6),  # beyond what was measured: on as between the last two
+        (1, 8, 8000, 5.4 + 0.8),
+        (0, 20, 1000, 4.8 + 0.15),
+    ],
+)
+def test_rounds(shape: int, num_requests: int, kv_tokens: int, ms: float) -> None:
+    assert TABLE.round_ms(shape, num_requests, kv_tokens) == pytest.approx(ms)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_requests", "chunk_tokens", "ms"),
+    [
+        (1, 0, 8, 5.0),  # a step of prompt tokens alone costs no less than the smallest
+        (1, 0, 768, 18.0),
+        (1, 8, 512, 15.4),
+        (0, 8, 512, 14.4),  # what a chunk adds is the same beside another shape
+        (1, 20, 512, 6.6 + (10.0 + 10.2) / 2),
+        (1, 8, 0, 5.4),
+    ],
+)
+def test_chunks_beside_rounds(shape: int, num_requests: int, chunk_tokens: int, ms: float) -> None:
+    assert TABLE.step_ms(shape, num_requests, 0, chunk_tokens) == pytest.approx(ms)
+
+
+@pytest.mark.parametrize(("limit_ms", "tokens"), [(5.0, 0), (15.4, 512), (20.4, 768), (1000.0, 4096)])
+def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
+    assert TABLE.chunk_tokens_within(limit_ms, 1, 8, 0, most=4096) == pytest.approx(tokens, abs=1)
+    assert TABLE.step_ms(1, 8, 0, TABLE.chunk_tokens_within(limit_ms, 1, 8, 0, 4096)) <= max(limit_ms, 5.4)
+
+
+def test_it_travels_as_a_message() -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(TABLE), type=CostTable) == TABLE

@@ -1,0 +1,85 @@
+"""What steps cost, as measured by replay: a plain value that travels from the ranks to the scheduler.
+
+How many prompt tokens a step takes, and which shape is drafted, are decided by it; so such decisions can be tested
+without a GPU. `workers.runner.cost_probe` measures it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+
+class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
+    """Rounds of one shape, which verify it and draft it again, without prompt chunks.
+
+    num_requests: batch sizes that were measured, ascending.
+    ms: milliseconds of a round of that many requests that have hardly any KV.
+    ms_per_kv_token: what each KV token that the batch's requests have together adds, per batch size.
+    """
+
+    num_requests: tuple[int, ...]
+    ms: tuple[float, ...]
+    ms_per_kv_token: tuple[float, ...]
+
+    def round_ms(self, num_requests: int, kv_tokens: int = 0) -> float:
+        """Milliseconds of one round. kv_tokens: committed by all of its requests together."""
+        if num_requests == 0:
+            return 0.0
+        per_token = _interpolated(self.num_requests, self.ms_per_kv_token, num_requests)
+        return _interpolated(self.num_requests, self.ms, num_requests) + per_token * kv_tokens
+
+
+class CostTable(msgspec.Struct, frozen=True, array_like=True):
+    """Milliseconds of every kind of step.
+
+    rounds: by index of the shape, plain decoding first.
+    chunk_requests: numbers of requests that ran a round beside a chunk, ascending from 0.
+    chunk_tokens: prompt tokens of the chunk, ascending.
+    chunk_ms: [chunk_requests][chunk_tokens], the whole step; its rounds are of the default shape.
+    default: index of that shape.
+    """
+
+    rounds: tuple[RoundCosts, ...]
+    chunk_requests: tuple[int, ...]
+    chunk_tokens: tuple[int, ...]
+    chunk_ms: tuple[tuple[float, ...], ...]
+    default: int = 0
+
+    def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
+        """A step without chunks: milliseconds of a round of `shape`. kv_tokens: of all its requests together."""
+        return self.rounds[shape].round_ms(num_requests, kv_tokens)
+
+    def step_ms(self, shape: int, num_requests: int, kv_tokens: int, chunk_tokens: int) -> float:
+        """A round of `shape` and `chunk_tokens` prompt tokens beside it."""
+        alone = self.round_ms(shape, num_requests, kv_tokens)
+        return alone if chunk_tokens == 0 else alone + self.chunk_added_ms(num_requests, chunk_tokens)
+
+    def chunk_added_ms(self, num_requests: int, chunk_tokens: int) -> float:
+        """What `chunk_tokens` > 0 prompt tokens add to a step in which `num_requests` run a round."""
+        added = [
+            max(0.0, _interpolated(self.chunk_tokens, ms, chunk_tokens) - self.round_ms(self.default, requests))
+            for requests, ms in zip(self.chunk_requests, self.chunk_ms, strict=True)
+        ]
+        return _interpolated(self.chunk_requests, added, num_requests)
+
+    def chunk_tokens_within(self, limit_ms: float, shape: int, num_requests: int, kv_tokens: int, most: int) -> int:
+        """The most prompt tokens, at most `most`, that keep a step within `limit_ms`; 0 if not even one does."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.step_ms(shape, num_requests, kv_tokens, middle) <= limit_ms:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:
+    """`values` at ascending points `at`, linear between them and, after the last, as between the last two; before the
+    first as at the first."""
+    if x <= at[0] or len(at) == 1:
+        return values[0]
+    right = min(bisect_left(at, x), len(at) - 1)
+    left = right - 1
+    return values[left] + (values[right] - values[left]) * (x - at[left]) / (at[right] - at[left])
