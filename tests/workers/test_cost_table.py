@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from workers.scheduling.cost_table import CostTable, RoundCosts
+from workers.scheduling.cost_table import CostTable, RoundCosts, default_itl_target_ms
 
 PLAIN = RoundCosts(num_requests=(1, 8, 32), ms=(4.0, 4.4, 5.2), ms_per_kv_token=(1e-4, 1e-4, 2e-4))
 CHAIN = RoundCosts(num_requests=(1, 8, 32), ms=(5.0, 5.4, 7.8), ms_per_kv_token=(1e-4, 1e-4, 2e-4))
@@ -55,3 +55,19 @@ def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
 
 def test_it_travels_as_a_message() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(TABLE), type=CostTable) == TABLE
+
+
+def test_the_default_target_lets_a_chunk_run_beside_half_a_batch_and_stays_above_slow_rounds() -> None:
+    assert (
+        default_itl_target_ms(TABLE)
+        == pytest.approx(TABLE.step_ms(1, 16, 0, 512))
+        == pytest.approx(6.2 + 10.0 + 0.2 / 3)
+    )
+    slow = msgspec.structs.replace(TABLE, rounds=(PLAIN, msgspec.structs.replace(CHAIN, ms=(5.0, 5.4, 20.0))))
+    assert default_itl_target_ms(slow) == pytest.approx(1.5 * 20.0)
+
+
+def test_the_default_target_knows_no_larger_chunks_than_were_measured() -> None:
+    small = msgspec.structs.replace(TABLE, chunk_tokens=(16, 128), chunk_ms=((5.0, 7.0), (6.0, 8.0), (10.0, 12.0)))
+    assert default_itl_target_ms(small) == pytest.approx(1.5 * 7.8)  # above step_ms(1, 16, 0, 128)
+    assert small.step_ms(1, 16, 0, 128) < 1.5 * 7.8

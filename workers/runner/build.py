@@ -121,7 +121,7 @@ def _captured(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool)
     from workers.runner.recorder import CudaRecorder
 
     buckets, limits = bucket_sizes(parts.worker.scheduler.max_running), parts.worker.graph_capture
-    tokens = token_buckets(parts.worker.scheduler.max_step_tokens) if with_chunks else ()
+    tokens = token_buckets(parts.layout.scheduler.step_token_limit) if with_chunks else ()
     graphed = GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder(), tokens)
     with torch.inference_mode():
         report = graphed.capture(limits, parts.group)

@@ -76,7 +76,7 @@ def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEn
     """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
     several. Raises what `build_worker` raises."""
     scheduler = Scheduler(
-        worker.scheduler,
+        layout.scheduler,
         worker.cache,
         layout.num_pages,
         layout.max_model_len,
