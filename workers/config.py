@@ -163,6 +163,7 @@ class WorkerConfig:
     cuda_graphs: capture rounds on a GPU; off only to measure what they bring.
     graph_capture: what capturing the rarer kinds of rounds may take.
     deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
+    measure_costs: measure at the start what steps cost; without it the scheduler has no `CostTable`.
     debug: assert after every step that all ranks agree.
     """
 
@@ -174,4 +175,5 @@ class WorkerConfig:
     cuda_graphs: bool = True
     graph_capture: GraphCapture = field(default_factory=GraphCapture)
     deterministic: bool = False
+    measure_costs: bool = True
     debug: bool = False

@@ -67,7 +67,9 @@ def test_the_default_target_lets_a_chunk_run_beside_half_a_batch_and_stays_above
     assert default_itl_target_ms(slow) == pytest.approx(1.5 * 20.0)
 
 
-def test_the_default_target_knows_no_larger_chunks_than_were_measured() -> None:
-    small = msgspec.structs.replace(TABLE, chunk_tokens=(16, 128), chunk_ms=((5.0, 7.0), (6.0, 8.0), (10.0, 12.0)))
-    assert default_itl_target_ms(small) == pytest.approx(1.5 * 7.8)  # above step_ms(1, 16, 0, 128)
-    assert small.step_ms(1, 16, 0, 128) < 1.5 * 7.8
+def test_a_chunk_pays_for_attention_over_what_comes_before_it() -> None:
+    table = msgspec.structs.replace(TABLE, ms_per_chunk_kv=2e-6)
+    assert table.step_ms(1, 8, 0, 512, context_tokens=10000) == pytest.approx(15.4 + 10.24)
+    assert table.step_ms(1, 8, 0, 0, context_tokens=10000) == pytest.approx(5.4)
+    fitting = table.chunk_tokens_within(15.4, 1, 8, 0, 4096, context_tokens=10000)
+    assert 0 < fitting < 512 and table.step_ms(1, 8, 0, fitting, 10000) <= 15.4

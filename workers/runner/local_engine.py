@@ -85,10 +85,16 @@ def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEn
         layout.lookahead,
     )
     if worker.tensor_parallel == 1:
-        yield LocalEngine(scheduler, build_worker(worker, layout, 0, ""))
+        yield _engine(scheduler, build_worker(worker, layout, 0, ""))
         return
     ranks = RankProcesses(worker, layout)
     try:
-        yield LocalEngine(scheduler, ranks)
+        yield _engine(scheduler, ranks)
     finally:
         ranks.close()
+
+
+def _engine(scheduler: Scheduler, executor: StepExecutor) -> LocalEngine:
+    if executor.costs is not None:
+        scheduler.use_costs(executor.costs)
+    return LocalEngine(scheduler, executor)
