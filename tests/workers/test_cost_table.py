@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from workers.scheduling.cost_table import CostTable, RoundCosts
+from workers.scheduling.cost_table import CostTable, RoundCosts, default_itl_target_ms
 
 PLAIN = RoundCosts(num_requests=(1, 8, 32), ms=(4.0, 4.4, 5.2), ms_per_kv_token=(1e-4, 1e-4, 2e-4))
 CHAIN = RoundCosts(num_requests=(1, 8, 32), ms=(5.0, 5.4, 7.8), ms_per_kv_token=(1e-4, 1e-4, 2e-4))
@@ -55,3 +55,21 @@ def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
 
 def test_it_travels_as_a_message() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(TABLE), type=CostTable) == TABLE
+
+
+def test_the_default_target_lets_a_chunk_run_beside_half_a_batch_and_stays_above_slow_rounds() -> None:
+    assert (
+        default_itl_target_ms(TABLE)
+        == pytest.approx(TABLE.step_ms(1, 16, 0, 512))
+        == pytest.approx(6.2 + 10.0 + 0.2 / 3)
+    )
+    slow = msgspec.structs.replace(TABLE, rounds=(PLAIN, msgspec.structs.replace(CHAIN, ms=(5.0, 5.4, 20.0))))
+    assert default_itl_target_ms(slow) == pytest.approx(1.5 * 20.0)
+
+
+def test_a_chunk_pays_for_attention_over_what_comes_before_it() -> None:
+    table = msgspec.structs.replace(TABLE, ms_per_chunk_kv=2e-6)
+    assert table.step_ms(1, 8, 0, 512, context_tokens=10000) == pytest.approx(15.4 + 10.24)
+    assert table.step_ms(1, 8, 0, 0, context_tokens=10000) == pytest.approx(5.4)
+    fitting = table.chunk_tokens_within(15.4, 1, 8, 0, 4096, context_tokens=10000)
+    assert 0 < fitting < 512 and table.step_ms(1, 8, 0, fitting, 10000) <= 15.4

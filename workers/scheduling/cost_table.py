@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+TARGET_CHUNK_TOKENS = 512
+TARGET_ROUNDS = 1.5
+
 
 class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
     """Rounds of one shape, which verify it and draft it again, without prompt chunks.
@@ -38,6 +41,7 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_tokens: prompt tokens of the chunk, ascending.
     chunk_ms: [chunk_requests][chunk_tokens], the whole step; its rounds are of the default shape.
     default: index of that shape.
+    ms_per_chunk_kv: what each pair of a chunk's token and a token of its request before the chunk adds, by attention.
     """
 
     rounds: tuple[RoundCosts, ...]
@@ -45,34 +49,63 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_tokens: tuple[int, ...]
     chunk_ms: tuple[tuple[float, ...], ...]
     default: int = 0
+    ms_per_chunk_kv: float = 0.0
 
     def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
         """A step without chunks: milliseconds of a round of `shape`. kv_tokens: of all its requests together."""
         return self.rounds[shape].round_ms(num_requests, kv_tokens)
 
-    def step_ms(self, shape: int, num_requests: int, kv_tokens: int, chunk_tokens: int) -> float:
-        """A round of `shape` and `chunk_tokens` prompt tokens beside it."""
+    def step_ms(
+        self, shape: int, num_requests: int, kv_tokens: int, chunk_tokens: int, context_tokens: float = 0.0
+    ) -> float:
+        """A round of `shape` and `chunk_tokens` prompt tokens beside it. context_tokens: of their requests before the
+        chunks, a mean over `chunk_tokens`."""
         alone = self.round_ms(shape, num_requests, kv_tokens)
-        return alone if chunk_tokens == 0 else alone + self.chunk_added_ms(num_requests, chunk_tokens)
+        return alone if chunk_tokens == 0 else alone + self.chunk_added_ms(num_requests, chunk_tokens, context_tokens)
 
-    def chunk_added_ms(self, num_requests: int, chunk_tokens: int) -> float:
+    def chunk_added_ms(self, num_requests: int, chunk_tokens: int, context_tokens: float = 0.0) -> float:
         """What `chunk_tokens` > 0 prompt tokens add to a step in which `num_requests` run a round."""
         added = [
             max(0.0, _interpolated(self.chunk_tokens, ms, chunk_tokens) - self.round_ms(self.default, requests))
             for requests, ms in zip(self.chunk_requests, self.chunk_ms, strict=True)
         ]
-        return _interpolated(self.chunk_requests, added, num_requests)
+        return _interpolated(self.chunk_requests, added, num_requests) + self.chunk_kv_ms(chunk_tokens, context_tokens)
 
-    def chunk_tokens_within(self, limit_ms: float, shape: int, num_requests: int, kv_tokens: int, most: int) -> int:
+    def chunk_kv_ms(self, chunk_tokens: int, context_tokens: float) -> float:
+        """Of that, what attention over `context_tokens` before the chunk takes."""
+        return self.ms_per_chunk_kv * chunk_tokens * context_tokens
+
+    def chunk_tokens_within(
+        self,
+        limit_ms: float,
+        shape: int,
+        num_requests: int,
+        kv_tokens: int,
+        most: int,
+        context_tokens: float = 0.0,
+    ) -> int:
         """The most prompt tokens, at most `most`, that keep a step within `limit_ms`; 0 if not even one does."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.step_ms(shape, num_requests, kv_tokens, middle) <= limit_ms:
+            if self.step_ms(shape, num_requests, kv_tokens, middle, context_tokens) <= limit_ms:
                 low = middle
             else:
                 high = middle - 1
         return low
+
+
+def default_itl_target_ms(costs: CostTable) -> float:
+    """Milliseconds to which prompt chunks may stretch a step unless `SchedulerConfig.itl_target_ms` says otherwise.
+
+    What `TARGET_CHUNK_TOKENS` prompt tokens take beside half of the requests that may run: so many tokens keep a GPU's
+    products busy, so that smaller chunks would cost prompts more than they save running requests. And at least
+    `TARGET_ROUNDS` times the slowest round, that of all requests, so that a full engine still has a third of a step for
+    prompts. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 16 ms with 32 slots, 17 with 64, 26 with 128.
+    """
+    rounds = costs.rounds[costs.default]
+    half = rounds.num_requests[-1] // 2
+    return max(costs.step_ms(costs.default, half, 0, TARGET_CHUNK_TOKENS), TARGET_ROUNDS * max(rounds.ms))
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:
