@@ -33,10 +33,10 @@ class Point:
 
 @dataclass(frozen=True)
 class PointGroup:
-    """Points that are measured together. required: whatever that takes."""
+    """Points that are measured together. required: times, whatever that takes."""
 
     points: tuple[Point, ...]
-    required: bool = False
+    required: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         max((t for t in tokens if t <= limit), default=tokens[0])
         for limit in (_QUICK_CHUNK, TARGET_CHUNK_TOKENS if extent.token_buckets else _QUICK_CHUNK)
     )
-    ends, between = sorted({1, most}), [n for n in sizes if n not in (1, most)]
+    between = [n for n in sizes if n not in (1, most)]
     captured = [t for t in tokens if not extent.token_buckets or t <= extent.token_buckets[-1]]
     beside = [t for t in tokens if t in CHUNKS_BESIDE]
 
@@ -107,10 +107,13 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         numbers = [n for n in sorted({1, extent.middle, most}) if n in sizes and extent.context_of(n) > 0]
         return PointGroup(tuple(Point(shape, n, context=extent.context_of(n)) for shape in which for n in numbers))
 
-    required = [rounds([default, *others], ends), chunks(0, sorted({tokens[0], quick}))]
+    alone, full = rounds([default, *others], [1]), rounds([default, *others], [most] if most > 1 else [])
+    smallest = chunks(0, sorted({tokens[0], quick}))
     before = min(extent.max_context, extent.num_kv_tokens) - long
     groups = [
-        *(PointGroup(group.points, required=True) for group in required),
+        PointGroup(alone.points, required=2),  # a first run may be the slower one
+        PointGroup(full.points, required=1),
+        PointGroup(smallest.points, required=1),
         chunks(most, tokens[:1]),
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
