@@ -69,6 +69,11 @@ class ProbeExtent:
         return 1 << max(self.max_running // 2, 1).bit_length() - 1
 
     @property
+    def next_to_last(self) -> int:
+        """The largest number of requests below all of them that steps with prompt tokens are captured for."""
+        return 1 << max(self.max_running - 1, 1).bit_length() - 1
+
+    @property
     def chunk_tokens(self) -> tuple[int, ...]:
         """Captured sizes, then 16 tokens more, by which steps run eagerly, then twice as many and again."""
         if not self.token_buckets:
@@ -151,6 +156,10 @@ def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
     if extent.max_running not in requests:
         requests = [0]  # else what lies between two of them would be drawn on for more
     rows = [_chunk_row(found, default, n, alone) for n in requests]
+    padded = extent.next_to_last + 1
+    if extent.token_buckets and requests[-1] > padded > requests[-2]:
+        requests.insert(-1, padded)  # and so are the requests of captured steps, from here on to as many as can run
+        rows.insert(-1, rows[-1])
     at, source = _steps(sorted(alone), extent.token_buckets)
     return CostTable(
         rounds=rounds,
