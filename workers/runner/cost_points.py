@@ -12,7 +12,7 @@ from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS, CostTable, RoundC
 SMALLEST_CHUNK = 16
 CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 1024)  # tokens of chunks, next to the smallest, that run beside rounds too
 _QUICK_CHUNK = 128  # tokens of the largest chunk that is measured whatever that takes
-_CAPTURED_OR_NOT = 16  # rows after the largest captured step: a multiple, so that kernels are compiled for it already
+_EAGER_ROWS = 16  # after the largest captured size: by a multiple of what kernels are compiled for
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ProbeExtent:
         last = self.token_buckets[-1]
         if last >= self.max_step_tokens:
             return self.token_buckets
-        eager = {min(last + _CAPTURED_OR_NOT, self.max_step_tokens), *_ladder(2 * last, self.max_step_tokens, 2)}
+        eager = {min(last + _EAGER_ROWS, self.max_step_tokens), *_ladder(2 * last, self.max_step_tokens, 2)}
         return (*self.token_buckets, *sorted(eager))
 
     def context_of(self, num_requests: int) -> int:
