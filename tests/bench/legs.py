@@ -51,7 +51,8 @@ LEGS = (
         "rank_free", "step before", "rank", "waits until the rank has launched the step before (on a CPU: computed it)"
     ),
     Leg("plan_received", "step", "rank", "plan packed, on its way, unpacked"),
-    Leg("slots_set", "step", "rank", "slot's row and page table set", optional=True),
+    Leg("plan_uploaded", "step", "rank", "plan as arrays, copied to the device", optional=True),
+    Leg("slots_set", "step", "rank", "rows of slots and page tables set", optional=True),
     Leg("batch_made", "step", "rank", "tensors of the batch made", optional=True),
     Leg("launched", "step", "rank", "step launched (on a CPU: computed)", optional=True),
     Leg("device_free", "step before", "device", "waits for the step before"),

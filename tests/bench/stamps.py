@@ -153,7 +153,7 @@ BORDERS = (
     Border("workers.scheduling.scheduler:Scheduler.schedule", _of_prompts, entered="plan_begun", left="planned"),
     Border("cluster.coordinator.worker_links:WorkerLinks.send", _of_plan, entered="plan_sent"),
     Border("cluster.transport.channel:RankChannel.receive", _of_result, left="plan_received"),
-    Border("workers.slots.slot_table:SlotTable.apply_plan", _of_plan, left="slots_set"),
+    Border("workers.slots.slot_table:SlotTable.enter", _of_plan, entered="plan_uploaded", left="slots_set"),
     Border("workers.runner.worker:Worker._batch", _of_plan, left="batch_made"),
     Border("workers.runner.worker:Worker.submit", _of_plan, left="launched"),
     Border("workers.runner.worker:Worker.ready", _of_ready, left="step_done"),
