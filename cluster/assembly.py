@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.config import AerieConfig
-from workers.config import RoundShapes
+from workers.config import RoundShapes, SchedulerConfig
 from workers.runner.executor import StepExecutor
 from workers.scheduling.scheduler import Scheduler
 
@@ -27,18 +27,20 @@ class Layout:
     num_pages: KV pages per rank.
     max_model_len: prompt and answer tokens.
     lookahead: tokens beyond a page that its KV depends on.
+    scheduler: the configuration's, with numbers in place of "auto".
     """
 
     shapes: RoundShapes
     num_pages: int
     max_model_len: int
     lookahead: int
+    scheduler: SchedulerConfig
 
 
 def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
     """The scheduler of one engine."""
     return Scheduler(
-        config.scheduler,
+        layout.scheduler,
         config.cache,
         layout.num_pages,
         layout.max_model_len,
@@ -81,6 +83,7 @@ class RankBuilder:
             num_pages=layout.num_pages,
             max_model_len=layout.max_model_len,
             lookahead=layout.lookahead,
+            scheduler=layout.scheduler,
         )
 
     def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:

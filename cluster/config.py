@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -158,7 +158,7 @@ def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
         # JSON mode: strict about types, yet a mapping may stand for a dataclass.
         config = AerieConfig.model_validate_json(json.dumps(dict(args)), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(fault) for fault in error.errors())) from None
+        raise ConfigError("\n".join(_sentences(error.errors()))) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"args: must be plain YAML values ({error})") from None
     return _with_paths(config, base)
@@ -247,12 +247,25 @@ def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iter
                 yield from _unknown_keys(value, cast(type, candidate), f"{prefix}{key}.")
 
 
-def _sentence(fault: Any) -> str:
-    """One line for one pydantic fault: key=value: rule."""
-    key = ".".join(str(part) for part in fault["loc"] if not str(part).endswith("Config"))
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "missing":
-        return f"{key}: is missing"
-    if fault["type"] == "value_error":
-        return f"{key}.{message}" if key else message
-    return f"{key}={fault['input']!r}: {message[0].lower()}{message[1:]}"
+def _sentences(faults: Iterable[Any]) -> Iterator[str]:
+    """One line for each key: key=value: rule. Where a key may have one of several types, pydantic has a fault for each
+    of them."""
+    found: dict[str, list[Any]] = {}
+    for fault in faults:
+        parts = [str(part) for part in fault["loc"]]
+        key = ".".join(part for part in parts if not part.endswith("Config") and not _is_type(part))
+        found.setdefault(key, []).append(fault)
+    for key, of_key in found.items():
+        if of_key[0]["type"] == "missing":
+            yield f"{key}: is missing"
+        elif of_key[0]["type"] == "value_error":
+            message = str(of_key[0]["msg"]).removeprefix("Value error, ")
+            yield f"{key}.{message}" if key else message
+        else:
+            rules = " or ".join(str(fault["msg"]) for fault in of_key)
+            yield f"{key}={of_key[0]['input']!r}: {rules[0].lower()}{rules[1:].replace('or Input', 'or input')}"
+
+
+def _is_type(part: str) -> bool:
+    """Whether this part of a fault's place names one of the types that a key may have."""
+    return part in ("int", "float") or part.startswith("literal[")

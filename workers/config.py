@@ -1,6 +1,6 @@
 """What one engine replica is told: its model, its ranks, its scheduler. Validated at the edge by `cluster.config`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from attention.config import CacheConfig, TargetAttention
@@ -8,6 +8,11 @@ from attention.config import CacheConfig, TargetAttention
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Auto = Literal["auto"]
+
+# by type of device: what a step of so many prompt tokens computes hides the host's launches many times over, and takes
+# under a GB of activations
+MAX_STEP_TOKENS = {"cuda": 8192, "cpu": 512}
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,40 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """max_running: requests that decode together (slots). max_step_tokens: prompt tokens computed in one step beside
-    the rounds. max_waiting: queued requests before new ones are refused (HTTP 429)."""
+    """What runs at once, and how much of it a step may hold.
+
+    max_running: requests that decode together (slots).
+    max_step_tokens: most prompt tokens that one step computes beside the rounds; its activations take memory by it.
+        "auto": `MAX_STEP_TOKENS` of the device, as `resolved` says.
+    max_waiting: queued requests before new ones are refused (HTTP 429).
+    itl_target_ms: milliseconds between a running request's tokens to which prompt chunks may stretch a step. "auto":
+        what `workers.scheduling.cost_table.default_itl_target_ms` takes from the measured costs.
+    """
 
     max_running: int = 32
-    max_step_tokens: int = 512
+    max_step_tokens: int | Auto = "auto"
     max_waiting: int = 256
+    itl_target_ms: float | Auto = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_step_tokens", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.itl_target_ms != "auto" and not self.itl_target_ms > 0:
+            raise ValueError(f"itl_target_ms={self.itl_target_ms}: must be above 0 milliseconds; or auto")
+
+    def resolved(self, device_type: str) -> "SchedulerConfig":
+        """With numbers for what an engine on such a device ("cpu", "cuda") settles before it is built."""
+        if self.max_step_tokens != "auto":
+            return self
+        return replace(self, max_step_tokens=MAX_STEP_TOKENS[device_type])
+
+    @property
+    def step_token_limit(self) -> int:
+        """`max_step_tokens` of a configuration that is `resolved`."""
+        assert self.max_step_tokens != "auto", "only `EngineLayout.scheduler` knows what auto stands for"
+        return self.max_step_tokens
 
 
 @dataclass(frozen=True)
@@ -135,6 +163,7 @@ class WorkerConfig:
     cuda_graphs: capture rounds on a GPU; off only to measure what they bring.
     graph_capture: what capturing the rarer kinds of rounds may take.
     deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
+    measure_costs: measure at the start what steps cost; without it the scheduler has no `CostTable`.
     debug: assert after every step that all ranks agree.
     """
 
@@ -146,4 +175,5 @@ class WorkerConfig:
     cuda_graphs: bool = True
     graph_capture: GraphCapture = field(default_factory=GraphCapture)
     deterministic: bool = False
+    measure_costs: bool = True
     debug: bool = False

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
 from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
+from workers.config import SchedulerConfig
+from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
 
 def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources], slot_bytes: int) -> list[str]:
@@ -19,7 +21,7 @@ def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeRe
         f"{placement.strategy}: {each}",
         *_memory_lines(config, placement, slot_bytes),
         f"scheduler   {scheduler.max_running} running, {scheduler.max_waiting} waiting, "
-        f"{scheduler.max_step_tokens} prompt tokens per step",
+        f"{scheduler.resolved(placement.device).step_token_limit} prompt tokens per step, {_target(scheduler)}",
         f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
         f"{config.draft_attention.prefill}/{config.draft_attention.extend}/{config.draft_attention.decode}"
         " (prefill/extend/decode)",
@@ -36,6 +38,21 @@ def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: Layout)
         *_table([["rank", "node", "pid", "device"], *rows]),
         f"{layout.num_pages} KV pages of {config.cache.page_size} tokens = {tokens} tokens; rounds: {shapes}",
     ]
+
+
+def cost_line(layout: Layout, costs: CostTable) -> str:
+    """What the start measured of steps, and to how long prompts may stretch them."""
+    most, target_ms = layout.scheduler.max_running, layout.scheduler.itl_target_ms
+    sizes = sorted({1, min(8, most), most})
+    rounds = [
+        f"{shape.name} {' / '.join(_ms(costs.round_ms(index, n)) for n in sizes)}"
+        for index, shape in enumerate(layout.shapes.shapes)
+    ]
+    target = f"{_ms(default_itl_target_ms(costs))} (auto)" if target_ms == "auto" else f"{target_ms:g}"
+    return (
+        f"ms of a round of {' / '.join(map(str, sizes))}: {', '.join(rounds)}; of 512 prompt tokens "
+        f"{_ms(costs.step_ms(costs.default, 0, 0, 512))}; prompts stretch steps to itl_target_ms {target}"
+    )
 
 
 def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
@@ -58,6 +75,16 @@ def _draft(config: AerieConfig) -> str:
         return "none: plain decoding"
     kind = "chain" if draft.top_k == 1 else f"tree of top {draft.top_k}"
     return f"{draft.path} ({draft.method}, {kind}, depth {draft.num_steps}, {draft.num_draft_tokens} nodes verified)"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _target(scheduler: SchedulerConfig) -> str:
+    if scheduler.itl_target_ms == "auto":
+        return "itl_target_ms from the costs that the start measures"
+    return f"itl_target_ms {scheduler.itl_target_ms:g}"
 
 
 def _memory_lines(config: AerieConfig, placement: Placement, slot_bytes: int) -> list[str]:

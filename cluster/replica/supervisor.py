@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.replica.coordinator_actor import EagleCoordinator
 from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.placement import ENGINE_CPUS
-from cluster.replica.plan_report import rank_lines
+from cluster.replica.plan_report import cost_line, rank_lines
 from cluster.replica.worker_group import Report, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
 from cluster.transport.discovery import NAMESPACE
 
@@ -125,7 +125,8 @@ class Supervisor:
                 link = CoordinatorLink(self._context, self._plan.transport, inbox)
             else:
                 link = self.link
-            await self._ask("attach", worker_group.endpoints, worker_group.epoch, limit_s=CALL_TIMEOUT_S)
+            attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs)
+            await self._ask("attach", *attached, limit_s=CALL_TIMEOUT_S)
         except BaseException:
             worker_group.kill()
             raise
@@ -133,6 +134,8 @@ class Supervisor:
         if self._epoch == 1:
             for line in rank_lines(self._plan.config, worker_group.places, worker_group.layout):
                 self._report(line)
+            if worker_group.costs is not None:
+                self._report(cost_line(worker_group.layout, worker_group.costs))
         self._up.set()
 
     def _start_coordinator(self) -> None:

@@ -19,6 +19,7 @@ from cluster.replica.worker_loop import run_worker_loop
 from cluster.transport.channel import RankChannel
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
+from workers.scheduling.cost_table import CostTable
 
 
 class Worker:
@@ -52,12 +53,14 @@ class Worker:
         while."""
         return f"tcp://{address}:{free_port(address)}"
 
-    def build(self, rendezvous: str, own_address: str) -> None:
-        """Join the other ranks, load, allocate, warm up. Rank 0 prints each phase as it ends."""
+    def build(self, rendezvous: str, own_address: str) -> CostTable | None:
+        """Join the other ranks, load, allocate, warm up; returns what steps cost, if that was measured. Rank 0 prints
+        each phase as it ends."""
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
         self._executor = self._builder.build(rendezvous, self._report)
+        return self._executor.costs
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
         """Bind the channel; returns the endpoint for the coordinator."""

@@ -24,6 +24,7 @@ from cluster.replica.plan_report import phase_line
 from cluster.replica.worker_actor import Worker
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
+from workers.scheduling.cost_table import CostTable
 
 LOOPBACK = "127.0.0.1"
 
@@ -55,11 +56,15 @@ class WorkerGroupPlan:
 
 
 class WorkerGroup:
-    """`start` brings it to the point where `endpoints` can be attached; `failure` returns when a rank is lost."""
+    """`start` brings it to the point where `endpoints` can be attached; `failure` returns when a rank is lost.
+
+    costs: of its steps, if they were measured.
+    """
 
     def __init__(self, plan: WorkerGroupPlan, name: str, epoch: int, report: Report) -> None:
         self.epoch = epoch
         self.layout: Layout
+        self.costs: CostTable | None = None
         self.places: list[RankPlace] = []
         self.endpoints: list[str] = []
         self._name = name
@@ -111,7 +116,8 @@ class WorkerGroup:
         alone = all(place.node_id == self.places[0].node_id for place in self.places)
         addresses = [LOOPBACK if alone else place.address for place in self.places]
         rendezvous = await self._workers[0].rendezvous.remote(addresses[0])
-        await self._phase("built", lambda: self._all("build", [(rendezvous, address) for address in addresses]))
+        each = [(rendezvous, address) for address in addresses]
+        self.costs = (await self._phase("built", lambda: self._all("build", each)))[0]
         here = alone and self.places[0].node_id == ray.get_runtime_context().get_node_id()
         self.endpoints = await self._all(
             "listen", [(self._transport(place, here), self._name, self.epoch) for place in self.places]
@@ -140,11 +146,12 @@ class WorkerGroup:
         ]
         self.places = await self._all("place")
 
-    async def _phase(self, name: str, work: Callable[[], Awaitable[Any]]) -> None:
+    async def _phase(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
         started = time.monotonic()
-        await work()
+        result = await work()
         self._done = name
         self._report(phase_line(name, time.monotonic() - started))
+        return result
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Call `method` on every rank at once; the first failure in time is the one that is raised, because the

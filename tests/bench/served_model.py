@@ -47,7 +47,7 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     }
     args["parallel"] = {"tensor_parallel": 1}
     args["cache"] = {"memory_gb": arguments.memory_gb}
-    args["scheduler"] = {"max_running": arguments.max_running, "max_step_tokens": 2048, "max_waiting": 4096}
+    args["scheduler"] = {"max_running": arguments.max_running, "max_waiting": 4096}
     args["ingress"] = {"max_concurrent_requests": 4096}
     del args["speculative"]
     tree = SHAPES[arguments.shape]

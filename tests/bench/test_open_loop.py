@@ -174,7 +174,7 @@ def test_varying_a_key_leaves_the_rest() -> None:
     after = varied(before, "scheduler.max_step_tokens", 64)
     scheduler = before["applications"][0]["args"]["scheduler"]
     assert after["applications"][0]["args"]["scheduler"] == scheduler | {"max_step_tokens": 64}
-    assert scheduler["max_step_tokens"] == 512 and after["proxy_location"] == before["proxy_location"]
+    assert scheduler["max_step_tokens"] != 64 and after["proxy_location"] == before["proxy_location"]
 
 
 @pytest.mark.parametrize("shape", ["plain", "chain", "tree"])

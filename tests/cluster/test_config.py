@@ -59,6 +59,12 @@ def test_replica_takes_more_calls_than_are_ever_sent(base: Path) -> None:
         ({"engine": {"on_worker_loss": "retry"}}, "engine.on_worker_loss='retry': input should be 'resume' or 'error'"),
         ({"ingress": {"num_replicas": 0}}, "ingress.num_replicas=0: must be at least 1"),
         ({"scheduler": 3}, "scheduler=3: "),
+        (
+            {"scheduler": {"max_step_tokens": "many"}},
+            "scheduler.max_step_tokens='many': input should be a valid integer or input should be 'auto'",
+        ),
+        ({"scheduler": {"max_step_tokens": 0}}, "scheduler.max_step_tokens=0: must be at least 1"),
+        ({"scheduler": {"itl_target_ms": 0}}, "scheduler.itl_target_ms=0.0: must be above 0 milliseconds"),
         ({"deterministic": "yes"}, "deterministic='yes': input should be a valid boolean"),
         ({"speculative": {"path": "nowhere"}}, "speculative.path=nowhere: "),
         (

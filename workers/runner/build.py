@@ -14,6 +14,7 @@ from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
+from workers.runner.cost_probe import probe_costs
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.layout import EngineLayout, EngineParts, PhaseDone, slot_table
@@ -50,14 +51,18 @@ def build_worker(
     group = join_tp_group(rank, worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
     phases.done("process group joined")
     parts = load_parts(worker, layout, group, device, backends, deterministic, phases.done)
-    strategy = layout.speculation.strategy(parts, others, phases.done)
+    strategy, tokens = layout.speculation.strategy(parts, others, phases.done), tuple[int, ...]()
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
         with_chunks = not deterministic and chunks_on_device(backends, others)
         strategy = graphed = _captured(strategy, parts, with_chunks)
+        tokens = graphed.token_buckets
         phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
     built = Worker(strategy, parts.slots, group, worker.debug)
     warm_up(built, layout)
     phases.done("warmed up")
+    if worker.measure_costs:
+        built.costs = probe_costs(strategy, parts.slots, group, layout, worker.cache.page_size, tokens)
+        phases.done("costs measured")
     return built
 
 
@@ -121,7 +126,7 @@ def _captured(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool)
     from workers.runner.recorder import CudaRecorder
 
     buckets, limits = bucket_sizes(parts.worker.scheduler.max_running), parts.worker.graph_capture
-    tokens = token_buckets(parts.worker.scheduler.max_step_tokens) if with_chunks else ()
+    tokens = token_buckets(parts.layout.scheduler.step_token_limit) if with_chunks else ()
     graphed = GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder(), tokens)
     with torch.inference_mode():
         report = graphed.capture(limits, parts.group)

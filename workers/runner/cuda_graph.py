@@ -150,6 +150,11 @@ class GraphedDecoding:
         """The steps that have graphs."""
         return frozenset(self._captured)
 
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Numbers of prompt tokens that captured steps are padded to, ascending."""
+        return tuple(sorted({key.tokens for key in self._captured if key.tokens}))
+
     def capture(
         self, allowance: GraphCapture, group: TPGroup, clock: Callable[[], float] = time.perf_counter
     ) -> CaptureReport:

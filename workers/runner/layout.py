@@ -9,7 +9,7 @@ import torch
 
 from attention.kv_cache.layout import LayerGroup
 from attention.metadata import Mode
-from workers.config import RoundShapes, WorkerConfig
+from workers.config import RoundShapes, SchedulerConfig, WorkerConfig
 from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
@@ -62,6 +62,7 @@ class EngineLayout:
     num_pages, slot_bytes: per rank, of the KV and of running requests' tables.
     max_model_len: prompt and answer tokens.
     max_position: positions that a step may touch.
+    scheduler: the configuration's, with numbers in place of "auto".
     """
 
     target: ModelConfig
@@ -70,6 +71,7 @@ class EngineLayout:
     slot_bytes: int
     max_model_len: int
     max_position: int
+    scheduler: SchedulerConfig
     speculation: Speculation
 
     @property
@@ -123,7 +125,8 @@ def plan_layout(
     speculation: Speculation = NoSpeculation(),  # noqa: B008 - frozen
 ) -> EngineLayout:
     """target: as `workers.models.loading.read_target_config` gives it. Raises ValueError where no KV page fits."""
-    dtype = resolve_dtype(worker.model.dtype, target.dtype, resolve_device(worker.model.device, 0))
+    device = resolve_device(worker.model.device, 0)
+    dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     groups = [*target.kv_groups(worker.tensor_parallel, dtype), *speculation.kv_groups(dtype)]
     max_model_len = worker.model.max_model_len or target.max_position
     shapes = speculation.shapes
@@ -136,6 +139,7 @@ def plan_layout(
         slot_bytes=slot_bytes,
         max_model_len=max_model_len,
         max_position=max_position,
+        scheduler=worker.scheduler.resolved(device.type),
         speculation=speculation,
     )
 

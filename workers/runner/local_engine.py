@@ -76,7 +76,7 @@ def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEn
     """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
     several. Raises what `build_worker` raises."""
     scheduler = Scheduler(
-        worker.scheduler,
+        layout.scheduler,
         worker.cache,
         layout.num_pages,
         layout.max_model_len,
@@ -85,10 +85,16 @@ def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEn
         layout.lookahead,
     )
     if worker.tensor_parallel == 1:
-        yield LocalEngine(scheduler, build_worker(worker, layout, 0, ""))
+        yield _engine(scheduler, build_worker(worker, layout, 0, ""))
         return
     ranks = RankProcesses(worker, layout)
     try:
-        yield LocalEngine(scheduler, ranks)
+        yield _engine(scheduler, ranks)
     finally:
         ranks.close()
+
+
+def _engine(scheduler: Scheduler, executor: StepExecutor) -> LocalEngine:
+    if executor.costs is not None:
+        scheduler.use_costs(executor.costs)
+    return LocalEngine(scheduler, executor)

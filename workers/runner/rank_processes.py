@@ -1,6 +1,7 @@
 """The ranks of a local engine as child processes of this one. Used by `workers.runner.local_engine`."""
 
 import multiprocessing
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -9,19 +10,27 @@ import torch
 from workers.config import WorkerConfig
 from workers.distributed.ports import free_port
 from workers.runner.build import build_worker
-from workers.runner.executor import StepExecutor
 from workers.runner.layout import EngineLayout
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import StepPlan, StepResult
 
-READY = b"ready"  # what a rank says once it is built; anything else is why it could not be
+
+@dataclass(frozen=True)
+class Ready:
+    """What a rank says once it is built; if it cannot be, it says why, a str."""
+
+    costs: CostTable | None
 
 
-class RankProcesses(StepExecutor):
-    """Plans go to every rank, results are read from rank 0. Raises ValueError where a rank cannot be built."""
+class RankProcesses:
+    """Implements `workers.runner.executor.StepExecutor`: plans go to every rank, results are read from rank 0.
+
+    Raises ValueError where a rank cannot be built."""
 
     def __init__(self, worker: WorkerConfig, layout: EngineLayout) -> None:
         context = multiprocessing.get_context("spawn")
         address = f"tcp://127.0.0.1:{free_port()}"
+        self.costs: CostTable | None = None
         self._num_pending = 0
         self._decoder = msgspec.msgpack.Decoder(StepResult)
         self._pipes: list[Connection] = []
@@ -44,9 +53,11 @@ class RankProcesses(StepExecutor):
     def _wait_ready(self) -> None:
         """Raises ValueError with the first rank's reason why it cannot be built."""
         for pipe in self._pipes:
-            said = pipe.recv_bytes()
-            if said != READY:
-                raise ValueError(said.decode())
+            said = pipe.recv()
+            if not isinstance(said, Ready):
+                raise ValueError(said)
+            assert self.costs in (None, said.costs), "ranks have measured other costs"
+            self.costs = said.costs
 
     @property
     def num_pending(self) -> int:
@@ -80,10 +91,10 @@ def _run_rank(worker: WorkerConfig, layout: EngineLayout, rank: int, address: st
     try:
         built = build_worker(worker, layout, rank, address)
     except ValueError as error:
-        pipe.send_bytes(str(error).encode())
+        pipe.send(str(error))
         pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks
         return
-    pipe.send_bytes(READY)
+    pipe.send(Ready(built.costs))
     decoder = msgspec.msgpack.Decoder(StepPlan)
     while True:
         try:
