@@ -37,7 +37,6 @@ Subject = tuple[str, int]  # a request's name or "", and a number: of the traced
 Subjects = Callable[[tuple[Any, ...], Any], Iterable[Subject]]
 
 _traced: contextvars.ContextVar[int] = contextvars.ContextVar("traced", default=NOTHING)
-_name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="")
 
 
 @dataclass(frozen=True)
@@ -87,15 +86,6 @@ def _reply(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
     return [(args[0]._reply_id, number)] if number != NOTHING else []
 
 
-def _of_link(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
-    _name.set(args[1].request_id)
-    return [(args[1].request_id, NOTHING)]
-
-
-def _of_name(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
-    return [(_name.get(), NOTHING)]
-
-
 def _of_request(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
     """Of a message that is the last argument."""
     return [(args[-1].request_id, NOTHING)]
@@ -141,9 +131,8 @@ BORDERS = (
     Border("cluster.http.tokenizer:ChatTokenizer.render", _of_traced, left="prompt_rendered"),
     Border("cluster.http.tokenizer:ChatTokenizer.encode", _of_traced, left="tokenized"),
     Border("cluster.http.serving:GenerationResponse.__init__", _reply, left="request_made"),
-    Border("cluster.ingress.deployment:ServeCalls.generate", _of_traced, entered="call_begun", left="call_made"),
-    Border("cluster.replica.coordinator_link:CoordinatorLink.run", _of_link, entered="engine_entered", early=True),
-    Border("cluster.replica.coordinator_link:CoordinatorLink._send", _of_name, left="forwarded"),
+    Border("cluster.ingress.deployment:ServeCalls.generate", _of_traced, entered="call_begun"),
+    Border("cluster.replica.coordinator_link:CoordinatorLink.run", _of_request, entered="engine_entered", early=True),
     Border(
         "cluster.coordinator.request_streams:RequestStreams._submit",
         _of_request,
