@@ -26,22 +26,22 @@ from tests.bench.http_path import instant_config
 from tests.bench.legs import LEGS, Exchange, durations, summary
 from tests.bench.machine import machine
 from tests.bench.served import RunningServer, model_name, running
-from tests.bench.served_model import add_options, label, server_config
+from tests.bench.served_model import add_options, label, prompt_ids, server_config
 from tests.bench.sse_client import END, EVENT, chat_body, request_bytes, start_load
 from tests.bench.stamps import REQUEST_ID, read, write_hook
 
 MAX_TOKENS = 4
 WARM_UP = 12
-FIRST_IDS = 300  # prompt ids are drawn from here on: below may be special tokens
 PAUSE_S = 0.05  # and up to as much again, so that requests meet running steps at any time
 
 
 class Client:
-    """One connection, one request at a time. number: of the next one, which no other of this server has."""
+    """One connection, one request at a time, each with a number that no other of this server has."""
 
-    def __init__(self, port: int, model: str, seed: int) -> None:
-        self._port = port
-        self._model = model
+    def __init__(self, server: RunningServer, ids: range, seed: int) -> None:
+        self._port = int(server.url.rpartition(":")[2])
+        self._model = model_name(server)
+        self._ids = ids
         self._random = random.Random(seed)
         self._number = 0
         self._connection: socket.socket | None = None
@@ -84,7 +84,7 @@ class Client:
         body, route = chat_body(self._model, text, MAX_TOKENS), "chat/completions"
         if prompt_tokens:
             del body["messages"]
-            body["prompt"] = [self._random.randrange(FIRST_IDS, 1500) for _ in range(prompt_tokens)]
+            body["prompt"] = self._random.choices(self._ids, k=prompt_tokens)
             route = "completions"
         head, end, content = request_bytes(self._port, body, route).partition(b"\r\n\r\n")
         return head + f"\r\nX-Request-Id: {REQUEST_ID}{number}".encode() + end + content
@@ -113,7 +113,7 @@ def background(port: int, model: str, num_streams: int) -> Iterator[None]:
 def trace(server: RunningServer, folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By prompt length and number of background streams."""
     port, model = int(server.url.rpartition(":")[2]), model_name(server)
-    client = Client(port, model, arguments.seed)
+    client = Client(server, prompt_ids(arguments), arguments.seed)
     for _ in range(WARM_UP):  # on connections of their own: the HAProxy of the first second closes its connections
         client.ask(arguments.prompt_tokens[0])
         client.close()
@@ -153,7 +153,7 @@ def _cells(columns: dict[str, Any], leg: str) -> list[float]:
 
 def untraced_ms(server: RunningServer, count: int) -> float:
     """Median milliseconds of the same chat without stamps."""
-    client = Client(int(server.url.rpartition(":")[2]), model_name(server), 1)
+    client = Client(server, range(0), seed=1)
     for _ in range(WARM_UP):
         client.ask(0)
         client.close()

@@ -35,7 +35,7 @@ from tests.bench.machine import machine
 from tests.bench.open_loop_figures import Rate, markdown, rate_figures, read_others, trade
 from tests.bench.plot import Point, line_plot
 from tests.bench.served import running
-from tests.bench.served_model import add_options, label, server_config
+from tests.bench.served_model import add_options, label, prompt_ids, server_config
 from tests.bench.sse_client import request_bytes
 from tests.bench.stream_client import Answered, Pool
 
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--drain", type=float, default=60.0, help="seconds after the last arrival, then cancel")
     parser.add_argument("--prompts", nargs=3, type=float, metavar=("MEAN", "SIGMA", "CAP"), help="tokens")
     parser.add_argument("--answers", nargs=3, type=float, metavar=("MEAN", "SIGMA", "CAP"), help="tokens")
-    parser.add_argument("--vocab", type=int, default=0, help="prompt ids are drawn from 300 to below this")
+    parser.add_argument("--vocab", type=int, default=0, help="prompt ids are drawn from below this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="an SVG file to write")
     parser.add_argument("--beside", type=Path, help="figures of other servers for the plot, JSON objects one a line")
@@ -192,13 +192,14 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
     prompts, answers = LARGE if arguments.gpu else SMALL
+    ids = prompt_ids(arguments)
     traffic = Traffic(
         _lengths(arguments.prompts or prompts),
         _lengths(arguments.answers or answers),
         arguments.seconds,
         arguments.max_requests,
-        300,
-        arguments.vocab or (16000 if arguments.gpu else 1500),
+        ids.start,
+        arguments.vocab or ids.stop,
         arguments.seed,
     )
     results: dict[str, list[Rate]] = {}

@@ -60,6 +60,14 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     return content
 
 
+def prompt_ids(arguments: argparse.Namespace) -> range:
+    """Token ids that prompts may be drawn from: those of the embedded tokenizer's words, or of the dummy's."""
+    if not arguments.gpu:
+        return range(300, 1500)
+    vocab = MODELS[arguments.model].vocab
+    return range(min(300, vocab // 4), min(16000, vocab))
+
+
 def label(arguments: argparse.Namespace) -> str:
     """What was served, for a table's head."""
     return f"{arguments.model}, dummy weights, {arguments.shape}" if arguments.gpu else str(arguments.config)
