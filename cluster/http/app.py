@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
@@ -50,7 +51,10 @@ def build_app(
     endpoints = [endpoint for group in ROUTES for endpoint in group.endpoints(edge)]
     for endpoint in endpoints:
         answer = answering(endpoint, edge.admission, config.max_body_bytes)
-        app.add_api_route(endpoint.path, answer, methods=[endpoint.method], response_model=None)
+        # Starlette's own route: FastAPI's would look for parameters and dependencies in every request.
+        route = Route(endpoint.path, answer, methods=[endpoint.method])
+        route.methods = {endpoint.method}  # without the HEAD that Starlette adds to GET
+        app.router.routes.append(route)
 
     @functools.cache
     def document() -> bytes:

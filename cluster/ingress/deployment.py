@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import ray
-import zmq.asyncio
+import zmq
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -24,10 +24,11 @@ from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
 from cluster.http.tokenizer import ChatTokenizer
 from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
-from cluster.transport.channel import bind_ingress
+from cluster.transport.channel import Context, bind_ingress
 from cluster.transport.discovery import coordinator_prefix, find_coordinators
 from cluster.transport.encoding import decode_tokens
 from cluster.transport.keys import make_transport
+from cluster.transport.listener import Listener
 from cluster.transport.messages import EngineStats, FlushOutcome
 
 logger = logging.getLogger(__name__)
@@ -100,16 +101,12 @@ class Ingress:
     ) -> None:
         application = serve.get_replica_context().app_name
         self._transport = make_transport(one_node, application)
-        self._context = zmq.asyncio.Context()
-        self._socket, endpoint = bind_ingress(
-            self._context,  # type: ignore[arg-type]
-            self._transport,
-            f"ingress-{uuid.uuid4().hex[:8]}",
-        )
+        self._context: Context = zmq.Context()
+        socket, endpoint = bind_ingress(self._context, self._transport, f"ingress-{uuid.uuid4().hex[:8]}")
         inbox = TokenInbox()
         resume = config.engine.on_worker_loss == "resume"
         self._engines = RemoteEngines(ServeCalls(engine, application), inbox, endpoint, resume)
-        self._reading = asyncio.create_task(self._read(inbox))
+        self._listener = Listener(socket, lambda raw: inbox.deliver(decode_tokens(raw)))
         self._edge = edge_config(config)
         self._tokenizer = ChatTokenizer.from_folder(config.model.path)
 
@@ -117,14 +114,10 @@ class Ingress:
         # Serve adds the header X-Request-ID to every answer itself
         return build_app(self._edge, self._tokenizer, self._engines, echo_request_id=False)
 
-    async def _read(self, inbox: TokenInbox) -> None:
-        while True:
-            inbox.deliver(decode_tokens(await self._socket.recv()))  # type: ignore[misc]
-
     async def __del__(self) -> None:
         # Serve awaits this when it stops the replica, after its requests have ended.
-        if hasattr(self, "_reading"):
-            self._reading.cancel()
+        if hasattr(self, "_listener"):
+            self._listener.close()
             self._context.destroy(linger=0)
             shutil.rmtree(self._transport.folder, ignore_errors=True)
 

@@ -3,10 +3,9 @@
 import asyncio
 import logging
 
-import zmq.asyncio
-
-from cluster.transport.channel import connect_engine
+from cluster.transport.channel import Context, connect_engine
 from cluster.transport.encoding import BadMessageError, decode, encode
+from cluster.transport.listener import Listener
 from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, Refused
 from cluster.transport.sockets import Transport
 
@@ -20,10 +19,9 @@ class EngineLostError(RuntimeError):
 class CoordinatorLink:
     """inbox: the coordinator's endpoint."""
 
-    def __init__(self, context: zmq.asyncio.Context, transport: Transport, inbox: str) -> None:
-        self._socket = connect_engine(context, transport, inbox)  # type: ignore[arg-type]
+    def __init__(self, context: Context, transport: Transport, inbox: str) -> None:
         self._calls: dict[str, asyncio.Future[GenerateSummary | Refusal]] = {}
-        self._reading = asyncio.ensure_future(self._read())
+        self._listener = Listener(connect_engine(context, transport, inbox), self._take)
 
     async def run(self, request: GenerateRequest) -> GenerateSummary | Refusal:
         """Hand a request over and wait for its end; if that is cancelled, the request is aborted.
@@ -34,37 +32,32 @@ class CoordinatorLink:
             return Refusal(kind="too_large", message=f"request id {request.request_id} is in use")
         self._calls[request.request_id] = call
         try:
-            await self._send(encode(request))
+            if not self._listener.send(encode(request)):
+                raise EngineLostError("the coordinator does not read its requests")
             return await call
         except asyncio.CancelledError:
-            await self._send(encode(Abort(request.request_id)))
+            self._listener.send(encode(Abort(request.request_id)))
             raise
         finally:
             del self._calls[request.request_id]
 
     def fail(self, reason: str) -> None:
         """End all calls, and this link."""
-        self._reading.cancel()
-        self._socket.close(0)
+        self._listener.close()
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(EngineLostError(reason))
 
-    async def _send(self, raw: bytes) -> None:
-        await self._socket.send(raw)  # type: ignore[misc]
-
-    async def _read(self) -> None:
-        while True:
-            raw: bytes = await self._socket.recv()  # type: ignore[misc]
-            try:
-                message = decode(raw)
-            except BadMessageError:
-                logger.exception("the coordinator sent something unreadable")
-                continue
-            if isinstance(message, Refused):
-                self._end(message.request_id, message.refusal)
-            elif isinstance(message, GenerateSummary):
-                self._end(message.request_id, message)
+    def _take(self, raw: bytes) -> None:
+        try:
+            message = decode(raw)
+        except BadMessageError:
+            logger.exception("the coordinator sent something unreadable")
+            return
+        if isinstance(message, Refused):
+            self._end(message.request_id, message.refusal)
+        elif isinstance(message, GenerateSummary):
+            self._end(message.request_id, message)
 
     def _end(self, request_id: str, answer: GenerateSummary | Refusal) -> None:
         call = self._calls.get(request_id)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import ray
-import zmq.asyncio
+import zmq
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.replica.coordinator_actor import EagleCoordinator
@@ -19,6 +19,7 @@ from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.placement import ENGINE_CPUS
 from cluster.replica.plan_report import cost_line, rank_lines
 from cluster.replica.worker_group import Report, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
+from cluster.transport.channel import Context
 from cluster.transport.discovery import NAMESPACE
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class Supervisor:
         self._engine_id = engine_id
         self._name_prefix = name_prefix
         self._report = report
-        self._context = zmq.asyncio.Context()
+        self._context: Context = zmq.Context()
         self._epoch = 0
         self._num_coordinators = 0
         self._coordinator: Any = None

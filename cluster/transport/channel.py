@@ -23,9 +23,7 @@ _INGRESS_HIGH_WATER = 1000  # token messages, seconds of them: an ingress that l
 
 
 def bind_ingress(context: Context, transport: Transport, name: str) -> tuple["zmq.Socket[bytes]", str]:
-    """The PULL socket on which an ingress reads token batches, and the endpoint for `GenerateRequest.reply_to`.
-
-    With a `zmq.asyncio.Context` the socket is an asynchronous one."""
+    """The PULL socket on which an ingress reads token batches, and the endpoint for `GenerateRequest.reply_to`."""
     socket = open_socket(context, zmq.PULL, _INGRESS_HIGH_WATER)
     try:
         return socket, transport.bind(socket, name)
@@ -36,7 +34,7 @@ def bind_ingress(context: Context, transport: Transport, name: str) -> tuple["zm
 
 def connect_engine(context: Context, transport: Transport, inbox: str) -> "zmq.Socket[bytes]":
     """The DEALER socket of an engine replica to its coordinator's inbox: send `encode`d GenerateRequest and Abort,
-    receive GenerateSummary and Refused for `decode`. With a `zmq.asyncio.Context` an asynchronous one."""
+    receive GenerateSummary and Refused for `decode`."""
     socket = open_socket(context, zmq.DEALER, _INBOX_HIGH_WATER)
     try:
         transport.connect(socket, inbox)

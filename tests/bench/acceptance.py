@@ -27,6 +27,7 @@ from speculative.training.vocabulary import DraftVocabulary
 from tests.bench.machine import git
 from tests.support.embedded import embedded_spec, eos_token_ids
 from tests.support.prompts import MODELS, held_out_prompts, tokenized
+from tests.support.slots import enter
 from workers.distributed.tp_group import SOLO
 from workers.layers.vocab import VocabShard
 from workers.sampling.filters import count_levels, lowest_kept, scaled_logits
@@ -117,7 +118,7 @@ def probabilities(logits: Tensor, answer: Answer, sampling: SamplingParams, filt
     """[n, vocab] float64 from logits [n, vocab] of the answer's positions, by the sampler's own functions."""
     count, vocab = logits.shape
     slots = SlotTable(1, 1, vocab, CPU)
-    slots._init_slot(SlotInit(0, 0, len(answer.prompt), 0, sampling, pack_i32(answer.prompt)))
+    enter(slots, SlotInit(0, 0, len(answer.prompt), 0, sampling, pack_i32(answer.prompt)))
     sampler = Sampler(slots, VocabShard(vocab, SOLO))
     row = torch.arange(count)
     # every token of the answer so far counts as output

@@ -95,7 +95,7 @@ def run(quick: bool) -> Report:
 def measure(proxy: str, load: Load) -> dict[str, Any]:
     """One server: time to the first token while idle, then event rates by number of streams."""
     options = ["--no-haproxy"] if proxy == "Python proxy" else []
-    with running("tests.bench.instant_server", _config(), *options) as server:
+    with running("tests.bench.instant_server", instant_config(), *options) as server:
         port, model = int(server.url.rpartition(":")[2]), model_name(server)
         ttft_s = http_ttft_s(port, model, load.num_ttft)
         rates = [event_rate(server, port, model, streams, load) for streams in load.streams]
@@ -204,7 +204,7 @@ def _run_rank(folder: str, pipe: Connection) -> None:
     context.term()
 
 
-def _config() -> dict[str, Any]:
+def instant_config() -> dict[str, Any]:
     """deploy/eagle.yaml with one rank that has no model and room for all streams."""
     content = embedded_config()
     (application,) = content["applications"]

@@ -7,8 +7,8 @@ As peers were measured: prompts of 512 tokens, 256 output tokens, greedy, no pre
 time with max_tokens=1) / rounds, best of 2, acceptance length 3.0. Scheduling, plans and reading results are included.
 full_ms is the median round while all requests run, without the batch's beginning and end. Beside it what torch's
 profiler counts in steady rounds (graph launches, copies to the host, idle share), and the floor: the bytes that a round
-must read over the measured copy bandwidth. Markdown tables, then one JSON line. Needs a GPU for figures that mean
-anything; `--tiny` tries it on a CPU.
+must read over the rate at which this GPU copies its own memory, measured first. Markdown tables, then one JSON line.
+Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from attention.config import CacheConfig, DraftAttention, TargetAttention
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from tests.bench.gpu_time import copy_bytes_per_s
 from tests.bench.machine import git
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
@@ -44,7 +45,6 @@ MODELS = {
 SHAPES = {"plain": None, "chain": (3, 1, 4), "tree": (5, 4, 8)}
 PROFILED_ROUNDS = 10
 PIPELINE = 4  # a request's first results, which come while steps with prompts are still under way
-COPY_BYTES_PER_S = 4.27e12  # measured on an H200: device-to-device copy, read and written bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Setting:
     page_size: int = 16
 
 
-def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_parallel: int) -> float:
-    """Milliseconds that copying the bytes takes which a round must read on each GPU: weights once per pass, and the KV
-    of half-grown answers. Embeddings and activations are left out."""
+def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_parallel: int, copy_rate: float) -> float:
+    """Milliseconds that copying the bytes takes which a round must read on each GPU, at `copy_rate` bytes/s: weights
+    once per pass, and the KV of half-grown answers. Embeddings and activations are left out."""
     size = MODELS[name]
     attention = size.hidden * (size.heads + 2 * size.kv_heads) * size.head_dim
     rest = size.heads * size.head_dim * size.hidden + 3 * size.hidden * size.mlp
@@ -69,7 +69,7 @@ def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_paralle
     if tree is not None:
         one_pass = 2 * attention + rest + size.draft_vocab * size.hidden + kv
         numbers += 3 * size.hidden * size.hidden + tree[0] * one_pass
-    return 2 * numbers / tensor_parallel / COPY_BYTES_PER_S * 1e3
+    return 2 * numbers / tensor_parallel / copy_rate * 1e3
 
 
 def write_checkpoints(folder: Path, name: str) -> None:
@@ -210,6 +210,8 @@ def main() -> None:
     if arguments.tiny:
         setting = Setting(40, 24)
     results: dict[str, dict[str, dict[str, float]]] = {}
+    copy_rate = copy_bytes_per_s(1 << 24 if arguments.tiny else 1 << 30)
+    print(f"{hardware()} copies {copy_rate / 1e12:.3g} TB/s, read and written bytes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(arguments)
         write_checkpoints(Path(folder), model)
@@ -225,7 +227,7 @@ def main() -> None:
                     arguments.attention,
                 )
                 results.setdefault(shape, {})[str(batch)] = measure(spec, batch, setting) | {
-                    "floor_ms": floor_ms(model, shape, batch, setting, arguments.tensor_parallel)
+                    "floor_ms": floor_ms(model, shape, batch, setting, arguments.tensor_parallel, copy_rate)
                 }
                 print(shape, batch, {k: round(v, 3) for k, v in results[shape][str(batch)].items()}, flush=True)
                 if torch.cuda.is_available():
@@ -242,6 +244,7 @@ def main() -> None:
                 "hardware": hardware(),
                 "commit": commit(),
                 "model": arguments.model,
+                "copy_tb_per_s": round(copy_rate / 1e12, 4),
                 "tensor_parallel": arguments.tensor_parallel,
                 "attention": arguments.attention,
                 "prompt_tokens": setting.prompt_tokens,

@@ -32,6 +32,7 @@ from tests.bench.round import (
     timed,
     write_checkpoints,
 )
+from tests.support.slots import enter
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds, logprobs_of
 from workers.scheduling.plan import SamplingParams, SlotInit
 from workers.slots.slot_table import SlotTable
@@ -83,7 +84,7 @@ def kernels(rows: int, size: int) -> dict[str, float]:
     device = torch.device("cuda")
     table = SlotTable(len(KINDS), 4, size, device)
     for i, kind in enumerate(KINDS.values()):
-        table._init_slot(SlotInit(i, 0, 5, 14, kind))
+        enter(table, SlotInit(i, 0, 5, 14, kind))
     sampler, names = Sampler(table, VocabShard(size, SOLO)), list(KINDS)
     flat = torch.randn((rows, size), device=device)
     logits = {"flat": flat.bfloat16(), "peaked": (flat * 3).bfloat16()}

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,18 +78,22 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running(
-    module: str, content: dict[str, Any], *options: str, ready_limit_s: float = READY_LIMIT_S
+    module: str,
+    content: dict[str, Any],
+    *options: str,
+    ready_limit_s: float = READY_LIMIT_S,
+    python_path: Sequence[Path] = (),
 ) -> Iterator[RunningServer]:
     """`python -m module serve-config options` on a free port of the loopback; nothing of it is left afterwards.
 
-    content: the Serve config file; its port is filled in. Raises RuntimeError if it does not start, or does not end
-    within two minutes of Ctrl-C, with its console's text."""
+    content: the Serve config file; its port is filled in. python_path: folders that its processes import from first.
+    Raises RuntimeError if it does not start, or does not end within two minutes of Ctrl-C, with its console's text."""
     folder = tempfile.mkdtemp(prefix="ab", dir="/tmp")  # short: Unix socket paths end at 107 bytes
     port = free_port()
     content = content | {"http_options": {"host": "127.0.0.1", "port": port}}
     path = Path(folder) / "serve.yaml"
     path.write_text(yaml.safe_dump(content))
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    paths = os.pathsep.join(filter(None, (*map(str, python_path), str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | RAY_ENVIRONMENT | _own_ports() | {"RAY_TMPDIR": folder, "PYTHONPATH": paths}
     process = subprocess.Popen(
         [sys.executable, "-m", *module.split(), str(path), *options],

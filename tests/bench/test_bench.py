@@ -9,6 +9,7 @@ import pytest
 
 from tests.bench.__main__ import PARTS, main
 from tests.bench.finding import Finding, table
+from tests.bench.round import Setting, floor_ms
 from tests.bench.served import ROOT
 
 FINDINGS = {
@@ -73,11 +74,20 @@ def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
     figures = result["results"]["chain"]["2"]
     if bench == "round":
         assert figures["rounds"] == 9 and figures["ms_per_round"] > 0 and figures["full_ms"] > 0
+        assert 0 < result["copy_tb_per_s"] < 1, "of this machine's memory, not of a GPU that it has not"
     elif bench == "capture":
         assert set(figures) == {"captured", "eager"} and figures["eager"]["stalls"]["top-p"]["round_ms"] > 0
     else:
         times = [value for row in figures.values() for name, value in row.items() if "ms" in name.split("_")]
         assert times and min(times) > 0
+
+
+def test_floor_follows_the_rate_at_which_memory_is_copied() -> None:
+    """Llama-3.1-8B's 7.5 billion numbers of a pass, 15 GB in bfloat16: 5.0 ms at an H100's 3.0 TB/s, 3.5 ms at an
+    H200's 4.27 TB/s, and half of it on each of two."""
+    h100, h200 = (floor_ms("llama-3.1-8b", "plain", 1, Setting(), 1, rate) for rate in (3.0e12, 4.27e12))
+    assert h100 == pytest.approx(5.03, abs=0.05) and h100 / h200 == pytest.approx(4.27 / 3.0)
+    assert floor_ms("llama-3.1-8b", "plain", 1, Setting(), 2, 3.0e12) == pytest.approx(h100 / 2)
 
 
 def test_unknown_part_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:

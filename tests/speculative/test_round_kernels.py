@@ -15,6 +15,7 @@ from speculative.tree import NO_TOKEN  # noqa: E402
 from speculative.tree_growth import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
 from tests.support.attention_cases import heads_pool  # noqa: E402
+from tests.support.slots import enter
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
 from workers.layers.kernels.argmax import argmax  # noqa: E402
@@ -30,7 +31,7 @@ def filled_table(batch: int, seed: int) -> SlotTable:
     table = SlotTable(batch + 2, 4, 128, DEVICE)
     for slot in range(batch):
         sampling = SamplingParams(9, 0.0, seed=slot * 7919, stop_token_ids=(slot % 99, 50))
-        table._init_slot(SlotInit(slot, 20 + slot, 10, 22 + slot + slot % 7, sampling))
+        enter(table, SlotInit(slot, 20 + slot, 10, 22 + slot + slot % 7, sampling))
     table.finished[1] = True
     return table
 

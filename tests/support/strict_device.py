@@ -34,7 +34,7 @@ class _Strict(TorchDispatchMode):
         on_device = [t for t in tensors if t.device == DEVICE]
         if on_device and str(func) in _READS_SHAPES:
             raise WouldWaitError(f"{func}: its result is read on the host")
-        if on_device and "index" in str(func) and any(t.dtype is torch.bool for t in tensors[1:]):
+        if on_device and "index" in str(func) and any(t.dtype is torch.bool for t in _indices(args)):
             raise WouldWaitError(f"{func}: a mask as an index becomes positions on the host")
         out = func(*args, **(kwargs or {}))
         results = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
@@ -42,6 +42,11 @@ class _Strict(TorchDispatchMode):
         if len(devices) > 1 and not self.crossing:
             raise WouldWaitError(f"{func}: a copy between host and device that is not through pinned memory")
         return out
+
+
+def _indices(args: tuple[Any, ...]) -> list[Tensor]:
+    """Of an operation that indexes its first argument."""
+    return [t for t in torch.utils._pytree.tree_leaves(args[1:2]) if isinstance(t, Tensor)]
 
 
 @contextmanager

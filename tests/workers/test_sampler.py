@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.support.slots import enter
 from workers.distributed.tp_group import SOLO
 from workers.layers.vocab import VocabShard
 from workers.sampling.filters import DROPPED, gap_limits, gaps
@@ -33,7 +34,7 @@ def sampler_with(
     slots = SlotTable(len(params), 4, VOCAB, CPU)
     for i, sampling in enumerate(params):
         init = SlotInit(i, 0, 5, 5 + sampling.max_tokens, sampling, pack_i32(prompt or []), pack_i32(output or []))
-        slots._init_slot(init)
+        enter(slots, init)
     needs = SamplingNeeds.of([slots.facts[i] for i in range(len(params))])
     return Sampler(slots, VocabShard(VOCAB, SOLO)), slots, needs
 

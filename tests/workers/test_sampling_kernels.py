@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from speculative.acceptance import accept  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import chain  # noqa: E402
+from tests.support.slots import enter
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.kernels.topk import reference as topk_reference  # noqa: E402
@@ -65,7 +66,7 @@ def table(size: int, device: torch.device = DEVICE) -> SlotTable:
     slots = SlotTable(len(FILTERS), 4, size, device)
     for i, (temperature, top_k, top_p, min_p) in enumerate(FILTERS):
         sampling = SamplingParams(9, temperature, top_k, top_p, min_p, seed=i * 7919 - 3)
-        slots._init_slot(SlotInit(i, 0, 5, 14, sampling))
+        enter(slots, SlotInit(i, 0, 5, 14, sampling))
     return slots
 
 
@@ -221,7 +222,7 @@ def shaping_table(size: int, device: torch.device) -> SlotTable:
         ),
     )
     for i, sampling in enumerate(params):
-        slots._init_slot(SlotInit(i, 0, 5, 14, sampling, pack_i32(some[0]), pack_i32(some[1])))
+        enter(slots, SlotInit(i, 0, 5, 14, sampling, pack_i32(some[0]), pack_i32(some[1])))
     return slots
 
 
@@ -305,7 +306,7 @@ def test_fused_acceptance_counts_what_it_emits() -> None:
         for i in range(batch):
             penalty = 0.0 if i in (3, 7) else 1.0
             sampling = SamplingParams(9, 0.0, frequency_penalty=penalty, stop_token_ids=(i % 6,))
-            slots._init_slot(SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
+            enter(slots, SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
         slots.finished[2] = True
         return slots
 
@@ -328,7 +329,7 @@ def test_one_token_is_committed_and_counted() -> None:
         slots = SlotTable(8, 4, size, device)
         for i in range(8):
             sampling = SamplingParams(9, 0.0, presence_penalty=float(i % 3), stop_token_ids=(i % 4,))
-            slots._init_slot(SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
+            enter(slots, SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
         slots.finished[6] = True
         return slots
 

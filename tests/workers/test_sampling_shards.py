@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.slots import enter
 from tests.support.thread_group import on_ranks
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.vocab import VocabShard
@@ -72,7 +73,7 @@ def test_draws_from_all_shards(ranks: int, vocab: int) -> None:
     def run(group: TPGroup) -> list[Tensor]:
         slots = SlotTable(len(PARAMS), 4, vocab, CPU)
         for i, sampling in enumerate(PARAMS):
-            slots._init_slot(SlotInit(i, 0, 5, 14, sampling))
+            enter(slots, SlotInit(i, 0, 5, 14, sampling))
         shard = VocabShard(vocab, group)
         sampler, mine = Sampler(slots, shard), shard_of(logits, shard)
         ids = torch.arange(shard.first, shard.first + shard.size).clamp_max(vocab - 1)

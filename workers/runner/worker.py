@@ -5,20 +5,24 @@ Used by the cluster's worker loop and by the local engine; knows no transport.
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.metadata import PrefillBatch, to_device
+from attention.metadata import ChunkLists, PrefillBatch
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
 from workers.sampling.sampler import Logprobs, SamplingNeeds
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
+from workers.scheduling.plan import Chunk, StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
 from workers.slots.slot_table import SlotTable
+from workers.slots.upload import upload
 
 
 class RanksDisagreeError(RuntimeError):
@@ -72,17 +76,22 @@ class _Pending:
 
 
 class _SlotIds:
-    """Slot numbers on the device. Most steps run the same requests as the one before, and then copy nothing."""
+    """Slot numbers on the device. Most steps run the same requests as the one before, and then send nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
         self._last: tuple[int, ...] = ()
         self._tensor = torch.empty(0, dtype=torch.int64, device=device)
 
-    def on_device(self, slots: tuple[int, ...]) -> Tensor:
+    def columns(self, slots: tuple[int, ...]) -> dict[str, npt.NDArray[Any]]:
+        """What `on_device` needs."""
+        return {} if slots == self._last else {self._name: np.array(slots, np.int64)}
+
+    def on_device(self, slots: tuple[int, ...], columns: Mapping[str, Tensor]) -> Tensor:
         """[n] int64; the same tensor as long as the slots are the same."""
         if slots != self._last:
             self._last = slots
-            self._tensor = to_device(torch.tensor(slots, dtype=torch.int64), self._tensor.device)
+            self._tensor = columns[self._name]
         return self._tensor
 
 
@@ -101,8 +110,8 @@ class Worker:
         self._group = group
         self._debug = debug
         self._pending: deque[_Pending] = deque()
-        self._round_slots = _SlotIds(slots.device)
-        self._draft_slots = _SlotIds(slots.device)
+        self._round_slots = _SlotIds("round slots", slots.device)
+        self._draft_slots = _SlotIds("draft slots", slots.device)
 
     @property
     def num_pending(self) -> int:
@@ -115,7 +124,6 @@ class Worker:
     def submit(self, plan: StepPlan) -> None:
         assert len(self._pending) < 2, "a third step was submitted before a result was taken"
         started_s = time.perf_counter()
-        self._slots.apply_plan(plan)
         entries = _entries(plan)
         tensors = self._strategy.step(self._batch(plan, entries))
         if self._debug:
@@ -140,42 +148,28 @@ class Worker:
         )
 
     def _batch(self, plan: StepPlan, entries: tuple[int, ...]) -> StepBatch:
-        padding = self._slots.padding_slot
+        """The plan's requests enter their slots, and what it runs as tensors: one copy to the device at most, for which
+        nothing waits."""
+        table, padding = self._slots, self._slots.padding_slot
         drafting = plan.drafting or bytes(len(entries))
+        rounds = tuple(unpack_i32(plan.slots).tolist())
+        drafts = tuple(slot if drafts else padding for slot, drafts in zip(entries, drafting, strict=True))
+        columns = {
+            **table.columns(plan),
+            **self._round_slots.columns(rounds),
+            **self._draft_slots.columns(drafts),
+            **(_chunk_columns(plan) if plan.chunks else {}),
+        }
+        sent = upload(columns, table.device)
+        table.enter(plan, sent)
         return StepBatch(
-            slots=self._round_slots.on_device(tuple(unpack_i32(plan.slots).tolist())),
+            slots=self._round_slots.on_device(rounds, sent),
             shape=plan.shape,
             next_shape=plan.next_shape,
-            draft_slots=self._draft_slots.on_device(
-                tuple(slot if drafts else padding for slot, drafts in zip(entries, drafting, strict=True))
-            ),
+            draft_slots=self._draft_slots.on_device(drafts, sent),
             max_kv_len=plan.max_kv_len,
-            chunks=self._chunks(plan) if plan.chunks else None,
-            needs=SamplingNeeds.of([self._slots.facts[slot] for slot in entries]),
-        )
-
-    def _chunks(self, plan: StepPlan) -> PromptChunks:
-        """Those that end their prompt first. Two copies to the device, for which nothing waits."""
-        device = self._slots.device
-        chunks = sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
-        finals = [chunk for chunk in chunks if chunk.next_token < 0]
-        ids = [unpack_i32(chunk.tokens) for chunk in chunks]
-        counts = [len(tokens) for tokens in ids]
-        lengths = [chunk.start + count - 1 for chunk, count in zip(finals, counts, strict=False)]
-        columns = (
-            np.concatenate(ids),
-            [chunk.next_token for chunk in chunks],
-            [chunk.slot for chunk in chunks],
-            lengths,
-        )
-        packed = to_device(torch.from_numpy(np.concatenate(columns).astype(np.int64)), device)
-        tokens, next_ids, slots, final_lengths = packed.split([len(column) for column in columns])  # type: ignore[no-untyped-call]
-        return PromptChunks(
-            batch=PrefillBatch.from_lists([c.start for c in chunks], counts, self._slots.page_table[slots]),
-            ids=tokens,
-            next_ids=next_ids,
-            final_slots=slots[: len(finals)],
-            final_lengths=final_lengths.int(),
+            chunks=_prompt_chunks(plan, sent, table.page_table) if plan.chunks else None,
+            needs=SamplingNeeds.of([table.facts[slot] for slot in entries]),
         )
 
     def _logprobs(self, pending: _Pending, counts: list[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
@@ -202,6 +196,49 @@ class Worker:
         different = (everyone != everyone[0]).flatten(1).any(1)
         if bool(different.any()):
             raise RanksDisagreeError(f"ranks {different.nonzero().flatten().tolist()} emitted other tokens than rank 0")
+
+
+def _in_order(plan: StepPlan) -> list[Chunk]:
+    """The plan's chunks, those that end their prompt first."""
+    return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
+
+
+def _chunk_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+    """What `_prompt_chunks` needs of the plan on the device."""
+    chunks = _in_order(plan)
+    ids = [unpack_i32(chunk.tokens) for chunk in chunks]
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    counts = np.array([len(tokens) for tokens in ids], np.int32)
+    num_finals = sum(chunk.next_token < 0 for chunk in chunks)
+    return {
+        "chunk ids": np.concatenate(ids).astype(np.int64),
+        "chunk next ids": np.array([chunk.next_token for chunk in chunks], np.int64),
+        "chunk slots": np.array([chunk.slot for chunk in chunks], np.int64),
+        "chunk starts": starts,
+        "chunk indptr": np.concatenate(([0], counts)).cumsum().astype(np.int32),
+        "final lengths": (starts + counts - 1)[:num_finals],
+    }
+
+
+def _prompt_chunks(plan: StepPlan, columns: Mapping[str, Tensor], page_table: Tensor) -> PromptChunks:
+    """The plan's chunks on the device. columns: at least those of `_chunk_columns`. page_table: of all slots, with the
+    plan's changes."""
+    chunks = _in_order(plan)
+    counts = tuple(len(chunk.tokens) // 4 for chunk in chunks)
+    slots, final_lengths = columns["chunk slots"], columns["final lengths"]
+    return PromptChunks(
+        batch=PrefillBatch(
+            qo_indptr=columns["chunk indptr"],
+            starts=columns["chunk starts"],
+            page_table=page_table[slots],
+            num_rows=sum(counts),
+            lists=ChunkLists(tuple(chunk.start for chunk in chunks), counts),
+        ),
+        ids=columns["chunk ids"],
+        next_ids=columns["chunk next ids"],
+        final_slots=slots[: final_lengths.shape[0]],
+        final_lengths=final_lengths,
+    )
 
 
 def _mask_invalid(tensors: StepTensors) -> Tensor:

@@ -4,15 +4,15 @@ The last row is the padding slot: finished for ever, its page table all zero (th
 device from the host, except that per-slot facts the host already knows (from `SlotInit`) are kept in `facts`.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.metadata import to_device
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -22,6 +22,7 @@ from workers.scheduling.plan import (
     StepPlan,
     unpack_i32,
 )
+from workers.slots.upload import upload
 
 if TYPE_CHECKING:
     from workers.slots.kernels.commit import CommitTables
@@ -117,52 +118,46 @@ class SlotTable:
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Take over a plan's new requests and page-table changes."""
-        # A new owner's table starts empty: what it does not reserve is the dummy page, never another's page.
+        self.enter(plan, upload(self.columns(plan), self.device))
+
+    def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+        """What `enter` needs of the plan on the device; empty if it brings no request and no page."""
+        columns: dict[str, npt.NDArray[Any]] = {}
+        if plan.inits:
+            columns |= _init_columns(plan.inits)
         for init in plan.inits:
-            self._init_slot(init)
+            if SlotFacts(init.sampling).shapes_logits:
+                columns |= {f"{name} of {init.slot}": array for name, array in _shaping_columns(init).items()}
         if plan.page_updates:
-            updates = to_device(torch.tensor(unpack_i32(plan.page_updates).reshape(-1, 3)), self.device)
-            self.page_table[updates[:, 0].long(), updates[:, 1].long()] = updates[:, 2]
+            slots, places, pages = unpack_i32(plan.page_updates).reshape(-1, 3).T
+            columns |= {"paged slots": slots.astype(np.int64), "paged places": places.astype(np.int64), "pages": pages}
+        return columns
 
-    def _init_slot(self, init: SlotInit) -> None:
-        slot, sampling = init.slot, init.sampling
-        self.facts[slot] = facts = SlotFacts(sampling)
-        stops = sampling.stop_token_ids
-        assert len(stops) <= MAX_STOP_TOKEN_IDS, "the edge bounds stop_token_ids"
-        min_len = init.prompt_len + sampling.min_tokens
-        ints = [0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k]
-        floats = [
-            sampling.temperature if facts.is_random else 0.0,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.repetition_penalty - 1.0,
-        ]
-        self.page_table[slot] = 0
-        self.seq_len[slot] = init.num_cached
-        self._ints[slot] = to_device(torch.tensor(ints), self.device)
-        self._floats[slot] = to_device(torch.tensor(floats), self.device)
-        flags = torch.tensor([False, facts.shapes_logits])
-        self._flags[slot] = to_device(flags, self.device)
-        padded = torch.tensor([*stops, *[NO_TOKEN] * (MAX_STOP_TOKEN_IDS - len(stops))])
-        self.stop_ids[slot] = to_device(padded, self.device)
-        if facts.shapes_logits:
-            self._init_shaping(init)
+    def enter(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        """Take over a plan's new requests and page-table changes. columns: at least `columns`, on the device."""
+        if plan.inits:
+            slots = columns["init slots"]
+            # A new owner's table starts empty: what it does not reserve is the dummy page, never another's page.
+            self.page_table[slots] = 0
+            self.seq_len[slots] = columns["init cached"]
+            self._ints[slots] = columns["init ints"]
+            self._floats[slots] = columns["init floats"]
+            self._flags[slots] = columns["init flags"]
+            self.stop_ids[slots] = columns["init stops"]
+        for init in plan.inits:
+            self.facts[init.slot] = facts = SlotFacts(init.sampling)
+            if facts.shapes_logits:
+                self._init_shaping(init.slot, columns)
+        if plan.page_updates:
+            self.page_table[columns["paged slots"], columns["paged places"]] = columns["pages"]
 
-    def _init_shaping(self, init: SlotInit) -> None:
-        """Counts, prompt marks and biases of a request that changes its logits. Only ids are sent, through pinned
-        memory, and counted on the device by an operation whose result has a known size: nothing waits."""
-        slot, bias = init.slot, init.sampling.logit_bias
-        output, prompt = (self._token_ids(unpack_i32(raw)) for raw in (init.output, init.prompt))
+    def _init_shaping(self, slot: int, columns: Mapping[str, Tensor]) -> None:
+        """Counts, prompt marks and biases of a request that changes its logits. Only ids were sent, which are counted
+        here by an operation whose result has a known size: nothing waits."""
+        output, prompt, biased, bias = (columns[f"{name} of {slot}"] for name in _SHAPING)
         self.output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         self.in_prompt[slot].zero_().scatter_(0, prompt, True)
-        values = to_device(torch.tensor(list(bias.values()), dtype=torch.float32), self.device)
-        self.bias[slot].zero_().scatter_(0, self._token_ids(np.array(list(bias), np.int32)), values)
-
-    def _token_ids(self, ids: npt.NDArray[np.int32]) -> Tensor:
-        """[n] int64: `ids` on the device."""
-        return to_device(torch.from_numpy(ids.astype(np.int64)), self.device)
+        self.bias[slot].zero_().scatter_(0, biased, bias)
 
     def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
         """Append tokens [B, M] int64, of which counts [B] int64 (>= 1) are valid, to slots [B] int64.
@@ -196,6 +191,53 @@ class SlotTable:
         place = slots.unsqueeze(1) * self.vocab_size + tokens
         self.output_counts.view(-1).scatter_add_(0, place.flatten(), valid.int().flatten())
         return Commit(tokens, counts, finish)
+
+
+def _init_columns(inits: Sequence[SlotInit]) -> dict[str, npt.NDArray[Any]]:
+    """Of new requests, by the tables' rows that they are written to."""
+    stops = np.full((len(inits), MAX_STOP_TOKEN_IDS), NO_TOKEN)
+    ints, floats, flags = [], [], []
+    for row, init in enumerate(inits):
+        sampling = init.sampling
+        facts = SlotFacts(sampling)
+        assert len(sampling.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "the edge bounds stop_token_ids"
+        stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        min_len = init.prompt_len + sampling.min_tokens
+        ints.append((0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k))
+        floats.append(
+            (
+                sampling.temperature if facts.is_random else 0.0,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty - 1.0,
+            )
+        )
+        flags.append((False, facts.shapes_logits))
+    return {
+        "init slots": np.array([init.slot for init in inits], np.int64),
+        "init cached": np.array([init.num_cached for init in inits], np.int32),
+        "init ints": np.array(ints, np.int64),
+        "init floats": np.array(floats, np.float32),
+        "init flags": np.array(flags, np.bool_),
+        "init stops": stops,
+    }
+
+
+_SHAPING = ("output", "prompt", "biased", "bias")
+
+
+def _shaping_columns(init: SlotInit) -> dict[str, npt.NDArray[Any]]:
+    """Of a request that changes its logits, by `_SHAPING`: tokens so far, and its biases."""
+    bias = init.sampling.logit_bias
+    arrays = (
+        unpack_i32(init.output).astype(np.int64),
+        unpack_i32(init.prompt).astype(np.int64),
+        np.array(list(bias), np.int64),
+        np.array(list(bias.values()), np.float32),
+    )
+    return dict(zip(_SHAPING, arrays, strict=True))
 
 
 def _signed(seed: int) -> int:

@@ -217,3 +217,32 @@ async def test_stats_are_asked_once_for_many_readers() -> None:
     rig = Rig()
     await asyncio.gather(*(rig.engines.stats() for _ in range(20)))
     assert rig.calls.num_stats == 1
+
+
+async def test_first_tokens_go_before_the_next_tokens_of_others() -> None:
+    """Each reader takes a while for its event, and a step's message has the requests that run before a new one's."""
+    inbox = TokenInbox()
+    streams = {name: inbox.open(name) for name in ("old", "older", "new")}
+    order: list[str] = []
+
+    async def read(name: str) -> None:
+        while True:
+            await streams[name].changed.wait()
+            assert streams[name].take(name) is not None
+            order.append(name)
+
+    readers = [asyncio.create_task(read(name)) for name in streams]
+    inbox.deliver(TokenBatch("c", 0, (TokenDelta("old", (1,)), TokenDelta("older", (1,)))))
+    await asyncio.sleep(0.01)
+    order.clear()
+    batch = (
+        TokenDelta("old", (2,)),
+        TokenDelta("older", (2,)),
+        TokenDelta("new", (1,)),
+        TokenDelta("new", (2,), "stop"),
+    )
+    inbox.deliver(TokenBatch("c", 1, batch))
+    await asyncio.sleep(0.01)
+    assert order == ["new", "old", "older"]
+    for reader in readers:
+        reader.cancel()

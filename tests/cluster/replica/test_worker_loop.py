@@ -1,5 +1,7 @@
 """The ranks' loop against a coordinator's end of the link."""
 
+import ctypes
+import sys
 import threading
 import time
 from collections import deque
@@ -174,3 +176,19 @@ def test_an_idle_rank_does_not_spin(make_bench):
     started = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - started < 0.1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timer slack is Linux's")
+def test_waiting_for_a_gpu_is_not_stretched_by_timer_slack(make_bench):
+    """A sleep of 20 us would take 90: the loop's thread asks for its sleeps to end in time."""
+    slack_ns = []
+    bench = make_bench()
+    submit = bench.executor.submit
+    bench.executor.submit = lambda plan: (slack_ns.append(_timer_slack_ns()), submit(plan))
+    bench.send(0)
+    until(lambda: slack_ns)
+    assert slack_ns == [1000] and _timer_slack_ns() > 1000  # of that thread alone
+
+
+def _timer_slack_ns():
+    return ctypes.CDLL(None).prctl(30, 0, 0, 0, 0)  # PR_GET_TIMERSLACK

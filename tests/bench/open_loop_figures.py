@@ -1,0 +1,98 @@
+"""What an open loop's answers say: latencies by percentile, as a table and as a plot. Used by `tests.bench.open_loop`.
+
+ttft  from when a request was due to its first event that carries a choice
+itl   between two such events of one answer, those of all answers together; an event may bring several tokens
+tpot  (last event - first event) / (tokens - 1), an answer each; tokens by the server's count
+e2e   from when it was due to its end
+late  how late the client itself sent it: above some 10 ms the client is what was measured
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench.arrivals import Arrival
+from tests.bench.finding import table
+from tests.bench.legs import percentile
+from tests.bench.plot import Point
+from tests.bench.stream_client import Answered
+
+Rate = dict[str, Any]  # the figures of one rate
+
+
+def rate_figures(rate: float, arrivals: Sequence[Arrival], answers: Sequence[Answered], begin_s: float) -> Rate:
+    """Of the answers to `arrivals`, due after begin_s. Faults count, and nothing else of theirs."""
+    pairs = [(begin_s + arrival.due_s, arrival, answer) for arrival, answer in zip(arrivals, answers, strict=True)]
+    whole = [pair for pair in pairs if not pair[2].fault and pair[2].event_s]
+    tokens = [answer.num_tokens or arrival.num_tokens for _, arrival, answer in whole]
+    spans = [answer.event_s[-1] - answer.event_s[0] for _, _, answer in whole]
+    elapsed_s = max((answer.end_s for _, _, answer in whole), default=begin_s) - begin_s
+    return {
+        "rate": rate,
+        "sent": len(arrivals),
+        "completed": len(whole),
+        "errors": len(arrivals) - len(whole),
+        "first_errors": sorted({answer.fault for answer in answers if answer.fault})[:3],
+        "ttft_ms": _ms([answer.event_s[0] - due_s for due_s, _, answer in whole]),
+        "itl_ms": _ms([b - a for _, _, answer in whole for a, b in itertools.pairwise(answer.event_s)]),
+        "tpot_ms": _ms([span / (count - 1) for span, count in zip(spans, tokens, strict=True) if count > 1]),
+        "e2e_ms": _ms([answer.end_s - due_s for due_s, _, answer in whole]),
+        "late_ms": _ms([answer.sent_s - due_s for due_s, _, answer in pairs if answer.sent_s]),
+        "output_tokens": sum(tokens),
+        "tokens_per_s": round(sum(tokens) / elapsed_s, 1) if whole else 0.0,
+        "wrong_length": sum(count != arrival.num_tokens for (_, arrival, _), count in zip(whole, tokens, strict=True)),
+    }
+
+
+def _ms(seconds: Sequence[float]) -> dict[str, float | None]:
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {name: round(percentile(seconds, q) * 1e3, 3) if seconds else None for name, q in shares.items()}
+
+
+def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
+    """A row for each server and rate."""
+    kinds = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
+    head = ["server", "req/s", "done", "failed"]
+    head += [f"{kind.removesuffix('_ms').upper()} p50 / p99 ms" for kind in kinds] + ["tokens/s", "late p99 ms"]
+    rows = [
+        (
+            name,
+            f"{rate['rate']:g}",
+            rate["completed"],
+            rate["errors"],
+            *(_pair(rate[kind]) for kind in kinds),
+            rate["tokens_per_s"],
+            rate["late_ms"]["p99"] or 0.0,
+        )
+        for name, rates in results.items()
+        for rate in rates
+    ]
+    return table(head, rows)
+
+
+def _pair(figures: Mapping[str, float | None]) -> str:
+    return " / ".join("-" if figures[key] is None else f"{figures[key]:.4g}" for key in ("p50", "p99"))
+
+
+def trade(results: Mapping[str, Sequence[Rate]], rate: float) -> list[Point]:
+    """TTFT against ITL, 99th percentiles, a point for each server, at one rate."""
+    return [
+        Point(found["itl_ms"]["p99"], found["ttft_ms"]["p99"], name)
+        for name, rates in results.items()
+        for found in rates
+        if found["rate"] == rate and found["itl_ms"]["p99"] is not None
+    ]
+
+
+def read_others(path: Path) -> dict[str, list[Rate]]:
+    """Figures of other servers, by name: JSON objects, one a line, perhaps after a word, with name, rate, ttft_ms and
+    itl_ms as `rate_figures` has them. Other lines are passed over."""
+    found: dict[str, list[Rate]] = {}
+    for line in path.read_text().splitlines():
+        _, brace, rest = line.partition("{")
+        if brace and '"ttft_ms"' in rest and '"name"' in rest:
+            rate = json.loads(brace + rest)
+            found.setdefault(rate["name"], []).append(rate)
+    return found

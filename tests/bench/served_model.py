@@ -1,0 +1,85 @@
+"""Which model a bench over HTTP starts a server with: a configuration of this host's, or dummy weights on a GPU.
+
+Used by `tests.bench.first_token` and `tests.bench.open_loop`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from deploy.configs import find_config, located
+from tests.bench.round import MODELS, SHAPES, write_checkpoints
+
+ACCEPTANCE_LENGTH = 3.0  # synthetic, of dummy weights
+_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `server_config` reads."""
+    parser.add_argument("--config", default="eagle", help="Serve config file, or one of Aerie's (default: eagle)")
+    parser.add_argument("--gpu", action="store_true", help="dummy weights of --model on a GPU in place of --config")
+    parser.add_argument("--model", choices=sorted(set(MODELS)), default="llama-3.1-8b", help="with --gpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="chain", help="with --gpu (plain: no speculation)")
+    parser.add_argument("--max-running", type=int, default=128, help="with --gpu")
+    parser.add_argument("--memory-gb", type=float, default=24.0, help="of the KV cache, with --gpu")
+    parser.add_argument("--max-model-len", type=int, default=8192, help="with --gpu")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="with --gpu")
+    parser.add_argument("--no-haproxy", action="store_true", help="Serve's Python proxy")
+    parser.add_argument("--start-limit", type=float, default=300.0, help="seconds until /health must be 200")
+
+
+def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The Serve config file's content. Checkpoints of dummy weights are written to `folder`."""
+    if not arguments.gpu:
+        return located(find_config(arguments.config))
+    content = located(find_config("eagle"))
+    args = content["applications"][0]["args"]
+    write_checkpoints(folder, arguments.model)
+    write_tokenizer(folder / "target", MODELS[arguments.model].vocab)
+    args["model"] = {
+        "path": str(folder / "target"),
+        "load_format": "dummy",
+        "max_model_len": arguments.max_model_len,
+        "device": arguments.device,
+    }
+    args["parallel"] = {"tensor_parallel": 1}
+    args["cache"] = {"memory_gb": arguments.memory_gb}
+    args["scheduler"] = {"max_running": arguments.max_running, "max_waiting": 4096}
+    args["ingress"] = {"max_concurrent_requests": 4096}
+    del args["speculative"]
+    tree = SHAPES[arguments.shape]
+    if tree is not None:
+        args["speculative"] = {
+            "path": str(folder / "draft"),
+            **dict(zip(("num_steps", "top_k", "num_draft_tokens"), tree, strict=True)),
+            "synthetic_acceptance_length": ACCEPTANCE_LENGTH,
+        }
+    return content
+
+
+def prompt_ids(arguments: argparse.Namespace) -> range:
+    """Token ids that prompts may be drawn from: those of the embedded tokenizer's words, or of the dummy's."""
+    if not arguments.gpu:
+        return range(300, 1500)
+    vocab = MODELS[arguments.model].vocab
+    return range(min(300, vocab // 4), min(16000, vocab))
+
+
+def label(arguments: argparse.Namespace) -> str:
+    """What was served, for a table's head."""
+    return f"{arguments.model}, dummy weights, {arguments.shape}" if arguments.gpu else str(arguments.config)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer whose every token shows as text, so that any token that dummy weights choose is an event;
+    with a chat template, and without an end of sequence."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = letters + [f"Ġ{number:x}" for number in range(vocab_size - len(letters))]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names[:vocab_size])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))

@@ -1,0 +1,274 @@
+"""Times at the borders that a request crosses, in every process of an unchanged server.
+
+`tests.bench.first_token` starts `aerie serve` with a `sitecustomize` on the path (`write_hook`) that calls `install` in
+every Python process of it. Functions of our own are wrapped as their modules are imported; each call leaves records in
+a file that is mapped into memory, so that a stamp costs about 2 us and nothing is lost when a process is killed. All
+times are CLOCK_MONOTONIC, which the processes of a machine share. No torch and no Ray in here: it is imported by all of
+them.
+
+What a stamp is about: a traced request by its number (the client's X-Request-Id says it; the ingress, before the
+request has a name), a request by its name, or a step by its number. `tests.bench.first_token` joins them.
+"""
+
+import contextvars
+import functools
+import importlib.machinery
+import importlib.util
+import inspect
+import itertools
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+REQUEST_ID = "first-token-"  # of a traced request, its number after it
+NOTHING = -1
+MAX_RECORDS = 1 << 17  # of a process, 8 MB of a sparse file
+_RECORD = struct.Struct("<qii48s")  # nanoseconds, point, number, name
+
+Subject = tuple[str, int]  # a request's name or "", and a number: of the traced request or of the step
+Subjects = Callable[[tuple[Any, ...], Any], Iterable[Subject]]
+
+_traced: contextvars.ContextVar[int] = contextvars.ContextVar("traced", default=NOTHING)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """One record. name: "" for stamps of traced requests and of steps."""
+
+    point: str
+    at_ns: int
+    name: str
+    number: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Border:
+    """A function to be wrapped.
+
+    where: module:qualified name; the name under which it is called.
+    subjects: what a call is about, from its arguments and its result (None at the entry).
+    entered, left: points to be stamped, "" for none. Those of a call that ends in an exception are left out.
+    early: subjects are asked for at the entry, and the entry is stamped then.
+    """
+
+    where: str
+    subjects: Subjects
+    entered: str = ""
+    left: str = ""
+    early: bool = False
+
+
+def _of_traced(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    number = _traced.get()
+    return [("", number)] if number != NOTHING else []
+
+
+def _begin(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    """The edge's middleware gets a request: what runs in its context is about it."""
+    headers = dict(args[1].get("headers", ()))
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    _traced.set(int(given.removeprefix(REQUEST_ID)) if given.startswith(REQUEST_ID) else NOTHING)
+    return _of_traced(args, result)
+
+
+def _reply(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    """A traced request has got its name."""
+    number = _traced.get()
+    return [(args[0]._reply_id, number)] if number != NOTHING else []
+
+
+def _of_request(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    """Of a message that is the last argument."""
+    return [(args[-1].request_id, NOTHING)]
+
+
+def _of_prompts(args: tuple[Any, ...], plan: Any) -> Iterator[Subject]:
+    """The requests whose prompts a new plan begins or ends."""
+    if plan is not None and (plan.inits or plan.chunks):
+        by_slot = args[0].queues.by_slot
+        for init in plan.inits:
+            yield f"+{by_slot[init.slot].request.request_id}", plan.step
+        for chunk in plan.chunks:
+            if chunk.next_token < 0:
+                yield by_slot[chunk.slot].request.request_id, plan.step
+
+
+def _of_plan(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    return [("", args[1].step)]
+
+
+def _of_result(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    """A step's result or plan that is an argument or comes out; heartbeats have no step."""
+    step = getattr(result, "step", getattr(args[-1], "step", NOTHING))
+    return [("", step)] if step != NOTHING else []
+
+
+def _of_ready(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    return [("", args[0]._pending[0].plan.step)] if result else []
+
+
+def _of_deltas(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    return [(delta.request_id, NOTHING) for delta in args[-1].deltas]
+
+
+def _of_delta(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    return _of_traced(args, result) if result is not None else []
+
+
+BORDERS = (
+    Border("cluster.http.middleware:EdgeMiddleware.__call__", _begin, entered="ingress_entered", early=True),
+    Border("cluster.http.endpoint:_read", _of_traced, left="body_read"),
+    Border("cluster.http.endpoint:parse_body", _of_traced, left="body_parsed"),
+    Border("cluster.http.tokenizer:ChatTokenizer.render", _of_traced, left="prompt_rendered"),
+    Border("cluster.http.tokenizer:ChatTokenizer.encode", _of_traced, left="tokenized"),
+    Border("cluster.http.serving:GenerationResponse.__init__", _reply, left="request_made"),
+    Border("cluster.ingress.deployment:ServeCalls.generate", _of_traced, entered="call_begun"),
+    Border("cluster.replica.coordinator_link:CoordinatorLink.run", _of_request, entered="engine_entered", early=True),
+    Border(
+        "cluster.coordinator.request_streams:RequestStreams._submit",
+        _of_request,
+        entered="coordinator_entered",
+        left="submitted",
+    ),
+    Border("workers.scheduling.scheduler:Scheduler.schedule", _of_prompts, entered="plan_begun", left="planned"),
+    Border("cluster.coordinator.worker_links:WorkerLinks.send", _of_plan, entered="plan_sent"),
+    Border("cluster.transport.channel:RankChannel.receive", _of_result, left="plan_received"),
+    Border("workers.slots.slot_table:SlotTable.enter", _of_plan, entered="plan_uploaded", left="slots_set"),
+    Border("workers.runner.worker:Worker._batch", _of_plan, left="batch_made"),
+    Border("workers.runner.worker:Worker.submit", _of_plan, left="launched"),
+    Border("workers.runner.worker:Worker.ready", _of_ready, left="step_done"),
+    Border("workers.runner.worker:Worker.take", _of_result, left="result_made"),
+    Border("cluster.transport.channel:RankChannel.send", _of_result, entered="result_sent"),
+    Border(
+        "workers.scheduling.scheduler:Scheduler.apply", _of_result, entered="result_received", left="result_applied"
+    ),
+    Border("cluster.transport.channel:IngressLink.send", _of_deltas, entered="published"),
+    Border("cluster.ingress.remote_engines:TokenInbox.deliver", _of_deltas, entered="tokens_received"),
+    Border("cluster.ingress.remote_engines:_Stream.take", _of_delta, left="tokens_taken"),
+    Border("cluster.http.answer:Answer.push", _of_traced, left="text_made"),
+    Border("cluster.http.serving:_body", _of_traced, left="event_made"),
+)
+POINTS = tuple(point for border in BORDERS for point in (border.entered, border.left) if point)
+
+
+class Recorder:
+    """A process's stamps."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / f"{os.getpid()}-{time.monotonic_ns()}.stamps"
+        with open(path, "w+b") as file:
+            file.truncate(MAX_RECORDS * _RECORD.size)
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._next = itertools.count()
+
+    def put(self, point: int, at_ns: int, subjects: Iterable[Subject]) -> None:
+        for name, number in subjects:
+            place = next(self._next)
+            if place < MAX_RECORDS:
+                _RECORD.pack_into(self._memory, place * _RECORD.size, at_ns, point + 1, number, name.encode())
+
+
+def read(folder: Path) -> Iterator[Stamp]:
+    """Everything that was stamped."""
+    for path in sorted(folder.glob("*.stamps")):
+        pid = int(path.name.partition("-")[0])
+        for at_ns, point, number, name in _RECORD.iter_unpack(path.read_bytes()):
+            if point == 0:
+                break
+            yield Stamp(POINTS[point - 1], at_ns, name.rstrip(b"\0").decode(), number, pid)
+
+
+def wrapped(function: Callable[..., Any], border: Border, put: Callable[[int, int, Iterable[Subject]], None]) -> Any:
+    """`function`, stamping."""
+    entered, left = (POINTS.index(point) if point else NOTHING for point in (border.entered, border.left))
+    clock, subjects, early = time.monotonic_ns, border.subjects, border.early
+
+    def leave(begun_ns: int, args: tuple[Any, ...], result: Any) -> None:
+        ended_ns = clock()
+        about = list(subjects(args, result))
+        if entered != NOTHING and not early:
+            put(entered, begun_ns, about)
+        if left != NOTHING:
+            put(left, ended_ns, about)
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            begun_ns = clock()
+            if early:
+                put(entered, begun_ns, subjects(args, None))
+            result = await function(*args, **kwargs)
+            leave(begun_ns, args, result)
+            return result
+
+        return call_async
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begun_ns = clock()
+        result = function(*args, **kwargs)
+        leave(begun_ns, args, result)
+        return result
+
+    return call
+
+
+def patch(module: ModuleType, put: Callable[[int, int, Iterable[Subject]], None]) -> None:
+    """Wrap the functions of `module` that are borders. Raises AttributeError for one that it does not have."""
+    for border in BORDERS:
+        name, _, path = border.where.partition(":")
+        if name == module.__name__:
+            *outer, last = path.split(".")
+            owner = functools.reduce(getattr, outer, module)
+            setattr(owner, last, wrapped(getattr(owner, last), border, put))
+
+
+class _Patching(MetaPathFinder):
+    """Finds the modules that have borders, and patches them once they have run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names = {border.where.partition(":")[0] for border in BORDERS}
+        self._recorder: Recorder | None = None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._names:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            patch(module, self._put)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def _put(self, point: int, at_ns: int, subjects: Iterable[Subject]) -> None:
+        if self._recorder is None:  # not before: most of Ray's processes never stamp anything
+            self._recorder = Recorder(self._folder)
+        self._recorder.put(point, at_ns, subjects)
+
+
+def install(folder: str) -> None:
+    """Stamp from now on in this process."""
+    sys.meta_path.insert(0, _Patching(Path(folder)))
+
+
+def write_hook(folder: Path) -> Path:
+    """A folder for PYTHONPATH: Python processes that have it stamp into `folder`."""
+    hook = folder / "hook"
+    hook.mkdir(parents=True)
+    (hook / "sitecustomize.py").write_text(f"from tests.bench.stamps import install\n\ninstall({str(folder)!r})\n")
+    return hook

@@ -1,0 +1,201 @@
+"""Streamed answers over raw connections, each event with its time. Used by `tests.bench.open_loop`, which may have
+hundreds at once: an answer costs a callback per read and no task."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class Event(msgspec.Struct):
+    """What is read of an event. choices: whatever they hold."""
+
+    choices: list[msgspec.Raw] = []
+    usage: Usage | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode = msgspec.json.Decoder(Event).decode
+
+
+@dataclass
+class Answered:
+    """One answer, as far as it has come. Seconds are of `time.perf_counter`.
+
+    event_s: of each event that carries a choice.
+    num_tokens: by the server's own count, 0 if it told none.
+    fault: why it is not whole; "" if it is.
+    """
+
+    event_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    sent_s: float = 0.0
+    end_s: float = 0.0
+    fault: str = "unfinished"
+
+
+class BodyReader:
+    """A reply's body from what arrives, piece by piece: chunked, or of a stated length."""
+
+    def __init__(self) -> None:
+        self._left = b""
+        self._head: bytes | None = None
+        self._missing = 0  # of the chunk, or of the body
+        self._is_chunked = False
+        self.status = 0
+        self.is_over = False
+
+    @property
+    def keeps_open(self) -> bool:
+        return self._head is not None and b"\r\nconnection: close" not in self._head
+
+    def feed(self, data: bytes) -> bytes:
+        """What `data` brings of the body."""
+        self._left += data
+        if self._head is None and not self._read_head():
+            return b""
+        body = b""
+        while not self.is_over:
+            if self._missing == 0 and not self._next_chunk():
+                break
+            taken = self._left[: self._missing]
+            self._left = self._left[len(taken) :]
+            self._missing -= len(taken)
+            body += taken
+            if self._missing:
+                break
+            self.is_over = not self._is_chunked
+        return body
+
+    def _read_head(self) -> bool:
+        head, end, rest = self._left.partition(b"\r\n\r\n")
+        if not end:
+            return False
+        self._head, self._left = head.lower(), rest
+        self.status = int(head[9:12])
+        self._is_chunked = b"\r\ntransfer-encoding: chunked" in self._head
+        _, _, length = self._head.partition(b"\r\ncontent-length: ")
+        if not self._is_chunked:
+            self._missing = int(length.split(b"\r\n")[0] or 0)
+            self.is_over = self._missing == 0
+        return True
+
+    def _next_chunk(self) -> bool:
+        """Read the next chunk's size, after the line's end of the chunk before; False until it is there."""
+        line, end, rest = self._left.removeprefix(b"\r\n").partition(b"\r\n")
+        if not end or not line:
+            return False
+        self._missing = int(line.split(b";")[0], 16)
+        if self._missing == 0:
+            if len(rest) < 2:
+                return False  # the empty line after the last chunk
+            self.is_over, rest = True, rest[2:]
+        self._left = rest
+        return not self.is_over
+
+
+class Connection(asyncio.Protocol):
+    """Of one answer at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._answered = Answered()
+        self._body = BodyReader()
+        self._line = b""
+        self._ended: asyncio.Future[None] | None = None
+        self.is_open = False
+
+    def ask(self, request: bytes, answered: Answered) -> "asyncio.Future[None]":
+        """Send `request`; what comes is written to `answered`. The future ends with the answer, and never fails."""
+        assert self._transport is not None and self._ended is None
+        self._answered, self._body, self._line = answered, BodyReader(), b""
+        self._ended = asyncio.get_running_loop().create_future()
+        answered.sent_s = time.perf_counter()
+        self._transport.write(request)
+        return self._ended
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self.is_open = transport, True
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.perf_counter()
+        body = self._body
+        lines = (self._line + body.feed(data)).split(b"\n")
+        self._line = lines.pop()
+        if body.status == 200:
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._event(line[5:].strip(), now_s)
+        if body.is_over:
+            if body.status != 200:
+                self._answered.fault = f"{body.status}: {self._line[:300].decode(errors='replace')}"
+            self._end(now_s)
+            if not body.keeps_open:
+                self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        self._end(time.perf_counter())
+
+    def _event(self, payload: bytes, now_s: float) -> None:
+        if payload == b"[DONE]":
+            if self._answered.fault == "unfinished":
+                self._answered.fault = ""
+            return
+        event = _decode(payload)
+        if bytes(event.error) != b"null":
+            self._answered.fault = bytes(event.error)[:300].decode(errors="replace")
+        if event.choices:
+            self._answered.event_s.append(now_s)
+        if event.usage is not None:
+            self._answered.num_tokens = event.usage.completion_tokens
+
+    def _end(self, now_s: float) -> None:
+        if self._ended is not None:
+            self._answered.end_s = now_s
+            ended, self._ended = self._ended, None
+            if not ended.done():
+                ended.set_result(None)
+
+
+class Pool:
+    """Connections to one server; one that is idle is used again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._idle: list[Connection] = []
+
+    async def ask(self, request: bytes, answered: Answered) -> None:
+        """Send `request` and wait for its answer. A connection that the server has closed meanwhile is replaced."""
+        connection = await self._connection()
+        try:
+            await connection.ask(request, answered)
+            if connection.is_open:
+                self._idle.append(connection)
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, self._host, self._port)
+        return connection

@@ -1,0 +1,58 @@
+"""What a step brings from the host, in one copy. Used by the rank's worker and by `workers.slots.slot_table`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attention.metadata import to_device
+
+Columns = Mapping[str, npt.NDArray[Any]]
+
+_ALIGNMENT = 16  # bytes: kernels are compiled for addresses that 16 divides
+_TORCH: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
+}
+
+
+def upload(columns: Columns, device: torch.device) -> dict[str, Tensor]:
+    """Each of `columns` (int64, int32, float32 or bool, any shape) on `device`, all of them in one copy, for which
+    nothing waits: a copy through pinned memory keeps a host busy for tens of microseconds whatever its size."""
+    if not columns or device.type == "cpu":
+        return {name: torch.from_numpy(np.array(array)) for name, array in columns.items()}
+    kinds: dict[np.dtype[Any], list[str]] = {}
+    for name, array in columns.items():
+        kinds.setdefault(array.dtype, []).append(name)
+    host, ends = _packed(columns, kinds)
+    sent: dict[str, Tensor] = {}
+    regions = to_device(host, device).split(ends)  # type: ignore[no-untyped-call]
+    for (kind, names), region in zip(kinds.items(), regions, strict=True):
+        unit = columns[names[0]].itemsize
+        sizes = [size for name in names for size in _size_and_padding(columns[name].nbytes, unit)]
+        for name, piece in zip(names, region.view(_TORCH[kind]).split(sizes)[::2], strict=True):
+            sent[name] = piece if columns[name].ndim == 1 else piece.view(columns[name].shape)
+    return sent
+
+
+def _packed(columns: Columns, kinds: Mapping[np.dtype[Any], list[str]]) -> tuple[Tensor, list[int]]:
+    """All columns as bytes, kind by kind, and the bytes of each kind."""
+    parts: list[bytes] = []
+    sizes = []
+    for names in kinds.values():
+        before = len(parts)
+        for name in names:
+            _, padding = _size_and_padding(columns[name].nbytes, 1)
+            parts += (columns[name].tobytes(), bytes(padding))
+        sizes.append(sum(map(len, parts[before:])))
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), sizes
+
+
+def _size_and_padding(num_bytes: int, unit: int) -> tuple[int, int]:
+    """In units of `unit` bytes: an array's size, and what it lacks to the next multiple of the alignment."""
+    return num_bytes // unit, -num_bytes % _ALIGNMENT // unit
