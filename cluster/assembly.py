@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.config import AerieConfig
-from workers.config import RoundShapes
+from workers.config import RoundShapes, SchedulerConfig
+from workers.memory_use import MemoryUse
 from workers.runner.executor import StepExecutor
 from workers.scheduling.scheduler import Scheduler
 
@@ -21,24 +22,29 @@ PhaseReport = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from the configuration and the checkpoints, the same for the scheduler and on every rank.
+    """What follows from the configuration, the checkpoints and the memory there is, the same for the scheduler and on
+    every rank. A rank that takes the place of another is built to the same.
 
     shapes: kinds of round, plain first.
     num_pages: KV pages per rank.
     max_model_len: prompt and answer tokens.
     lookahead: tokens beyond a page that its KV depends on.
+    scheduler: the configuration's, with numbers in place of "auto".
+    memory: where that of rank 0 went.
     """
 
     shapes: RoundShapes
     num_pages: int
     max_model_len: int
     lookahead: int
+    scheduler: SchedulerConfig
+    memory: MemoryUse | None = None
 
 
 def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
     """The scheduler of one engine."""
     return Scheduler(
-        config.scheduler,
+        layout.scheduler,
         config.cache,
         layout.num_pages,
         layout.max_model_len,
@@ -56,7 +62,7 @@ def engine_spec(config: AerieConfig) -> "EngineSpec":
 
 
 class RankBuilder:
-    """One rank before it is built: target, draft, KV pools and decoding on one device.
+    """One rank, before it is built and after: target, draft, KV pools and decoding on one device.
 
     device_name: what it computes on, for the operator.
     """
@@ -73,22 +79,29 @@ class RankBuilder:
         cuda = config.model.device == "cuda"
         self.device_name = torch.cuda.get_device_name(0) if cuda else f"cpu, {self._num_threads} thread(s)"
 
-    def layout(self) -> Layout:
-        """What the scheduler must know of all ranks."""
+    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
+        """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
+        `report` hears each phase and its seconds. former: of the ranks that these take the place of."""
+        import torch
+
+        from speculative.build import build_rank
+
+        torch.set_num_threads(self._num_threads)
         layout = self._layout
+        if former is not None:
+            rank_bytes = former.memory.of_rank if former.memory is not None else 0
+            layout = layout.as_built(former.num_pages, former.scheduler.num_slots, rank_bytes)
+        self._built = build_rank(self._spec, layout, self._rank, rendezvous, report)
+        return self._built.worker
+
+    def layout(self) -> Layout:
+        """What the scheduler must know of all ranks, once they are built."""
+        layout = self._built.layout
         return Layout(
             shapes=layout.shapes,
             num_pages=layout.num_pages,
             max_model_len=layout.max_model_len,
             lookahead=layout.lookahead,
+            scheduler=layout.scheduler,
+            memory=self._built.memory,
         )
-
-    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
-        """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
-        `report` hears each phase and its seconds."""
-        import torch
-
-        from speculative.build import build_worker
-
-        torch.set_num_threads(self._num_threads)
-        return build_worker(self._spec, self._layout, self._rank, rendezvous, report)

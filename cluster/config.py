@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -142,7 +142,7 @@ class AerieConfig(BaseModel):
     def max_ongoing_requests(self) -> int:
         """Calls one engine replica holds: more than its scheduler takes and all ingresses send, so that the scheduler's
         refusal (429 with a reason) is what a client sees, and never a silent queue inside Serve."""
-        queued = self.scheduler.max_running + self.scheduler.max_waiting
+        queued = self.scheduler.most_slots + self.scheduler.max_waiting
         sent = self.ingress.num_replicas * self.ingress.max_concurrent_requests
         return max(queued, sent) + 16
 
@@ -158,7 +158,7 @@ def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
         # JSON mode: strict about types, yet a mapping may stand for a dataclass.
         config = AerieConfig.model_validate_json(json.dumps(dict(args)), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(fault) for fault in error.errors())) from None
+        raise ConfigError("\n".join(_sentences(error.errors()))) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"args: must be plain YAML values ({error})") from None
     return _with_paths(config, base)
@@ -247,12 +247,22 @@ def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iter
                 yield from _unknown_keys(value, cast(type, candidate), f"{prefix}{key}.")
 
 
-def _sentence(fault: Any) -> str:
-    """One line for one pydantic fault: key=value: rule."""
-    key = ".".join(str(part) for part in fault["loc"] if not str(part).endswith("Config"))
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "missing":
-        return f"{key}: is missing"
-    if fault["type"] == "value_error":
-        return f"{key}.{message}" if key else message
-    return f"{key}={fault['input']!r}: {message[0].lower()}{message[1:]}"
+def _sentences(faults: Sequence[Any]) -> Iterator[str]:
+    """One line for each value that pydantic finds wrong: key=value: rule. Of a value that may be of several types, such
+    as a number or "auto", it has a fault for each of them."""
+    lines: dict[str, list[str]] = {}
+    for fault in faults:
+        key = ".".join(part for part in map(str, fault["loc"]) if not part.endswith("Config") and not _is_type(part))
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        if fault["type"] == "missing":
+            lines[f"{key}: "] = ["is missing"]
+        elif fault["type"] == "value_error":
+            lines[f"{key}." if key else ""] = [message]
+        else:
+            lines.setdefault(f"{key}={fault['input']!r}: ", []).append(f"{message[0].lower()}{message[1:]}")
+    return (f"{key}{', or '.join(rules)}" for key, rules in lines.items())
+
+
+def _is_type(part: str) -> bool:
+    """Whether a part of where a fault is names not a key but which of a value's types did not fit."""
+    return part in ("int", "float") or part.startswith("literal[")

@@ -38,13 +38,13 @@ def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[Node
 
 def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
     """Print what `path` would start on `nodes`; without nodes, only check what needs none. Raises ConfigError."""
-    from cluster.checkpoints import slot_bytes
+    from cluster.checkpoints import bytes_per_slot
 
     config = checked_file(path)
     if not nodes:
         print(f"{path} is valid; whether it fits is for the cluster to say")
         return 0
-    for line in plan_lines(config, place(config, nodes), nodes, slot_bytes(config)):
+    for line in plan_lines(config, place(config, nodes), nodes, bytes_per_slot(config)):
         print(line)
     return 0
 

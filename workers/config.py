@@ -1,6 +1,6 @@
 """What one engine replica is told: its model, its ranks, its scheduler. Validated at the edge by `cluster.config`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from attention.config import CacheConfig, TargetAttention
@@ -8,6 +8,11 @@ from attention.config import CacheConfig, TargetAttention
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Auto = Literal["auto"]
+
+# slots that `max_running: auto` may mean, by type of device: more cost captures, tables and, on a CPU, more than they
+# bring
+AUTO_SLOTS = {"cuda": (8, 256), "cpu": (8, 32)}
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,38 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """max_running: requests that decode together (slots). max_step_tokens: prompt tokens computed in one step beside
-    the rounds. max_waiting: queued requests before new ones are refused (HTTP 429)."""
+    """What runs at once, and how much of it a step may hold.
 
-    max_running: int = 32
+    max_running: requests that decode together (slots). "auto": a number of `AUTO_SLOTS`, by the memory that KV gets
+        (`workers.runner.memory.slots_for`).
+    max_step_tokens: prompt tokens computed in one step beside the rounds.
+    max_waiting: queued requests before new ones are refused (HTTP 429).
+    """
+
+    max_running: int | Auto = "auto"
     max_step_tokens: int = 512
     max_waiting: int = 256
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_step_tokens", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+
+    @property
+    def num_slots(self) -> int:
+        """`max_running` of the configuration that a rank was built with."""
+        assert self.max_running != "auto", "only the layout of a rank that is built knows what auto stands for"
+        return self.max_running
+
+    @property
+    def most_slots(self) -> int:
+        """The most that `max_running` can stand for."""
+        return AUTO_SLOTS["cuda"][1] if self.max_running == "auto" else self.max_running
+
+    def with_slots(self, num_slots: int) -> "SchedulerConfig":
+        """With a number for `max_running`."""
+        return replace(self, max_running=num_slots)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import ray
 import zmq.asyncio
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.assembly import Layout
 from cluster.replica.coordinator_actor import EagleCoordinator
 from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.placement import ENGINE_CPUS
@@ -57,6 +58,7 @@ class Supervisor:
         self._coordinator: Any = None
         self._coordinator_death: asyncio.Future[str] | None = None
         self._worker_group: WorkerGroup | None = None
+        self._layout: Layout | None = None
         self._up = asyncio.Event()
 
     async def start(self) -> None:
@@ -117,7 +119,8 @@ class Supervisor:
         if self._coordinator is None:
             self._start_coordinator()
         self._epoch += 1
-        worker_group = WorkerGroup(self._plan, f"{self._engine_id}.{self._num_coordinators}", self._epoch, self._report)
+        name = f"{self._engine_id}.{self._num_coordinators}"
+        worker_group = WorkerGroup(self._plan, name, self._epoch, self._report, self._layout)
         await worker_group.start()
         try:
             if self.link is None:
@@ -129,7 +132,7 @@ class Supervisor:
         except BaseException:
             worker_group.kill()
             raise
-        self._worker_group, self.link = worker_group, link
+        self._worker_group, self.link, self._layout = worker_group, link, worker_group.layout
         if self._epoch == 1:
             for line in rank_lines(self._plan.config, worker_group.places, worker_group.layout):
                 self._report(line)

@@ -44,20 +44,19 @@ class Worker:
             device=self._builder.device_name,
         )
 
-    def layout(self) -> Layout:
-        return self._builder.layout()
-
     def rendezvous(self, address: str) -> str:
         """A free port of this node; chosen anew for every worker group, because a killed one's may stay taken for a
         while."""
         return f"tcp://{address}:{free_port(address)}"
 
-    def build(self, rendezvous: str, own_address: str) -> None:
-        """Join the other ranks, load, allocate, warm up. Rank 0 prints each phase as it ends."""
+    def build(self, rendezvous: str, own_address: str, former: Layout | None) -> Layout:
+        """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any.
+        Rank 0 prints each phase as it ends."""
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
-        self._executor = self._builder.build(rendezvous, self._report)
+        self._executor = self._builder.build(rendezvous, self._report, former)
+        return self._builder.layout()
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
         """Bind the channel; returns the endpoint for the coordinator."""

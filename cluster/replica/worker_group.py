@@ -57,7 +57,10 @@ class WorkerGroupPlan:
 class WorkerGroup:
     """`start` brings it to the point where `endpoints` can be attached; `failure` returns when a rank is lost."""
 
-    def __init__(self, plan: WorkerGroupPlan, name: str, epoch: int, report: Report) -> None:
+    def __init__(
+        self, plan: WorkerGroupPlan, name: str, epoch: int, report: Report, former: Layout | None = None
+    ) -> None:
+        """former: the layout of the group whose place this one takes; the scheduler goes on with it."""
         self.epoch = epoch
         self.layout: Layout
         self.places: list[RankPlace] = []
@@ -66,6 +69,7 @@ class WorkerGroup:
         self._done = "nothing"
         self._plan = plan
         self._report = report
+        self._former = former
         self._workers: list[Any] = []
         self._runs: list[asyncio.Future[str]] = []
 
@@ -107,11 +111,13 @@ class WorkerGroup:
 
     async def _start(self) -> None:
         await self._phase("placed, imported", self._place)
-        self.layout = await self._workers[0].layout.remote()
         alone = all(place.node_id == self.places[0].node_id for place in self.places)
         addresses = [LOOPBACK if alone else place.address for place in self.places]
         rendezvous = await self._workers[0].rendezvous.remote(addresses[0])
-        await self._phase("built", lambda: self._all("build", [(rendezvous, address) for address in addresses]))
+        layouts = await self._phase(
+            "built", lambda: self._all("build", [(rendezvous, address, self._former) for address in addresses])
+        )
+        self.layout = layouts[0]
         here = alone and self.places[0].node_id == ray.get_runtime_context().get_node_id()
         self.endpoints = await self._all(
             "listen", [(self._transport(place, here), self._name, self.epoch) for place in self.places]
@@ -140,11 +146,12 @@ class WorkerGroup:
         ]
         self.places = await self._all("place")
 
-    async def _phase(self, name: str, work: Callable[[], Awaitable[Any]]) -> None:
+    async def _phase(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
         started = time.monotonic()
-        await work()
+        result = await work()
         self._done = name
         self._report(phase_line(name, time.monotonic() - started))
+        return result
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Call `method` on every rank at once; the first failure in time is the one that is raised, because the

@@ -27,10 +27,11 @@ class InstantRank:
             cache.num_pages,
             length,
             lookahead=1,
+            scheduler=self._config.scheduler,
         )
 
-    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
-        return PacedExecutor(self._config.scheduler.max_running)
+    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
+        return PacedExecutor(self._config.scheduler.num_slots)
 
 
 class Worker(worker_actor.Worker):

@@ -78,6 +78,17 @@ def test_paths_start_at_the_configuration_file(tmp_path: Path, capsys: pytest.Ca
     assert f"target      {tmp_path}/models/target" in capsys.readouterr().out
 
 
+def test_plan_says_what_is_left_to_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "eagle", "--cpus", "8", "--gpus", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "KV cache    0.1 of the free memory that is left, at most 0.5 GB per rank, 16 tokens per page" in printed
+    assert "slots       8 to 32 (auto), 0.04 MB each per rank" in printed
+    assert main(["plan", "eagle", "--cpus", "8", "--gpus", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "KV cache    what is left of 0.9 of each GPU's free memory, 16 tokens per page" in printed
+    assert "scheduler   8 to 256 (auto) running" in printed
+
+
 @pytest.mark.parametrize("name", packaged_names())
 def test_printed_configuration_is_the_packaged_one_with_its_models_located(name: str) -> None:
     path = ROOT / "deploy" / f"{name}.yaml"

@@ -28,14 +28,15 @@ class ScriptedRank:
             num_pages=self._config.cache.num_pages or 256,
             max_model_len=self._config.model.max_model_len or 1024,
             lookahead=1,
+            scheduler=self._config.scheduler,
         )
 
-    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
+    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
         assert rendezvous.startswith("tcp://")
         report("scripted", 0.0)
         time.sleep(0.05)
         return ScriptedExecutor(
-            RoundShapes((PLAIN, TREE), default=1), self._config.scheduler.max_running, 4096, delay_s=0.01
+            RoundShapes((PLAIN, TREE), default=1), self._config.scheduler.num_slots, 4096, delay_s=0.01
         )
 
 

@@ -150,6 +150,11 @@ class GraphedDecoding:
         """The steps that have graphs."""
         return frozenset(self._captured)
 
+    @property
+    def num_always_captured(self) -> int:
+        """Graphs that are captured whatever they take."""
+        return sum(is_always_captured(key) for key in self._keys())
+
     def capture(
         self, allowance: GraphCapture, group: TPGroup, clock: Callable[[], float] = time.perf_counter
     ) -> CaptureReport:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from workers.config import WorkerConfig
-from workers.runner.build import build_worker
+from workers.runner.build import build_rank
 from workers.runner.executor import StepExecutor
 from workers.runner.layout import EngineLayout
 from workers.runner.rank_processes import RankProcesses
@@ -74,9 +74,21 @@ class LocalEngine:
 @contextlib.contextmanager
 def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEngine]:
     """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
-    several. Raises what `build_worker` raises."""
-    scheduler = Scheduler(
-        worker.scheduler,
+    several. Raises what `build_rank` raises."""
+    if worker.tensor_parallel == 1:
+        built = build_rank(worker, layout, 0, "")
+        yield LocalEngine(_scheduler(worker, built.layout), built.worker)
+        return
+    ranks = RankProcesses(worker, layout)
+    try:
+        yield LocalEngine(_scheduler(worker, ranks.layout), ranks)
+    finally:
+        ranks.close()
+
+
+def _scheduler(worker: WorkerConfig, layout: EngineLayout) -> Scheduler:
+    return Scheduler(
+        layout.scheduler,
         worker.cache,
         layout.num_pages,
         layout.max_model_len,
@@ -84,11 +96,3 @@ def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEn
         layout.shapes,
         layout.lookahead,
     )
-    if worker.tensor_parallel == 1:
-        yield LocalEngine(scheduler, build_worker(worker, layout, 0, ""))
-        return
-    ranks = RankProcesses(worker, layout)
-    try:
-        yield LocalEngine(scheduler, ranks)
-    finally:
-        ranks.close()

@@ -8,16 +8,17 @@ import torch
 
 from workers.config import WorkerConfig
 from workers.distributed.ports import free_port
-from workers.runner.build import build_worker
+from workers.runner.build import build_rank
 from workers.runner.executor import StepExecutor
 from workers.runner.layout import EngineLayout
 from workers.scheduling.plan import StepPlan, StepResult
 
-READY = b"ready"  # what a rank says once it is built; anything else is why it could not be
-
 
 class RankProcesses(StepExecutor):
-    """Plans go to every rank, results are read from rank 0. Raises ValueError where a rank cannot be built."""
+    """Plans go to every rank, results are read from rank 0. Raises ValueError where a rank cannot be built.
+
+    layout: as the ranks were built.
+    """
 
     def __init__(self, worker: WorkerConfig, layout: EngineLayout) -> None:
         context = multiprocessing.get_context("spawn")
@@ -34,19 +35,22 @@ class RankProcesses(StepExecutor):
             self._pipes.append(ours)
             self._processes.append(process)
         try:
-            self._wait_ready()
+            self.layout = self._built()
         except ValueError:
             for process in self._processes:
                 process.kill()
             self.close()
             raise
 
-    def _wait_ready(self) -> None:
-        """Raises ValueError with the first rank's reason why it cannot be built."""
+    def _built(self) -> EngineLayout:
+        """Once all are ready; they agree. Raises ValueError with the first rank's reason why it cannot be built."""
+        layouts = []
         for pipe in self._pipes:
-            said = pipe.recv_bytes()
-            if said != READY:
-                raise ValueError(said.decode())
+            said: EngineLayout | str = pipe.recv()
+            if isinstance(said, str):
+                raise ValueError(said)
+            layouts.append(said)
+        return layouts[0]
 
     @property
     def num_pending(self) -> int:
@@ -78,12 +82,13 @@ class RankProcesses(StepExecutor):
 def _run_rank(worker: WorkerConfig, layout: EngineLayout, rank: int, address: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        built = build_worker(worker, layout, rank, address)
+        rank_built = build_rank(worker, layout, rank, address)
     except ValueError as error:
-        pipe.send_bytes(str(error).encode())
+        pipe.send(str(error))
         pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks
         return
-    pipe.send_bytes(READY)
+    pipe.send(rank_built.layout)
+    built = rank_built.worker
     decoder = msgspec.msgpack.Decoder(StepPlan)
     while True:
         try:
