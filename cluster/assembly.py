@@ -61,6 +61,15 @@ def engine_spec(config: AerieConfig) -> "EngineSpec":
     return EngineSpec(config.worker, config.speculative, config.draft_attention)
 
 
+def import_rank(device: str) -> None:
+    """Import what a rank on a device of this type is made of: seconds that a spare worker has behind it. Uses none."""
+    import speculative.build  # noqa: F401
+    import workers.models.llama  # noqa: F401
+
+    if device == "cuda":
+        import workers.runner.cuda_graph  # noqa: F401
+
+
 class RankBuilder:
     """One rank, before it is built and after: target, draft, KV pools and decoding on one device.
 

@@ -1,5 +1,7 @@
 """The KV memory of one model on one rank, in pages that target and draft number alike."""
 
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,7 +53,11 @@ class KVPool:
         self._layers = [of_layer[layer] for layer in range(len(of_layer))]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # of a CPU: zero as the kernel gives it, a page of its own at a time when it is first written
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def layer(self, index: int) -> Any:
         """What backends see of a layer: the view of its layout, for K/V heads a `LayerKV`."""

@@ -81,7 +81,7 @@ def test_paths_start_at_the_configuration_file(tmp_path: Path, capsys: pytest.Ca
 def test_plan_says_what_is_left_to_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "eagle", "--cpus", "8", "--gpus", "0"]) == 0
     printed = capsys.readouterr().out
-    assert "KV cache    0.1 of the free memory that is left, at most 0.5 GB per rank, 16 tokens per page" in printed
+    assert "KV cache    0.1 of the free memory that is left, at most 1 GB per rank, 16 tokens per page" in printed
     assert "slots       8 to 32 (auto), 0.04 MB each per rank" in printed
     assert main(["plan", "eagle", "--cpus", "8", "--gpus", "2"]) == 0
     printed = capsys.readouterr().out

@@ -44,6 +44,10 @@ class Worker(worker_actor.Worker):
     """Of the same name, by which its processes are found."""
 
     @staticmethod
+    def preload(config: AerieConfig) -> None:
+        """There is nothing to import."""
+
+    @staticmethod
     def rank_builder(config: AerieConfig, rank: int) -> ScriptedRank:
         return ScriptedRank(config, rank)
 
