@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from attention.config import CacheConfig
@@ -31,6 +32,19 @@ def test_the_largest_steps_run_and_their_peak_is_seen(pair: Pair) -> None:
     memory = RankMemory(HostMemory(), spec.worker, built.layout, torch.device("cpu"))
     peaks = memory.step_peaks(built.worker, built.layout)
     assert 0 <= peaks.rounds <= peaks.all_steps < 10**9
+
+
+def test_a_start_that_measures_goes_on_to_serve(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of things on a GPU, on a CPU: the largest steps on a pool of one page and again on all of it."""
+    monkeypatch.setattr(RankMemory, "runs_steps", True)
+    cache = CacheConfig(page_size=4, num_pages=300)
+    spec = pair.spec(pair.chain(), cache, SchedulerConfig(max_running=4, max_step_tokens=33))
+    with local_engine(spec) as engine:
+        measured = engine.generate(pair.prompts, SamplingParams(20, 0.0))
+    monkeypatch.undo()
+    with local_engine(spec) as engine:
+        expected = engine.generate(pair.prompts, SamplingParams(20, 0.0))
+    assert [request.output for request in measured] == [request.output for request in expected]
 
 
 def test_all_slots_and_all_pages_in_use(pair: Pair) -> None:

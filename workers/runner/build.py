@@ -93,12 +93,12 @@ def build_rank(
         phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
     built = eager if graphed is None else Worker(graphed, parts.slots, group, worker.debug)
     warm_up(built, parts.layout)
-    if device.type == "cuda":
+    use = memory.use(parts.layout, 0 if graphed is None else graphed.report.whole.num_bytes, group)
+    if memory.runs_steps:
         with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
             for _, plan in largest_steps(parts.layout):  # what they take stays with torch's allocator
                 run(eager, plan)
     phases.done("warmed up")
-    use = memory.use(parts.layout, 0 if graphed is None else graphed.report.whole.num_bytes, group)
     return BuiltRank(built, parts.layout, use)
 
 
@@ -139,7 +139,7 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
     layout = parts.layout
     if layout.rank_bytes == 0:
         peaks = StepPeaks()
-        if memory.device.type == "cuda":
+        if memory.runs_steps:
             with must_fit("the largest step", "lower scheduler.max_step_tokens or scheduler.max_running"):
                 peaks = memory.step_peaks(eager, layout)
         layout = memory.settle_pages(layout, parts.group, peaks, num_graphs)

@@ -48,6 +48,11 @@ class RankMemory:
         self._used_at_start = memory.used()
         self._weights = self._activations = self._in_use = 0
 
+    @property
+    def runs_steps(self) -> bool:
+        """Whether the largest steps are run, before KV is allocated and once all is there."""
+        return self.device.type == "cuda"
+
     @contextmanager
     def counting_weights(self) -> Iterator[None]:
         """While weights are loaded."""
@@ -110,7 +115,8 @@ class RankMemory:
         self._in_use = self.used()
 
     def use(self, layout: EngineLayout, graph_bytes: int, group: TPGroup) -> MemoryUse:
-        """Once the rank is ready; of several, that of this one, its `left` the least of all."""
+        """Once the rank is ready; of several, that of this one, its `left` the least of all. Gives back what torch's
+        allocator keeps for later."""
         free = self._memory.free()
         kv = (layout.num_pages + 1) * layout.bytes_per_page
         beside = self._in_use - self._weights - layout.slot_bytes - kv
