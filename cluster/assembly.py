@@ -3,6 +3,7 @@
 torch is imported only by whoever builds a rank or reads a checkpoint's configuration.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,17 +91,19 @@ class RankBuilder:
 
     def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
         """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
-        `report` hears each phase and its seconds. former: of the ranks that these take the place of."""
+        `report` hears each phase and its seconds. former: of the ranks that these take the place of; what those have
+        measured is not measured again, so that there are no `costs`."""
         import torch
 
         from speculative.build import build_rank
 
         torch.set_num_threads(self._num_threads)
-        layout = self._layout
+        spec, layout = self._spec, self._layout
         if former is not None:
             rank_bytes = former.memory.of_rank if former.memory is not None else 0
             layout = layout.as_built(former.num_pages, former.scheduler.num_slots, rank_bytes)
-        self._built = build_rank(self._spec, layout, self._rank, rendezvous, report)
+            spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, measure_costs=False))
+        self._built = build_rank(spec, layout, self._rank, rendezvous, report)
         return self._built.worker
 
     def layout(self) -> Layout:

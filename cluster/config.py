@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -269,22 +269,25 @@ def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iter
                 yield from _unknown_keys(value, cast(type, candidate), f"{prefix}{key}.")
 
 
-def _sentences(faults: Sequence[Any]) -> Iterator[str]:
-    """One line for each value that pydantic finds wrong: key=value: rule. Of a value that may be of several types, such
-    as a number or "auto", it has a fault for each of them."""
-    lines: dict[str, list[str]] = {}
+def _sentences(faults: Iterable[Any]) -> Iterator[str]:
+    """One line for each key: key=value: rule. Where a key may have one of several types, pydantic has a fault for each
+    of them."""
+    found: dict[str, list[Any]] = {}
     for fault in faults:
-        key = ".".join(part for part in map(str, fault["loc"]) if not part.endswith("Config") and not _is_type(part))
-        message = str(fault["msg"]).removeprefix("Value error, ")
-        if fault["type"] == "missing":
-            lines[f"{key}: "] = ["is missing"]
-        elif fault["type"] == "value_error":
-            lines[f"{key}." if key else ""] = [message]
+        parts = [str(part) for part in fault["loc"]]
+        key = ".".join(part for part in parts if not part.endswith("Config") and not _is_type(part))
+        found.setdefault(key, []).append(fault)
+    for key, of_key in found.items():
+        if of_key[0]["type"] == "missing":
+            yield f"{key}: is missing"
+        elif of_key[0]["type"] == "value_error":
+            message = str(of_key[0]["msg"]).removeprefix("Value error, ")
+            yield f"{key}.{message}" if key else message
         else:
-            lines.setdefault(f"{key}={fault['input']!r}: ", []).append(f"{message[0].lower()}{message[1:]}")
-    return (f"{key}{', or '.join(rules)}" for key, rules in lines.items())
+            rules = " or ".join(str(fault["msg"]) for fault in of_key)
+            yield f"{key}={of_key[0]['input']!r}: {rules[0].lower()}{rules[1:].replace('or Input', 'or input')}"
 
 
 def _is_type(part: str) -> bool:
-    """Whether a part of where a fault is names not a key but which of a value's types did not fit."""
+    """Whether this part of a fault's place names one of the types that a key may have."""
     return part in ("int", "float") or part.startswith("literal[")

@@ -10,8 +10,10 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Auto = Literal["auto"]
 
-# slots that `max_running: auto` may mean, by type of device: more cost captures, tables and, on a CPU, more than they
-# bring
+# by type of device: what a step of so many prompt tokens computes hides the host's launches many times over, and takes
+# under a GB of activations
+MAX_STEP_TOKENS = {"cuda": 8192, "cpu": 512}
+# by type of device: slots that `max_running: auto` may mean; more cost captures and tables, and bring little
 AUTO_SLOTS = {"cuda": (8, 256), "cpu": (8, 32)}
 
 
@@ -38,19 +40,41 @@ class SchedulerConfig:
 
     max_running: requests that decode together (slots). "auto": a number of `AUTO_SLOTS`, by the memory that KV gets
         (`workers.runner.memory.slots_for`).
-    max_step_tokens: prompt tokens computed in one step beside the rounds.
+    max_step_tokens: most prompt tokens that one step computes beside the rounds; its activations take memory by it.
+        "auto": `MAX_STEP_TOKENS` of the device, as `resolved` says.
     max_waiting: queued requests before new ones are refused (HTTP 429).
+    itl_target_ms: milliseconds between a running request's tokens to which prompt chunks may stretch a step. "auto":
+        what `workers.scheduling.cost_table.default_itl_target_ms` takes from the measured costs.
     """
 
     max_running: int | Auto = "auto"
-    max_step_tokens: int = 512
+    max_step_tokens: int | Auto = "auto"
     max_waiting: int = 256
+    itl_target_ms: float | Auto = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_step_tokens", "max_waiting"):
             value = getattr(self, name)
             if value != "auto" and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
+        if self.itl_target_ms != "auto" and not self.itl_target_ms > 0:
+            raise ValueError(f"itl_target_ms={self.itl_target_ms}: must be above 0 milliseconds; or auto")
+
+    def resolved(self, device_type: str) -> "SchedulerConfig":
+        """With numbers for what an engine on such a device ("cpu", "cuda") settles before it is built."""
+        if self.max_step_tokens != "auto":
+            return self
+        return replace(self, max_step_tokens=MAX_STEP_TOKENS[device_type])
+
+    @property
+    def step_token_limit(self) -> int:
+        """`max_step_tokens` of a configuration that is `resolved`."""
+        assert self.max_step_tokens != "auto", "only `EngineLayout.scheduler` knows what auto stands for"
+        return self.max_step_tokens
+
+    def with_slots(self, num_slots: int) -> "SchedulerConfig":
+        """With a number for `max_running`, which is settled while a rank is built."""
+        return replace(self, max_running=num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -62,10 +86,6 @@ class SchedulerConfig:
     def most_slots(self) -> int:
         """The most that `max_running` can stand for."""
         return AUTO_SLOTS["cuda"][1] if self.max_running == "auto" else self.max_running
-
-    def with_slots(self, num_slots: int) -> "SchedulerConfig":
-        """With a number for `max_running`."""
-        return replace(self, max_running=num_slots)
 
 
 @dataclass(frozen=True)
@@ -161,6 +181,7 @@ class WorkerConfig:
     cuda_graphs: capture rounds on a GPU; off only to measure what they bring.
     graph_capture: what capturing the rarer kinds of rounds may take.
     deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
+    measure_costs: measure at the start what steps cost; without it the scheduler has no `CostTable`.
     debug: assert after every step that all ranks agree.
     """
 
@@ -172,4 +193,5 @@ class WorkerConfig:
     cuda_graphs: bool = True
     graph_capture: GraphCapture = field(default_factory=GraphCapture)
     deterministic: bool = False
+    measure_costs: bool = True
     debug: bool = False

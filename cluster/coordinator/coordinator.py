@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from cluster.coordinator.loop import CoordinatorHealth, CoordinatorLoop, CoordinatorSettings
 from cluster.transport.messages import EngineStats, FlushOutcome
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,12 @@ class Coordinator:
         """Run the loop. Requests are queued from now on and run once a worker group is attached."""
         self._thread.start()
 
-    def attach(self, endpoints: Sequence[str], epoch: int) -> None:
-        """Use a new worker group, whose ranks listen on `endpoints` (`RankChannel.endpoint`, by rank).
+    def attach(self, endpoints: Sequence[str], epoch: int, costs: CostTable | None = None) -> None:
+        """Use a new worker group, whose ranks listen on `endpoints` (`RankChannel.endpoint`, by rank). costs: of its
+        steps, if they were measured.
 
         Raises ValueError for an endpoint that cannot be connected to."""
-        self._call(lambda: self._loop.attach(endpoints, epoch))
+        self._call(lambda: self._loop.attach(endpoints, epoch, costs))
 
     def detach(self, reason: str) -> None:
         """The worker group is lost or about to be killed; what ran on it is resumed or ended, as the settings say."""

@@ -17,6 +17,7 @@ from cluster.transport.channel import Context
 from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import StepResult
 from workers.scheduling.request import RequestOutput, UnfinishedError
 from workers.scheduling.scheduler import Scheduler
@@ -108,10 +109,12 @@ class CoordinatorLoop:
             self._on_idle()
             self._on_idle = None
 
-    def attach(self, endpoints: Sequence[str], epoch: int) -> None:
-        """Take a worker group into use, in place of a former one."""
+    def attach(self, endpoints: Sequence[str], epoch: int, costs: CostTable | None) -> None:
+        """Take a worker group into use, in place of a former one. costs: of its steps, if they were measured."""
         self.detach("another worker group takes its place")
         self._scheduler.requeue_all(epoch)
+        if costs is not None:
+            self._scheduler.use_costs(costs)
         self._worker_group = WorkerLinks(
             self._context,
             self._settings.transport,

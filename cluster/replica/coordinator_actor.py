@@ -14,6 +14,7 @@ from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.sockets import Transport
+from workers.scheduling.cost_table import CostTable
 
 
 class EagleCoordinator:
@@ -48,11 +49,11 @@ class EagleCoordinator:
         self._coordinator = coordinator
         return coordinator.endpoint
 
-    async def attach(self, endpoints: list[str], epoch: int) -> None:
+    async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None) -> None:
         """Use a new worker group; the loss of a former one is not reported any more."""
         assert self._coordinator is not None
         self._worker_group_lost = asyncio.Queue()
-        self._coordinator.attach(endpoints, epoch)
+        self._coordinator.attach(endpoints, epoch, costs)
 
     async def detach(self, reason: str) -> None:
         assert self._coordinator is not None

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
 from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
-from workers.config import AUTO_SLOTS
+from workers.config import AUTO_SLOTS, SchedulerConfig
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
+from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
 
 def plan_lines(
@@ -23,7 +24,7 @@ def plan_lines(
         f"{placement.strategy}: {each}",
         *_memory_lines(config, placement, bytes_per_slot),
         f"scheduler   {_slots(config, placement)} running, {scheduler.max_waiting} waiting, "
-        f"{scheduler.max_step_tokens} prompt tokens per step",
+        f"{scheduler.resolved(placement.device).step_token_limit} prompt tokens per step, {_target(scheduler)}",
         f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
         f"{config.draft_attention.prefill}/{config.draft_attention.extend}/{config.draft_attention.decode}"
         " (prefill/extend/decode)",
@@ -61,6 +62,21 @@ def memory_line(use: MemoryUse) -> str:
     )
 
 
+def cost_line(layout: Layout, costs: CostTable) -> str:
+    """What the start measured of steps, and to how long prompts may stretch them."""
+    most, target_ms = layout.scheduler.num_slots, layout.scheduler.itl_target_ms
+    sizes = sorted({1, min(8, most), most})
+    rounds = [
+        f"{shape.name} {' / '.join(_ms(costs.round_ms(index, n)) for n in sizes)}"
+        for index, shape in enumerate(layout.shapes.shapes)
+    ]
+    target = f"{_ms(default_itl_target_ms(costs))} (auto)" if target_ms == "auto" else f"{target_ms:g}"
+    return (
+        f"ms of a round of {' / '.join(map(str, sizes))}: {', '.join(rounds)}; of 512 prompt tokens "
+        f"{_ms(costs.step_ms(costs.default, 0, 0, 512))}; prompts stretch steps to itl_target_ms {target}"
+    )
+
+
 def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
     """The last line of a start: what to try."""
     return (
@@ -81,6 +97,16 @@ def _draft(config: AerieConfig) -> str:
         return "none: plain decoding"
     kind = "chain" if draft.top_k == 1 else f"tree of top {draft.top_k}"
     return f"{draft.path} ({draft.method}, {kind}, depth {draft.num_steps}, {draft.num_draft_tokens} nodes verified)"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _target(scheduler: SchedulerConfig) -> str:
+    if scheduler.itl_target_ms == "auto":
+        return "itl_target_ms from the costs that the start measures"
+    return f"itl_target_ms {scheduler.itl_target_ms:g}"
 
 
 def _slots(config: AerieConfig, placement: Placement) -> str:

@@ -14,11 +14,10 @@ import ray
 import zmq.asyncio
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.assembly import Layout
 from cluster.replica.coordinator_actor import EagleCoordinator
 from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.placement import ENGINE_CPUS
-from cluster.replica.plan_report import rank_lines
+from cluster.replica.plan_report import cost_line, rank_lines
 from cluster.replica.worker_group import Report, Spares, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
 from cluster.transport.discovery import NAMESPACE
 
@@ -58,7 +57,7 @@ class Supervisor:
         self._coordinator: Any = None
         self._coordinator_death: asyncio.Future[str] | None = None
         self._worker_group: WorkerGroup | None = None
-        self._layout: Layout | None = None
+        self._former: WorkerGroup | None = None
         self._spares: Spares | None = None
         self._up = asyncio.Event()
 
@@ -125,7 +124,7 @@ class Supervisor:
         self._epoch += 1
         name = f"{self._engine_id}.{self._num_coordinators}"
         spares, self._spares = self._spares, None
-        worker_group = WorkerGroup(self._plan, name, self._epoch, self._report, self._layout, spares)
+        worker_group = WorkerGroup(self._plan, name, self._epoch, self._report, self._former, spares)
         await worker_group.start()
         try:
             if self.link is None:
@@ -133,14 +132,17 @@ class Supervisor:
                 link = CoordinatorLink(self._context, self._plan.transport, inbox)
             else:
                 link = self.link
-            await self._ask("attach", worker_group.endpoints, worker_group.epoch, limit_s=CALL_TIMEOUT_S)
+            attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs)
+            await self._ask("attach", *attached, limit_s=CALL_TIMEOUT_S)
         except BaseException:
             worker_group.kill()
             raise
-        self._worker_group, self.link, self._layout = worker_group, link, worker_group.layout
+        self._worker_group, self._former, self.link = worker_group, worker_group, link
         if self._epoch == 1:
             for line in rank_lines(self._plan.config, worker_group.places, worker_group.layout):
                 self._report(line)
+            if worker_group.costs is not None:
+                self._report(cost_line(worker_group.layout, worker_group.costs))
         if self._plan.config.has_spare_workers:
             self._spares = worker_group.start_spares()
         self._up.set()

@@ -25,6 +25,7 @@ from cluster.replica.worker_loop import run_worker_loop
 from cluster.transport.channel import RankChannel
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
+from workers.scheduling.cost_table import CostTable
 
 
 class Worker:
@@ -70,14 +71,14 @@ class Worker:
         while."""
         return f"tcp://{address}:{free_port(address)}"
 
-    def build(self, rendezvous: str, own_address: str, former: Layout | None) -> Layout:
-        """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any.
-        Rank 0 prints each phase as it ends."""
+    def build(self, rendezvous: str, own_address: str, former: Layout | None) -> tuple[Layout, CostTable | None]:
+        """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
+        returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends."""
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
         self._executor = self._builder.build(rendezvous, self._report, former)
-        return self._builder.layout()
+        return self._builder.layout(), self._executor.costs
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
         """Bind the channel; returns the endpoint for the coordinator."""

@@ -24,6 +24,7 @@ from cluster.replica.plan_report import phase_line
 from cluster.replica.worker_actor import Worker
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
+from workers.scheduling.cost_table import CostTable
 
 LOOPBACK = "127.0.0.1"
 
@@ -87,7 +88,10 @@ class Spares:
 
 
 class WorkerGroup:
-    """`start` brings it to the point where `endpoints` can be attached; `failure` returns when a rank is lost."""
+    """`start` brings it to the point where `endpoints` can be attached; `failure` returns when a rank is lost.
+
+    costs: of its steps, if they were measured.
+    """
 
     def __init__(
         self,
@@ -95,20 +99,21 @@ class WorkerGroup:
         name: str,
         epoch: int,
         report: Report,
-        former: Layout | None = None,
+        former: "WorkerGroup | None" = None,
         spares: Spares | None = None,
     ) -> None:
-        """former: the layout of the group whose place this one takes; the scheduler goes on with it. spares: see
+        """former: the group whose place this one takes; the scheduler goes on with its layout and costs. spares: see
         `start_spares`; they become this group's ranks."""
         self.epoch = epoch
         self.layout: Layout
+        self.costs: CostTable | None = former.costs if former is not None else None
         self.places: list[RankPlace] = []
         self.endpoints: list[str] = []
         self._name = name
         self._done = "nothing"
         self._plan = plan
         self._report = report
-        self._former = former
+        self._former = former.layout if former is not None else None
         self._spares = spares
         self._bundles: list[int] = []
         self._workers: list[Any] = []
@@ -155,10 +160,9 @@ class WorkerGroup:
         alone = all(place.node_id == self.places[0].node_id for place in self.places)
         addresses = [LOOPBACK if alone else place.address for place in self.places]
         rendezvous = await self._workers[0].rendezvous.remote(addresses[0])
-        layouts = await self._phase(
-            "built", lambda: self._all("build", [(rendezvous, address, self._former) for address in addresses])
-        )
-        self.layout = layouts[0]
+        each = [(rendezvous, address, self._former) for address in addresses]
+        self.layout, costs = (await self._phase("built", lambda: self._all("build", each)))[0]
+        self.costs = costs or self.costs
         here = alone and self.places[0].node_id == ray.get_runtime_context().get_node_id()
         self.endpoints = await self._all(
             "listen", [(self._transport(place, here), self._name, self.epoch) for place in self.places]

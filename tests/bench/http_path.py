@@ -165,7 +165,7 @@ def direct_ttft_s(count: int) -> list[float]:
         context = zmq.Context()
         inbox, reply_to = bind_ingress(context, transport, "ingress")
         scheduler = Scheduler(
-            SchedulerConfig(max_running=MAX_RUNNING),
+            SchedulerConfig(max_running=MAX_RUNNING, max_step_tokens=512),
             CacheConfig(page_size=PAGE_SIZE),
             NUM_PAGES,
             2048,

@@ -27,7 +27,7 @@ class InstantRank:
             cache.num_pages,
             length,
             lookahead=1,
-            scheduler=self._config.scheduler,
+            scheduler=self._config.scheduler.resolved("cpu"),
         )
 
     def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:

@@ -30,7 +30,7 @@ def main() -> None:
         spec = engine_spec(Path(folder), arguments.shape, batch, setting, 1, cuda_graphs=True)
         with local_engine(spec) as engine:
             if arguments.prefill:
-                steps = -(-batch * setting.prompt_tokens // spec.worker.scheduler.max_step_tokens)
+                steps = -(-batch * setting.prompt_tokens // spec.worker.scheduler.step_token_limit)
                 engine.generate([[10] * setting.prompt_tokens] * batch, SamplingParams(1, 0.0), batch)
                 submit(engine, batch, setting.prompt_tokens, 1)
             else:

@@ -59,6 +59,12 @@ def test_replica_takes_more_calls_than_are_ever_sent(base: Path) -> None:
         ({"engine": {"on_worker_loss": "retry"}}, "engine.on_worker_loss='retry': input should be 'resume' or 'error'"),
         ({"ingress": {"num_replicas": 0}}, "ingress.num_replicas=0: must be at least 1"),
         ({"scheduler": 3}, "scheduler=3: "),
+        (
+            {"scheduler": {"max_step_tokens": "many"}},
+            "scheduler.max_step_tokens='many': input should be a valid integer or input should be 'auto'",
+        ),
+        ({"scheduler": {"max_step_tokens": 0}}, "scheduler.max_step_tokens=0: must be at least 1"),
+        ({"scheduler": {"itl_target_ms": 0}}, "scheduler.itl_target_ms=0.0: must be above 0 milliseconds"),
         ({"deterministic": "yes"}, "deterministic='yes': input should be a valid boolean"),
         ({"speculative": {"path": "nowhere"}}, "speculative.path=nowhere: "),
         (
@@ -117,6 +123,6 @@ def test_a_number_or_auto_is_one_rule(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         parse(args, tmp_path)
     assert str(error.value).splitlines() == [
-        "cache.memory_gb='lots': input should be a valid number, or input should be 'auto'",
-        "scheduler.max_running=1.5: input should be a valid integer, or input should be 'auto'",
+        "cache.memory_gb='lots': input should be a valid number or input should be 'auto'",
+        "scheduler.max_running=1.5: input should be a valid integer or input should be 'auto'",
     ]

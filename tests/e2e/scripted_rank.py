@@ -28,7 +28,7 @@ class ScriptedRank:
             num_pages=self._config.cache.num_pages or 256,
             max_model_len=self._config.model.max_model_len or 1024,
             lookahead=1,
-            scheduler=self._config.scheduler,
+            scheduler=self._config.scheduler.resolved("cpu"),
         )
 
     def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:

@@ -30,10 +30,13 @@ class Pair:
         cache: CacheConfig = CacheConfig(page_size=4, num_pages=400),  # noqa: B008 - frozen
         scheduler: SchedulerConfig = SchedulerConfig(max_running=6, max_step_tokens=32),  # noqa: B008 - frozen
         tensor_parallel: int = 1,
+        measure_costs: bool = False,
     ) -> EngineSpec:
         """An engine of this pair that checks that its ranks agree."""
         model = ModelSource(path=str(self.target), device="cpu")
-        worker = WorkerConfig(model, cache, scheduler, tensor_parallel=tensor_parallel, debug=True)
+        worker = WorkerConfig(
+            model, cache, scheduler, tensor_parallel=tensor_parallel, measure_costs=measure_costs, debug=True
+        )
         return EngineSpec(worker, speculative)
 
     def chain(self, num_steps: int = 3, **settings: object) -> SpeculativeConfig:

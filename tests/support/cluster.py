@@ -17,6 +17,7 @@ from cluster.transport.messages import GenerateRequest, GenerateSummary, Refused
 from cluster.transport.sockets import Transport
 from tests.support.scripted import ScriptedExecutor
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import SamplingParams, StepPlan, pack_i32
 from workers.scheduling.scheduler import Scheduler
 
@@ -143,9 +144,9 @@ class TestBed:
         self.ranks.append(ranks)
         return ranks
 
-    def attach(self, epoch: int = 1, num_ranks: int = 2) -> Ranks:
+    def attach(self, epoch: int = 1, num_ranks: int = 2, costs: CostTable | None = None) -> Ranks:
         ranks = self.new_ranks(epoch, num_ranks).start()
-        self.coordinator.attach(ranks.endpoints, epoch)
+        self.coordinator.attach(ranks.endpoints, epoch, costs)
         return ranks
 
     def generate(  # type: ignore[no-untyped-def]

@@ -122,6 +122,7 @@ class WatchedRank:
     """A `StepExecutor` that compares its rank with the oracle after every step."""
 
     def __init__(self, worker: Worker, oracle: Oracle, scheduler: Scheduler, shapes: RoundShapes) -> None:
+        self.costs = worker.costs
         self._worker = worker
         self._oracle = oracle
         self._scheduler = scheduler
@@ -238,8 +239,8 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
 
 def capture(worker: Worker, config: WorkerConfig, layout: EngineLayout) -> None:
     """Record the worker's steps, and replay them from now on, as `workers.runner.build` has it on a GPU."""
-    buckets = bucket_sizes(config.scheduler.max_running)
-    tokens = token_buckets(config.scheduler.max_step_tokens)
+    buckets = bucket_sizes(config.scheduler.num_slots)
+    tokens = token_buckets(config.scheduler.step_token_limit)
     graphed = GraphedDecoding(worker._strategy, worker._slots, buckets, layout.max_position, EagerRecorder(), tokens)
     with torch.inference_mode():
         graphed.capture(GraphCapture(), SOLO)
@@ -283,7 +284,7 @@ def tiny_spec(folder: Path, device: Device = "cpu") -> EngineSpec:
     """A tiny pair in float32 whose draft is right about half the time."""
     target = make_target(folder / "target", calm=0.01)
     eagle = str(make_eagle(folder / "eagle", target, copying=True))
-    worker = WorkerConfig(ModelSource(path=str(target), dtype="float32", device=device))
+    worker = WorkerConfig(ModelSource(path=str(target), dtype="float32", device=device), measure_costs=False)
     return EngineSpec(worker, SpeculativeConfig(eagle, "eagle", 3, 1, 4))
 
 

@@ -23,7 +23,7 @@ def embedded_spec(
     model = ModelSource(path=str(MODELS / "target"), device="cpu")
     cache = CacheConfig(page_size=page_size, num_pages=16384 // page_size)
     scheduler = SchedulerConfig(max_running=max_running, max_step_tokens=512)
-    worker = WorkerConfig(model, cache, scheduler, tensor_parallel=tensor_parallel, debug=debug)
+    worker = WorkerConfig(model, cache, scheduler, tensor_parallel=tensor_parallel, measure_costs=False, debug=debug)
     return EngineSpec(worker, speculative)
 
 

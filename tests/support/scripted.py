@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShape, RoundShapes
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -126,6 +127,7 @@ class ScriptedExecutor:
         delay_s: float = 0.0,
     ) -> None:
         self.shapes = shapes
+        self.costs: CostTable | None = None
         self.slots = [_Slot() for _ in range(num_slots)]
         self.kv = kv
         self.prompts = prompts if prompts is not None else {}

@@ -70,10 +70,17 @@ def test_kv_gets_what_nothing_else_needs() -> None:
     memory.taken += (layout.num_pages + 1) * 10_000 + GB // 2
     rank.kv_allocated()
     memory.taken += 4 * 10**8
-    use = rank.use(layout, 4 * 10**8, SOLO)
+    use = rank.use(layout, True, SOLO)
     assert (use.total, use.others, use.weights, use.tables) == (80 * GB, GB, 16 * GB, 10**8)
     assert (use.workspaces, use.activations, use.graphs) == (GB // 2, 3 * GB, 4 * 10**8)
     assert use.of_rank == memory.taken + 3 * GB and use.left == memory.free() - 3 * GB > 0.1 * 79 * GB
+
+
+def test_a_small_gpu_keeps_less_for_graphs() -> None:
+    worker, layout = settings(graph_capture=GraphCapture(limit_s=7, limit_gb=2.0))
+    for total_gb, limit_gb in ((80, 2.0), (20, 1.0)):
+        rank = RankMemory(DescribedMemory(total_gb * GB), worker, layout, GPU)
+        assert rank.capture_limits(SOLO) == GraphCapture(limit_s=7, limit_gb=limit_gb)
 
 
 def test_others_on_the_gpu_leave_less() -> None:

@@ -51,6 +51,7 @@ def by_us(target: Path, tensor_parallel: int = 1) -> list[list[int]]:
         CacheConfig(4, num_pages=200),
         SchedulerConfig(4, 32),
         tensor_parallel=tensor_parallel,
+        measure_costs=False,
         debug=True,
     )
     with local_engine(EngineSpec(worker)) as engine:

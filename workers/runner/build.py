@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kv_cache.pool import KVPool
-from workers.config import WorkerConfig
+from workers.config import GraphCapture, WorkerConfig
 from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
+from workers.runner.cost_probe import probe_costs
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.device_memory import device_memory
@@ -89,16 +90,20 @@ def build_rank(
     phases.done("KV cache allocated")
     if graphed is not None:
         with must_fit("CUDA graphs", "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"):
-            _capture(graphed, parts)
+            _capture(graphed, parts, memory.capture_limits(group))
         phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
     built = eager if graphed is None else Worker(graphed, parts.slots, group, worker.debug)
     warm_up(built, parts.layout)
-    use = memory.use(parts.layout, 0 if graphed is None else graphed.report.whole.num_bytes, group)
+    use = memory.use(parts.layout, graphed is not None, group)
     if memory.runs_steps:
         with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
             for _, plan in largest_steps(parts.layout):  # what they take stays with torch's allocator
                 run(eager, plan)
     phases.done("warmed up")
+    if worker.measure_costs:
+        tokens = () if graphed is None else graphed.token_buckets
+        built.costs = probe_costs(graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens)
+        phases.done("costs measured")
     return BuiltRank(built, parts.layout, use)
 
 
@@ -181,13 +186,12 @@ def _graphed(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool) 
     from workers.runner.recorder import CudaRecorder
 
     buckets = bucket_sizes(parts.layout.scheduler.num_slots)
-    tokens = token_buckets(parts.layout.scheduler.max_step_tokens) if with_chunks else ()
+    tokens = token_buckets(parts.layout.scheduler.step_token_limit) if with_chunks else ()
     return GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder(), tokens)
 
 
-def _capture(graphed: "GraphedDecoding", parts: EngineParts) -> None:
+def _capture(graphed: "GraphedDecoding", parts: EngineParts, limits: GraphCapture) -> None:
     """Capture its steps; what is left out is logged once, by rank 0."""
-    limits = parts.worker.graph_capture
     with torch.inference_mode():
         report = graphed.capture(limits, parts.group)
     if report.num_left_out and parts.group.rank == 0:

@@ -3,11 +3,16 @@ engine drive it, `workers.runner.worker.Worker` implements it."""
 
 from typing import Protocol
 
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import StepPlan, StepResult
 
 
 class StepExecutor(Protocol):
     """A rank that executes plans in order. At most two steps may be pending: launched, result not yet taken."""
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What its steps cost, the same on every rank; None if that was not measured."""
 
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. On a GPU this returns before the step is done; on a CPU it runs the step."""

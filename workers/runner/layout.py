@@ -64,7 +64,7 @@ class EngineLayout:
     bytes_per_page, bytes_per_slot: on each rank, of a KV page in target and draft, and of a slot's row in all tables.
     max_model_len: prompt and answer tokens.
     max_position: positions that a step may touch.
-    scheduler: the configuration's; of a rank that is built with a number for `max_running`.
+    scheduler: the configuration's, with numbers in place of "auto"; of `max_running` once a rank is built.
     known_pages: of a rank that is built; before that of a configuration that gives their number.
     rank_bytes: the most device memory that a rank takes, once one was built.
     """
@@ -164,7 +164,8 @@ def plan_layout(
 ) -> EngineLayout:
     """target: as `workers.models.loading.read_target_config` gives it. Raises ValueError where no KV page fits into
     `cache.memory_gb`."""
-    dtype = resolve_dtype(worker.model.dtype, target.dtype, resolve_device(worker.model.device, 0))
+    device = resolve_device(worker.model.device, 0)
+    dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     groups = [*target.kv_groups(worker.tensor_parallel, dtype), *speculation.kv_groups(dtype)]
     max_model_len = worker.model.max_model_len or target.max_position
     shapes = speculation.shapes
@@ -180,7 +181,7 @@ def plan_layout(
         bytes_per_slot=bytes_per_slot,
         max_model_len=max_model_len,
         max_position=max_position,
-        scheduler=scheduler,
+        scheduler=scheduler.resolved(device.type),
         speculation=speculation,
         known_pages=None if scheduler.max_running == "auto" and worker.cache.num_pages is None else asked,
     )

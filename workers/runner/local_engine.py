@@ -77,17 +77,18 @@ def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEn
     several. Raises what `build_rank` raises."""
     if worker.tensor_parallel == 1:
         built = build_rank(worker, layout, 0, "")
-        yield LocalEngine(_scheduler(worker, built.layout), built.worker)
+        yield _engine(worker, built.layout, built.worker)
         return
     ranks = RankProcesses(worker, layout)
     try:
-        yield LocalEngine(_scheduler(worker, ranks.layout), ranks)
+        yield _engine(worker, ranks.layout, ranks)
     finally:
         ranks.close()
 
 
-def _scheduler(worker: WorkerConfig, layout: EngineLayout) -> Scheduler:
-    return Scheduler(
+def _engine(worker: WorkerConfig, layout: EngineLayout, executor: StepExecutor) -> LocalEngine:
+    """layout: of ranks that are built."""
+    scheduler = Scheduler(
         layout.scheduler,
         worker.cache,
         layout.num_pages,
@@ -96,3 +97,6 @@ def _scheduler(worker: WorkerConfig, layout: EngineLayout) -> Scheduler:
         layout.shapes,
         layout.lookahead,
     )
+    if executor.costs is not None:
+        scheduler.use_costs(executor.costs)
+    return LocalEngine(scheduler, executor)

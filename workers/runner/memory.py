@@ -9,11 +9,11 @@ and nine tenths stay for them. What is settled here is the same on all ranks: th
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from workers.config import AUTO_SLOTS, WorkerConfig
+from workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from workers.distributed.tp_group import TPGroup
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
 from workers.runner.device_memory import DeviceMemory
@@ -23,6 +23,7 @@ from workers.runner.worker import Worker
 
 TYPICAL_TOKENS = 2048  # KV of a request, prompt and answer, by which `max_running: auto` counts
 GRAPH_BYTES = 8 * 10**6  # of a captured round beside its tensors; 0.1 GB for 22 of them measured on an H200
+GRAPH_SHARE = 0.05  # of the memory that is free at the start, for graphs that are captured as far as it goes
 _FREED_WITHIN_S = 10.0
 
 
@@ -72,6 +73,12 @@ class RankMemory:
         """What this rank has taken so far."""
         return max(0, self._memory.used() - self._used_at_start)
 
+    def capture_limits(self, group: TPGroup) -> GraphCapture:
+        """What rarer graphs may take: as configured, and of a small GPU little."""
+        limits = self._worker.graph_capture
+        most_gb = self._least(int(GRAPH_SHARE * self._free_at_start), group) / 1e9
+        return replace(limits, limit_gb=min(limits.limit_gb, most_gb))
+
     def settle_slots(self, layout: EngineLayout, group: TPGroup) -> EngineLayout:
         """The layout with a number for `scheduler.max_running`. Call it once the target is loaded."""
         if layout.scheduler.max_running != "auto":
@@ -82,7 +89,7 @@ class RankMemory:
         elif cache.memory_gb != "auto":
             kv_bytes = int(cache.memory_gb * 1e9)
         else:
-            kv_bytes = self._for_kv(int(self._worker.graph_capture.limit_gb * 1e9))
+            kv_bytes = self._for_kv(int(self.capture_limits(group).limit_gb * 1e9))
         tokens = min(TYPICAL_TOKENS, layout.max_model_len)
         each = layout.bytes_per_page * tokens // cache.page_size + layout.bytes_per_slot
         return layout.with_slots(self._least(slots_for(kv_bytes, each, self.device.type), group))
@@ -93,7 +100,7 @@ class RankMemory:
         cache, activations, graphs = self._worker.cache, peaks.all_steps, 0
         self._activations = activations
         if num_graphs:
-            graphs = num_graphs * GRAPH_BYTES + peaks.rounds + int(self._worker.graph_capture.limit_gb * 1e9)
+            graphs = num_graphs * GRAPH_BYTES + peaks.rounds + int(self.capture_limits(group).limit_gb * 1e9)
         fitting = self._least(self._room(activations + graphs) // layout.bytes_per_page - 1, group)
         asked = pages_asked(cache, layout.bytes_per_page, layout.slot_bytes)
         if asked is None:
@@ -114,10 +121,11 @@ class RankMemory:
         """All pages are there; what comes after them is graphs."""
         self._in_use = self.used()
 
-    def use(self, layout: EngineLayout, graph_bytes: int, group: TPGroup) -> MemoryUse:
+    def use(self, layout: EngineLayout, has_graphs: bool, group: TPGroup) -> MemoryUse:
         """Once the rank is ready; of several, that of this one, its `left` the least of all. Gives back what torch's
         allocator keeps for later."""
         free = self._memory.free()
+        after_kv = max(0, self.used() - self._in_use)
         kv = (layout.num_pages + 1) * layout.bytes_per_page
         beside = self._in_use - self._weights - layout.slot_bytes - kv
         return MemoryUse(
@@ -127,7 +135,7 @@ class RankMemory:
             tables=layout.slot_bytes,
             workspaces=max(0, beside),
             activations=self._activations,
-            graphs=graph_bytes,
+            graphs=after_kv if has_graphs else 0,
             kv=kv,
             left=self._least(free - self._activations, group),
         )

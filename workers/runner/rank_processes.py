@@ -1,6 +1,7 @@
 """The ranks of a local engine as child processes of this one. Used by `workers.runner.local_engine`."""
 
 import multiprocessing
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -9,20 +10,29 @@ import torch
 from workers.config import WorkerConfig
 from workers.distributed.ports import free_port
 from workers.runner.build import build_rank
-from workers.runner.executor import StepExecutor
 from workers.runner.layout import EngineLayout
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import StepPlan, StepResult
 
 
-class RankProcesses(StepExecutor):
-    """Plans go to every rank, results are read from rank 0. Raises ValueError where a rank cannot be built.
+@dataclass(frozen=True)
+class Ready:
+    """What a rank says once it is built; if it cannot be, it says why, a str."""
 
-    layout: as the ranks were built.
-    """
+    layout: EngineLayout
+    costs: CostTable | None
+
+
+class RankProcesses:
+    """Implements `workers.runner.executor.StepExecutor`: plans go to every rank, results are read from rank 0.
+
+    layout: as the ranks were built. Raises ValueError where a rank cannot be built."""
 
     def __init__(self, worker: WorkerConfig, layout: EngineLayout) -> None:
         context = multiprocessing.get_context("spawn")
         address = f"tcp://127.0.0.1:{free_port()}"
+        self.costs: CostTable | None = None
+        self.layout = layout
         self._num_pending = 0
         self._decoder = msgspec.msgpack.Decoder(StepResult)
         self._pipes: list[Connection] = []
@@ -35,22 +45,21 @@ class RankProcesses(StepExecutor):
             self._pipes.append(ours)
             self._processes.append(process)
         try:
-            self.layout = self._built()
+            self._wait_ready()
         except ValueError:
             for process in self._processes:
                 process.kill()
             self.close()
             raise
 
-    def _built(self) -> EngineLayout:
-        """Once all are ready; they agree. Raises ValueError with the first rank's reason why it cannot be built."""
-        layouts = []
+    def _wait_ready(self) -> None:
+        """Raises ValueError with the first rank's reason why it cannot be built."""
         for pipe in self._pipes:
-            said: EngineLayout | str = pipe.recv()
-            if isinstance(said, str):
+            said = pipe.recv()
+            if not isinstance(said, Ready):
                 raise ValueError(said)
-            layouts.append(said)
-        return layouts[0]
+            assert self.costs in (None, said.costs), "ranks have measured other costs"
+            self.layout, self.costs = said.layout, said.costs
 
     @property
     def num_pending(self) -> int:
@@ -82,13 +91,13 @@ class RankProcesses(StepExecutor):
 def _run_rank(worker: WorkerConfig, layout: EngineLayout, rank: int, address: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        rank_built = build_rank(worker, layout, rank, address)
+        of_rank = build_rank(worker, layout, rank, address)
     except ValueError as error:
         pipe.send(str(error))
         pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks
         return
-    pipe.send(rank_built.layout)
-    built = rank_built.worker
+    built = of_rank.worker
+    pipe.send(Ready(of_rank.layout, built.costs))
     decoder = msgspec.msgpack.Decoder(StepPlan)
     while True:
         try:

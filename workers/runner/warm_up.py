@@ -40,7 +40,7 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
     that end, as many as there are slots; "rounds" of all slots, one of every shape; "both", all prompt tokens that a
     step may have beside rounds in the slots that are left. All have filters, penalties and log-probabilities, and as
     much KV before them as a request may have, on the dummy page."""
-    num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.max_step_tokens, layout.max_model_len - 2
+    num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
     per_slot = max(1, min(longest, count // num_slots))
     ends = [_end(layout, slot, per_slot) for slot in range(num_slots)]
     at_once = max(1, count // per_slot)

@@ -16,6 +16,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
 from workers.sampling.sampler import Logprobs, SamplingNeeds
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
 from workers.slots.slot_table import SlotTable
 
@@ -91,9 +92,10 @@ def _entries(plan: StepPlan) -> tuple[int, ...]:
 
 
 class Worker:
-    """Implements `workers.runner.executor.StepExecutor`."""
+    """Implements `workers.runner.executor.StepExecutor`. costs: set once they are measured."""
 
     def __init__(self, strategy: DecodingStrategy, slots: SlotTable, group: TPGroup, debug: bool) -> None:
+        self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
         self._group = group

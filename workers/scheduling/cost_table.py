@@ -4,10 +4,13 @@ How many prompt tokens a step takes, and which shape is drafted, are decided by 
 without a GPU. `workers.runner.cost_probe` measures it.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import msgspec
+
+TARGET_CHUNK_TOKENS = 512
+TARGET_ROUNDS = 1.5
 
 
 class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +41,7 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_tokens: prompt tokens of the chunk, ascending.
     chunk_ms: [chunk_requests][chunk_tokens], the whole step; its rounds are of the default shape.
     default: index of that shape.
+    ms_per_chunk_kv: what each pair of a chunk's token and a token of its request before the chunk adds, by attention.
     """
 
     rounds: tuple[RoundCosts, ...]
@@ -45,34 +49,75 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_tokens: tuple[int, ...]
     chunk_ms: tuple[tuple[float, ...], ...]
     default: int = 0
+    ms_per_chunk_kv: float = 0.0
 
     def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
         """A step without chunks: milliseconds of a round of `shape`. kv_tokens: of all its requests together."""
         return self.rounds[shape].round_ms(num_requests, kv_tokens)
 
-    def step_ms(self, shape: int, num_requests: int, kv_tokens: int, chunk_tokens: int) -> float:
-        """A round of `shape` and `chunk_tokens` prompt tokens beside it."""
+    def step_ms(
+        self, shape: int, num_requests: int, kv_tokens: int, chunk_tokens: int, context_tokens: float = 0.0
+    ) -> float:
+        """A round of `shape` and `chunk_tokens` prompt tokens beside it. context_tokens: of their requests before the
+        chunks, a mean over `chunk_tokens`."""
         alone = self.round_ms(shape, num_requests, kv_tokens)
-        return alone if chunk_tokens == 0 else alone + self.chunk_added_ms(num_requests, chunk_tokens)
+        return alone if chunk_tokens == 0 else alone + self.chunk_added_ms(num_requests, chunk_tokens, context_tokens)
 
-    def chunk_added_ms(self, num_requests: int, chunk_tokens: int) -> float:
+    def chunk_added_ms(self, num_requests: int, chunk_tokens: int, context_tokens: float = 0.0) -> float:
         """What `chunk_tokens` > 0 prompt tokens add to a step in which `num_requests` run a round."""
-        added = [
-            max(0.0, _interpolated(self.chunk_tokens, ms, chunk_tokens) - self.round_ms(self.default, requests))
-            for requests, ms in zip(self.chunk_requests, self.chunk_ms, strict=True)
-        ]
-        return _interpolated(self.chunk_requests, added, num_requests)
+        added = _interpolated(self.chunk_tokens, self._added(num_requests), chunk_tokens)
+        return added + self.chunk_kv_ms(chunk_tokens, context_tokens)
 
-    def chunk_tokens_within(self, limit_ms: float, shape: int, num_requests: int, kv_tokens: int, most: int) -> int:
+    def chunk_kv_ms(self, chunk_tokens: int, context_tokens: float) -> float:
+        """Of that, what attention over `context_tokens` before the chunk takes."""
+        return self.ms_per_chunk_kv * chunk_tokens * context_tokens
+
+    def chunk_tokens_within(
+        self,
+        limit_ms: float,
+        shape: int,
+        num_requests: int,
+        kv_tokens: int,
+        most: int,
+        context_tokens: float = 0.0,
+    ) -> int:
         """The most prompt tokens, at most `most`, that keep a step within `limit_ms`; 0 if not even one does."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.step_ms(shape, num_requests, kv_tokens, middle) <= limit_ms:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        room_ms = limit_ms - self.round_ms(shape, num_requests, kv_tokens)
+        added, at = self._added(num_requests), self.chunk_tokens
+        after = [ms + self.chunk_kv_ms(tokens, context_tokens) for ms, tokens in zip(added, at, strict=True)]
+        # a chunk smaller than the smallest costs as much, but for its context
+        sizes, costs = (0, *at), (added[0], *after)
+        num_fitting = bisect_right(costs, room_ms)
+        if num_fitting == 0:
+            return 0
+        left = min(num_fitting, len(costs) - 1) - 1  # after the last point as between the last two
+        rise = (costs[left + 1] - costs[left]) / (sizes[left + 1] - sizes[left])
+        return most if rise == 0.0 else min(most, int(sizes[left] + (room_ms - costs[left]) / rise))
+
+    def _added(self, num_requests: int) -> list[float]:
+        """By `chunk_tokens`: milliseconds that a chunk adds beside so many requests."""
+        at = self.chunk_requests
+        right = min(bisect_left(at, num_requests), len(at) - 1)
+        left = max(right - 1, 0)
+        share = 0.0 if left == right else (num_requests - at[left]) / (at[right] - at[left])
+        low_ms, high_ms = self.round_ms(self.default, at[left]), self.round_ms(self.default, at[right])
+        return [
+            max(0.0, low - low_ms) + share * (max(0.0, high - high_ms) - max(0.0, low - low_ms))
+            for low, high in zip(self.chunk_ms[left], self.chunk_ms[right], strict=True)
+        ]
+
+
+def default_itl_target_ms(costs: CostTable) -> float:
+    """Milliseconds to which prompt chunks may stretch a step unless `SchedulerConfig.itl_target_ms` says otherwise.
+
+    What `TARGET_CHUNK_TOKENS` prompt tokens take beside half of the requests that may run: so many tokens keep a GPU's
+    products busy, so that smaller chunks would cost prompts more than they save running requests. And at least
+    `TARGET_ROUNDS` times the slowest round, that of all requests, so that a full engine still has a third of a step for
+    prompts. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 16 ms with 32 slots, 17 with 64, 26 with 128.
+    """
+    rounds = costs.rounds[costs.default]
+    half = rounds.num_requests[-1] // 2
+    return max(costs.step_ms(costs.default, half, 0, TARGET_CHUNK_TOKENS), TARGET_ROUNDS * max(rounds.ms))
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:

@@ -73,7 +73,7 @@ class Scheduler:
         self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self.queues = RequestQueues(self.slot_pages, self.stats)
-        self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.max_step_tokens, shapes)
+        self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes)
         self.epoch = epoch
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 
 from cluster.http.metrics import declared_metrics
@@ -10,6 +11,7 @@ from cluster.transport.messages import Abort, GenerateSummary, Refused
 from cluster.transport.sockets import Transport, new_keys
 from tests.support.cluster import Ingress, until
 from tests.support.scripted import scripted_output
+from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.stats import SchedulerStats
 
 
@@ -235,3 +237,15 @@ def test_statistics_fill_every_histogram_that_the_edge_exports(make_bed):
     for name in observed:
         histogram = getattr(counted, name)
         assert len(histogram.counts) == len(histogram.bounds) + 1 and sum(histogram.counts) >= 1
+
+
+def test_the_scheduler_hears_what_steps_cost_with_every_worker_group(make_bed):
+    bed = make_bed()
+    costs = CostTable((RoundCosts((1,), (4.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),), default=1)
+    slower = msgspec.structs.replace(costs, chunk_ms=((7.0,),))
+    heard = []
+    bed.scheduler.use_costs = heard.append
+    bed.attach(1, costs=costs)
+    bed.attach(2)  # one that measured nothing: what was known stays
+    bed.attach(3, costs=slower)
+    assert heard == [costs, slower]

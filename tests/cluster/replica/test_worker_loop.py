@@ -20,6 +20,7 @@ class Recorder:
     """An executor whose steps are done when the test says so."""
 
     def __init__(self):
+        self.costs = None
         self.done = threading.Event()
         self.done.set()
         self.most_pending = 0

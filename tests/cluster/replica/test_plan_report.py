@@ -1,0 +1,27 @@
+"""What the operator is told about costs."""
+
+import dataclasses
+
+from cluster.assembly import Layout
+from cluster.replica.plan_report import cost_line
+from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from workers.scheduling.cost_table import CostTable, RoundCosts
+
+COSTS = CostTable(
+    rounds=(RoundCosts((1, 32), (4.2, 5.1), (0.0, 0.0)), RoundCosts((1, 32), (4.9, 6.9), (0.0, 0.0))),
+    chunk_requests=(0, 32),
+    chunk_tokens=(16, 512),
+    chunk_ms=((5.2, 13.0), (9.9, 18.0)),
+    default=1,
+)
+CHAIN = RoundShape(name="3/1/4", width=4, max_new_tokens=4, draft_tokens=2)
+
+
+def test_costs_are_one_line_with_the_target_and_where_it_is_from() -> None:
+    layout = Layout(RoundShapes((PLAIN, CHAIN), default=1), 10, 100, 1, SchedulerConfig(32, 512))
+    line = cost_line(layout, COSTS)
+    assert line.startswith("ms of a round of 1 / 8 / 32: plain 4.2 / 4.4 / 5.1, 3/1/4 4.9 / 5.35 / 6.9; ")
+    assert "of 512 prompt tokens 13; " in line and line.endswith("itl_target_ms 17.9 (auto)")  # 5.87 + 12.05
+    chosen = dataclasses.replace(layout, scheduler=SchedulerConfig(3, 512, itl_target_ms=25))
+    assert "of 1 / 3: plain 4.2 / 4.26, " in cost_line(chosen, COSTS)
+    assert cost_line(chosen, COSTS).endswith("itl_target_ms 25")

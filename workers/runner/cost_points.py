@@ -1,0 +1,244 @@
+"""Which steps a cost probe runs, and the table that their times make. Pure: `workers.runner.cost_probe` runs them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from workers.config import RoundShapes
+from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS, CostTable, RoundCosts
+
+SMALLEST_CHUNK = 16
+CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 1024)  # tokens of chunks, next to the smallest, that run beside rounds too
+_QUICK_CHUNK = 128  # tokens of the largest chunk that is measured whatever that takes
+_EAGER_ROWS = 16  # after the largest captured size: by a multiple of what kernels are compiled for
+
+
+@dataclass(frozen=True)
+class Point:
+    """One kind of step.
+
+    shape: of its rounds, verified and drafted again.
+    num_requests: that run a round.
+    chunk_tokens: prompt tokens beside them.
+    context: committed tokens of each request that runs a round; in a step with prompt tokens, those before the chunk.
+    """
+
+    shape: int
+    num_requests: int
+    chunk_tokens: int = 0
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class PointGroup:
+    """Points that are measured together. required: times, whatever that takes."""
+
+    points: tuple[Point, ...]
+    required: int = 0
+
+
+@dataclass(frozen=True)
+class ProbeExtent:
+    """What an engine's steps may be.
+
+    token_buckets: numbers of prompt tokens that steps are padded to, ascending; empty if they are not.
+    max_context: committed tokens of a request.
+    num_kv_tokens: that all requests of a round have together, at most, in a step that is measured.
+    growth: factor from one measured batch size to the next.
+    page_size: tokens of a KV page.
+    """
+
+    shapes: RoundShapes
+    max_running: int
+    max_step_tokens: int
+    token_buckets: tuple[int, ...]
+    max_context: int
+    num_kv_tokens: int
+    growth: int
+    page_size: int
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        return _ladder(1, self.max_running, self.growth)
+
+    @property
+    def middle(self) -> int:
+        """A captured batch size of about half of all requests."""
+        return 1 << max(self.max_running // 2, 1).bit_length() - 1
+
+    @property
+    def next_to_last(self) -> int:
+        """The largest number of requests below all of them that steps with prompt tokens are captured for."""
+        return 1 << max(self.max_running - 1, 1).bit_length() - 1
+
+    @property
+    def chunk_tokens(self) -> tuple[int, ...]:
+        """Captured sizes, then 16 tokens more, by which steps run eagerly, then twice as many and again."""
+        if not self.token_buckets:
+            return _ladder(min(SMALLEST_CHUNK, self.max_step_tokens), self.max_step_tokens, 8)
+        last = self.token_buckets[-1]
+        if last >= self.max_step_tokens:
+            return self.token_buckets
+        eager = {min(last + _EAGER_ROWS, self.max_step_tokens), *_ladder(2 * last, self.max_step_tokens, 2)}
+        return (*self.token_buckets, *sorted(eager))
+
+    def context_of(self, num_requests: int) -> int:
+        """Committed tokens, whole pages, of each of so many requests in a step that reads much KV."""
+        return min(self.max_context, self.num_kv_tokens // num_requests) // self.page_size * self.page_size
+
+
+def wanted(extent: ProbeExtent) -> list[PointGroup]:
+    """What is to be measured, in this order: what most decisions rest on first."""
+    shapes, sizes, tokens = extent.shapes, extent.batch_sizes, extent.chunk_tokens
+    default, most = shapes.default, extent.max_running
+    others = [shape for shape in range(len(shapes)) if shape != default]
+    quick, long = (
+        max((t for t in tokens if t <= limit), default=tokens[0])
+        for limit in (_QUICK_CHUNK, TARGET_CHUNK_TOKENS if extent.token_buckets else _QUICK_CHUNK)
+    )
+    between = [n for n in sizes if n not in (1, most)]
+    captured = [t for t in tokens if not extent.token_buckets or t <= extent.token_buckets[-1]]
+    beside = [t for t in tokens if t in CHUNKS_BESIDE]
+
+    def rounds(which: Sequence[int], numbers: Sequence[int]) -> PointGroup:
+        return PointGroup(tuple(Point(shape, n) for shape in which for n in numbers))
+
+    def chunks(num_requests: int, numbers: Sequence[int]) -> PointGroup:
+        return PointGroup(tuple(Point(default, num_requests, t) for t in numbers))
+
+    def reading(which: Sequence[int]) -> PointGroup:
+        numbers = [n for n in sorted({1, extent.middle, most}) if n in sizes and extent.context_of(n) > 0]
+        return PointGroup(tuple(Point(shape, n, context=extent.context_of(n)) for shape in which for n in numbers))
+
+    alone, full = rounds([default, *others], [1]), rounds([default, *others], [most] if most > 1 else [])
+    smallest = chunks(0, sorted({tokens[0], quick}))
+    before = min(extent.max_context, extent.num_kv_tokens) - long
+    groups = [
+        PointGroup(alone.points, required=2),  # a first run may be the slower one
+        PointGroup(full.points, required=1),
+        PointGroup(smallest.points, required=1),
+        chunks(most, tokens[:1]),
+        rounds([default], between),
+        chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
+        chunks(most, [t for t in beside if t != tokens[0]]),
+        reading([default]),
+        rounds(others, between),
+        *(chunks(n, [tokens[0], *beside]) for n in sorted({1, extent.middle} - {most})),
+        PointGroup((Point(default, 0, long, before),) if before > 0 else ()),
+        reading(others),
+        *(chunks(0, [t]) for t in tokens if t not in captured),
+    ]
+    return [group for group in groups if group.points]
+
+
+def expected_ms(point: Point, found: Mapping[Point, float]) -> float:
+    """What a point will take at least, as far as others tell: itself, or its parts, or a smaller one."""
+    if point in found:
+        return found[point]
+    smaller = (
+        ms
+        for p, ms in found.items()
+        if p.shape == point.shape and p.num_requests <= point.num_requests and p.chunk_tokens <= point.chunk_tokens
+    )
+    return max(smaller, default=0.0)
+
+
+def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
+    """The table of the points that were measured, all required ones among them. More work never costs less in it: where
+    a measurement says so, the larger one holds for both."""
+    shapes, default = extent.shapes, extent.shapes.default
+    reads = [_kv_costs(found, shape) or _kv_costs(found, default) or {1: 0.0} for shape in range(len(shapes))]
+    rounds = tuple(_round_costs(found, shape, reads[shape]) for shape in range(len(shapes)))
+    alone = _chunks_alone(found, extent.max_step_tokens)
+    requests = sorted({p.num_requests for p in found if p.chunk_tokens})
+    if extent.max_running not in requests:
+        requests = [0]  # else what lies between two of them would be drawn on for more
+    rows = [_chunk_row(found, default, n, alone) for n in requests]
+    padded = extent.next_to_last + 1
+    if extent.token_buckets and requests[-1] > padded > requests[-2]:
+        requests.insert(-1, padded)  # and so are the requests of captured steps, from here on to as many as can run
+        rows.insert(-1, rows[-1])
+    at, source = _steps(sorted(alone), extent.token_buckets)
+    return CostTable(
+        rounds=rounds,
+        chunk_requests=tuple(requests),
+        chunk_tokens=tuple(at),
+        chunk_ms=tuple(tuple(row[i] for i in source) for row in rows),
+        default=default,
+        ms_per_chunk_kv=_chunk_kv_cost(found, alone),
+    )
+
+
+def _ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """first, first * factor, ... below last, then last."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return (*sizes, last)
+
+
+def _round_costs(found: Mapping[Point, float], shape: int, reads: Mapping[int, float]) -> RoundCosts:
+    ms = {p.num_requests: ms for p, ms in found.items() if p == Point(shape, p.num_requests) and p.num_requests}
+    sizes = sorted(ms)
+    per_token = np.interp(sizes, sorted(reads), [reads[n] for n in sorted(reads)]).tolist()
+    return RoundCosts(tuple(sizes), tuple(accumulate((ms[n] for n in sizes), max)), tuple(per_token))
+
+
+def _kv_costs(found: Mapping[Point, float], shape: int) -> dict[int, float]:
+    """By batch size: milliseconds that a KV token adds to a round."""
+    return {
+        p.num_requests: max(0.0, ms - found[Point(shape, p.num_requests)]) / (p.num_requests * p.context)
+        for p, ms in found.items()
+        if p.shape == shape and p.context and not p.chunk_tokens and Point(shape, p.num_requests) in found
+    }
+
+
+def _chunks_alone(found: Mapping[Point, float], max_step_tokens: int) -> dict[int, float]:
+    """By number of tokens: milliseconds of a step of prompt tokens alone, up to `max_step_tokens`: on from the last two
+    that were measured, if those are fewer."""
+    alone = {p.chunk_tokens: ms for p, ms in found.items() if p.num_requests == 0 and p.context == 0}
+    last = max(alone)
+    if last < max_step_tokens:
+        before = max((t for t in alone if t < last), default=0)
+        per_token = max(0.0, alone[last] - alone.get(before, 0.0)) / (last - before)
+        alone[max_step_tokens] = alone[last] + per_token * (max_step_tokens - last)
+    return alone
+
+
+def _chunk_row(
+    found: Mapping[Point, float], shape: int, num_requests: int, alone: Mapping[int, float]
+) -> tuple[float, ...]:
+    """Milliseconds of steps with chunks of as many tokens as `alone` has, beside rounds of so many requests. What was
+    not measured takes as much longer than the nearest smaller chunk that was as it does without rounds."""
+    known = {t: found[p] for t in alone if (p := Point(shape, num_requests, t)) in found}
+    row = []
+    for tokens in sorted(alone):
+        near = max((t for t in known if t <= tokens), default=min(known))
+        row.append(known[near] + alone[tokens] - alone[near])
+    return tuple(accumulate(row, max))
+
+
+def _steps(tokens: Sequence[int], buckets: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Points of the table, and of each the index in `tokens` of the one that it costs as much as: chunks that are
+    padded to a bucket cost what the bucket does from the size after the bucket before on."""
+    at, source = list(tokens[:1]), [0]
+    for index, (smaller, size) in enumerate(zip(tokens, tokens[1:], strict=False), 1):
+        if size in buckets and smaller + 1 < size:
+            at.append(smaller + 1)
+            source.append(index)
+        at.append(size)
+        source.append(index)
+    return at, source
+
+
+def _chunk_kv_cost(found: Mapping[Point, float], alone: Mapping[int, float]) -> float:
+    """Milliseconds that each pair of a chunk's token and a token before the chunk adds; 0 if not measured."""
+    costs = [
+        max(0.0, ms - alone[p.chunk_tokens]) / (p.chunk_tokens * p.context)
+        for p, ms in found.items()
+        if p.chunk_tokens and p.context
+    ]
+    return max(costs, default=0.0)

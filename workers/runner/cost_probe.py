@@ -1,0 +1,182 @@
+"""What steps cost on this engine's devices: real steps, run once captures and warm-up are done and before the first
+request. Called by `workers.runner.build`; the scheduler gets the table.
+
+The steps are of slots that have no request: marked as finished, so that a commit keeps their row, with lengths and
+pages that are only pretended. Their KV goes to free pages and the dummy page, where whoever is given one writes before
+reading. Every rank runs the same steps in the same order: what decides about the next ones is gathered from all ranks,
+and so the tables are equal too.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attention.metadata import PrefillBatch
+from workers.distributed.tp_group import TPGroup
+from workers.runner.batch import PromptChunks, StepBatch
+from workers.runner.cost_points import Point, PointGroup, ProbeExtent, expected_ms, table_of, wanted
+from workers.runner.decoding import DecodingStrategy
+from workers.runner.layout import EngineLayout
+from workers.sampling.sampler import SamplingNeeds
+from workers.scheduling.cost_table import CostTable
+from workers.slots.slot_table import SlotTable
+
+LIMIT_S = {"cuda": 1.3, "cpu": 0.6}
+KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests of a step: enough to tell reading them from noise
+PASSES = 3  # at most; of a point's runs the fastest counts
+_NEEDS = SamplingNeeds(random=True)  # of most requests
+
+
+class Timer:
+    """Milliseconds between pairs of marks. On a GPU they are events in its stream, for which nothing waits until
+    `read`, so that the host runs ahead as it does while the engine serves."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._clock = clock
+        self._events: list[torch.cuda.Event] = []
+        self._stamps: list[float] = []
+
+    def mark(self) -> None:
+        """The first, third, ... call begins a span, the next one ends it."""
+        if not self._is_cuda:
+            self._stamps.append(self._clock() * 1e3)
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+
+    def read(self) -> list[float]:
+        """Milliseconds of every span since the last call; waits for the device."""
+        if self._is_cuda:
+            self._events[-1].synchronize()
+            pairs = zip(self._events[::2], self._events[1::2], strict=True)
+            spans = [begin.elapsed_time(end) for begin, end in pairs]
+        else:
+            spans = [end - begin for begin, end in zip(self._stamps[::2], self._stamps[1::2], strict=True)]
+        self._events, self._stamps = [], []
+        return spans
+
+
+@dataclass(frozen=True)
+class CostProbe:
+    """Runs points of one engine."""
+
+    strategy: DecodingStrategy
+    slots: SlotTable
+    group: TPGroup
+    layout: EngineLayout
+    page_size: int
+    timer: Timer
+
+    @torch.inference_mode()
+    def measure(self, groups: Sequence[PointGroup], limit_s: float) -> dict[Point, float]:
+        """Milliseconds of each point, on the slowest rank; the same on all ranks. Measures a group of points after the
+        other, all of them up to `PASSES` times, and leaves out those with which all steps together would take more than
+        `limit_s` seconds, unless a group is required more often than it has been measured."""
+        found: dict[Point, float] = {}
+        spent_ms = 0.0
+        try:
+            for number in range(PASSES):
+                for group in groups:
+                    due_ms = spent_ms + sum(expected_ms(point, found) for point in group.points)
+                    if due_ms >= limit_s * 1e3 and number >= group.required:
+                        continue
+                    for point, ms in zip(group.points, self._run(group.points), strict=True):
+                        found[point] = min(ms, found.get(point, ms))
+                        spent_ms += ms
+        finally:
+            self._pretend(0, 0)
+        return found
+
+    def _run(self, points: Sequence[Point]) -> list[float]:
+        """Milliseconds of one step of each point, of the ranks' the longest."""
+        for point in points:
+            self._pretend(point.num_requests, 0 if point.chunk_tokens else point.context)
+            batch = self._batch(point)
+            self.timer.mark()
+            self.strategy.step(batch)
+            self.timer.mark()
+        mine = torch.tensor(self.timer.read(), dtype=torch.float64, device=self.slots.device)
+        slowest: list[float] = self.group.all_gather(mine).amax(0).tolist()
+        return slowest
+
+    def _pretend(self, num_requests: int, context: int) -> None:
+        """Let slots 0 .. num_requests - 1 have `context` committed tokens each, on pages of their own: on shared ones
+        a GPU's cache would hold what it must read from memory. All slots are as before the first request otherwise."""
+        slots, pages = self.slots, -(-context // self.page_size)
+        slots.finished.fill_(True)
+        slots.page_table.zero_()
+        slots.seq_len.zero_()
+        if context:
+            assert num_requests * pages <= self.layout.num_pages, "pages that the pool does not have"
+            own = torch.arange(1, num_requests * pages + 1, dtype=torch.int32, device=slots.device)
+            slots.page_table[:num_requests, :pages] = own.view(num_requests, pages)
+            slots.seq_len[:num_requests] = context
+
+    def _batch(self, point: Point) -> StepBatch:
+        running = torch.arange(point.num_requests, device=self.slots.device)
+        drafting, longest, chunks = running, point.context, None
+        if point.chunk_tokens:
+            chunks = self._chunks(point.chunk_tokens, point.context)
+            drafting = torch.cat((running, chunks.final_slots))
+            longest += min(point.chunk_tokens, self.layout.max_model_len)
+        shape = point.shape if point.num_requests else 0
+        longest += self.layout.shapes.max_kv_tokens
+        return StepBatch(running, shape, point.shape, drafting, longest, chunks, _NEEDS)
+
+    def _chunks(self, num_tokens: int, context: int) -> PromptChunks:
+        """So many prompt tokens after `context` others, of as few prompts as can have them. The first of them ends, in
+        the padding slot, and samples a token."""
+        slots, longest = self.slots, self.layout.max_model_len - context
+        counts = [min(longest, num_tokens - begin) for begin in range(0, num_tokens, longest)]
+        page_table = torch.zeros_like(slots.page_table[:1])
+        pages = min(-(-(context + counts[0]) // self.page_size), self.layout.num_pages)
+        page_table[0, :pages] = torch.arange(1, pages + 1, dtype=torch.int32, device=slots.device)
+        padding = torch.full((1,), slots.padding_slot, dtype=torch.int64, device=slots.device)
+        next_ids = torch.ones(len(counts), dtype=torch.int64, device=slots.device)
+        next_ids[0] = -1
+        return PromptChunks(
+            batch=PrefillBatch.from_lists(
+                [context] * len(counts), counts, page_table.expand(len(counts), -1).contiguous()
+            ),
+            ids=torch.ones(num_tokens, dtype=torch.int64, device=slots.device),
+            next_ids=next_ids,
+            final_slots=padding,
+            final_lengths=torch.zeros(1, dtype=torch.int32, device=slots.device),
+        )
+
+
+def probe_extent(
+    layout: EngineLayout, page_size: int, token_buckets: Sequence[int], device: torch.device
+) -> ProbeExtent:
+    """Of an engine whose steps are padded to `token_buckets` prompt tokens, if to any."""
+    scheduler = layout.scheduler
+    return ProbeExtent(
+        shapes=layout.shapes,
+        max_running=scheduler.num_slots,
+        max_step_tokens=scheduler.step_token_limit,
+        token_buckets=tuple(token_buckets),
+        max_context=layout.max_model_len,
+        num_kv_tokens=min(layout.num_pages * page_size, KV_TOKENS[device.type]),
+        growth=2 if device.type == "cuda" else 8,
+        page_size=page_size,
+    )
+
+
+def probe_costs(
+    strategy: DecodingStrategy,
+    slots: SlotTable,
+    group: TPGroup,
+    layout: EngineLayout,
+    page_size: int,
+    token_buckets: Sequence[int],
+) -> CostTable:
+    """What steps of this engine cost; the same table on every rank. Takes about `LIMIT_S` seconds of steps; on a device
+    so slow that what must be measured takes longer, that long. See `CostProbe.measure`."""
+    device = slots.device
+    extent = probe_extent(layout, page_size, token_buckets, device)
+    probe = CostProbe(strategy, slots, group, layout, page_size, Timer(device))
+    return table_of(probe.measure(wanted(extent), LIMIT_S[device.type]), extent)
