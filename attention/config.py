@@ -1,23 +1,29 @@
 """Configuration of the KV cache and of attention backends. Plain values, validated at the edge by `cluster.config`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+MAX_MEMORY_SHARE = 0.95
 
 
 @dataclass(frozen=True)
 class CacheConfig:
     """The paged KV cache of one engine; target and draft share page ids.
 
-    page_size: tokens per page. num_pages: pages in the pool of each rank, page 0 excluded (it takes the writes of
-    padding rows); None sizes the pool from `memory_gb`. memory_gb: memory per rank in GB (10^9 bytes) for the KV of
-    target and draft and for the tables of running requests. prefix_cache: keep the pages of finished requests for later
-    prompts with the same beginning.
+    page_size: tokens per page.
+    num_pages: pages in the pool of each rank, page 0 excluded (it takes the writes of padding rows); None sizes the
+        pool from `memory_gb`.
+    memory_gb: memory per rank in GB (10^9 bytes) for the KV of target and draft and for the tables of running requests;
+        "auto": what `workers.runner.memory` finds to be left.
+    memory_share: of the device's memory that is free at the start, how much an engine may take in all.
+    prefix_cache: keep the pages of finished requests for later prompts with the same beginning.
     """
 
     page_size: int = 16
     num_pages: int | None = None
-    memory_gb: float = 1.0
+    memory_gb: float | Literal["auto"] = "auto"
+    memory_share: float = 0.9
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -25,8 +31,13 @@ class CacheConfig:
             raise ValueError(f"page_size={self.page_size}: must be a power of two up to 64; try 16 or 32")
         if self.num_pages is not None and self.num_pages < 2:
             raise ValueError(f"num_pages={self.num_pages}: must be at least 2; leave it out to size it from memory_gb")
-        if self.memory_gb <= 0:
-            raise ValueError(f"memory_gb={self.memory_gb}: must be above 0; try 1.0")
+        if self.memory_gb != "auto" and self.memory_gb <= 0:
+            raise ValueError(f"memory_gb={self.memory_gb}: must be above 0; leave it out to take what is left")
+        if not 0 < self.memory_share <= MAX_MEMORY_SHARE:
+            raise ValueError(
+                f"memory_share={self.memory_share}: must be above 0 and at most {MAX_MEMORY_SHARE}, as memory gets "
+                "fragmented and drivers take some; leave it out for 0.9"
+            )
 
 
 @dataclass(frozen=True)

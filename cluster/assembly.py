@@ -3,6 +3,7 @@
 torch is imported only by whoever builds a rank or reads a checkpoint's configuration.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import AerieConfig
 from workers.config import RoundShapes, SchedulerConfig
+from workers.memory_use import MemoryUse
 from workers.runner.executor import StepExecutor
 from workers.scheduling.scheduler import Scheduler
 
@@ -21,13 +23,15 @@ PhaseReport = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from the configuration and the checkpoints, the same for the scheduler and on every rank.
+    """What follows from the configuration, the checkpoints and the memory there is, the same for the scheduler and on
+    every rank. A rank that takes the place of another is built to the same.
 
     shapes: kinds of round, plain first.
     num_pages: KV pages per rank.
     max_model_len: prompt and answer tokens.
     lookahead: tokens beyond a page that its KV depends on.
     scheduler: the configuration's, with numbers in place of "auto".
+    memory: where that of rank 0 went.
     """
 
     shapes: RoundShapes
@@ -35,6 +39,7 @@ class Layout:
     max_model_len: int
     lookahead: int
     scheduler: SchedulerConfig
+    memory: MemoryUse | None = None
 
 
 def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
@@ -57,8 +62,17 @@ def engine_spec(config: AerieConfig) -> "EngineSpec":
     return EngineSpec(config.worker, config.speculative, config.draft_attention)
 
 
+def import_rank(device: str) -> None:
+    """Import what a rank on a device of this type is made of: seconds that a spare worker has behind it. Uses none."""
+    import speculative.build  # noqa: F401
+    import workers.models.llama  # noqa: F401
+
+    if device == "cuda":
+        import workers.runner.cuda_graph  # noqa: F401
+
+
 class RankBuilder:
-    """One rank before it is built: target, draft, KV pools and decoding on one device.
+    """One rank, before it is built and after: target, draft, KV pools and decoding on one device.
 
     device_name: what it computes on, for the operator.
     """
@@ -75,23 +89,31 @@ class RankBuilder:
         cuda = config.model.device == "cuda"
         self.device_name = torch.cuda.get_device_name(0) if cuda else f"cpu, {self._num_threads} thread(s)"
 
+    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
+        """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
+        `report` hears each phase and its seconds. former: of the ranks that these take the place of; what those have
+        measured is not measured again, so that there are no `costs`."""
+        import torch
+
+        from speculative.build import build_rank
+
+        torch.set_num_threads(self._num_threads)
+        spec, layout = self._spec, self._layout
+        if former is not None:
+            rank_bytes = former.memory.of_rank if former.memory is not None else 0
+            layout = layout.as_built(former.num_pages, former.scheduler.num_slots, rank_bytes)
+            spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, measure_costs=False))
+        self._built = build_rank(spec, layout, self._rank, rendezvous, report)
+        return self._built.worker
+
     def layout(self) -> Layout:
-        """What the scheduler must know of all ranks."""
-        layout = self._layout
+        """What the scheduler must know of all ranks, once they are built."""
+        layout = self._built.layout
         return Layout(
             shapes=layout.shapes,
             num_pages=layout.num_pages,
             max_model_len=layout.max_model_len,
             lookahead=layout.lookahead,
             scheduler=layout.scheduler,
+            memory=self._built.memory,
         )
-
-    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
-        """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
-        `report` hears each phase and its seconds."""
-        import torch
-
-        from speculative.build import build_worker
-
-        torch.set_num_threads(self._num_threads)
-        return build_worker(self._spec, self._layout, self._rank, rendezvous, report)

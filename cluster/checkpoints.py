@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from workers.runner.layout import EngineLayout
 
 
-def slot_bytes(config: AerieConfig) -> int:
-    """Memory of the tables of running requests on each rank, of a configuration that `with_checkpoints` gave."""
-    return _layout(config).slot_bytes
+def bytes_per_slot(config: AerieConfig) -> int:
+    """Memory of a running request's tables on each rank, of a configuration that `with_checkpoints` gave."""
+    return _layout(config).bytes_per_slot
 
 
 def with_checkpoints(config: AerieConfig) -> AerieConfig:

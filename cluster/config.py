@@ -63,6 +63,8 @@ class EngineConfig:
     restart_backoff_s: pause after a failed start, doubled each time.
     max_restarts: failed starts in a row before the replica gives up and Serve replaces it.
     threads_per_worker: torch threads of a CPU worker.
+    spare_workers: one more process per rank, which has imported all and holds no device memory, to take the place of
+        one that dies; "auto": where ranks use GPUs.
     debug: assert after every step that all ranks agree.
     """
 
@@ -74,6 +76,7 @@ class EngineConfig:
     restart_backoff_s: float = 0.5
     max_restarts: int = 5
     threads_per_worker: int = 1
+    spare_workers: bool | Literal["auto"] = "auto"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -139,10 +142,16 @@ class AerieConfig(BaseModel):
         )
 
     @property
+    def has_spare_workers(self) -> bool:
+        """Whether engines keep spare workers; `model.device` is not "auto" any more."""
+        wanted = self.engine.spare_workers
+        return self.model.device == "cuda" if wanted == "auto" else wanted
+
+    @property
     def max_ongoing_requests(self) -> int:
         """Calls one engine replica holds: more than its scheduler takes and all ingresses send, so that the scheduler's
         refusal (429 with a reason) is what a client sees, and never a silent queue inside Serve."""
-        queued = self.scheduler.max_running + self.scheduler.max_waiting
+        queued = self.scheduler.most_slots + self.scheduler.max_waiting
         sent = self.ingress.num_replicas * self.ingress.max_concurrent_requests
         return max(queued, sent) + 16
 
@@ -197,6 +206,19 @@ def set_process_environment(threads: int) -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["MKL_NUM_THREADS"] = str(threads)
+
+
+def visible_devices() -> str | None:
+    """The GPUs that Ray lets this process see, as CUDA names them; None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def set_visible_devices(devices: str | None) -> None:
+    """Let this process see what another saw. CUDA reads it when it is first used, and never again."""
+    if devices is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
 
 def pin_network_interface(name: str) -> None:

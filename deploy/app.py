@@ -5,15 +5,22 @@ from typing import Any
 import ray
 from ray.serve import Application
 
+from cluster.config import parse
 from cluster.deployments import application
 from cluster.replica.placement import NodeResources
 from deploy.checks import checked
+from deploy.configs import PACKAGED
 
 
 def build(args: dict[str, Any]) -> Application:
     """Called by Serve in a Ray process. Relative paths in `args` start at this folder: Serve does not say where their
     file lies. Raises ConfigError, which Serve prints as the cause."""
     return application(checked(args), cluster_nodes())
+
+
+def build_checked(args: dict[str, Any]) -> Application:
+    """The same for `args` whose checkpoints `aerie serve` has checked. Raises ConfigError."""
+    return application(parse(args, PACKAGED), cluster_nodes())
 
 
 def cluster_nodes() -> list[NodeResources]:

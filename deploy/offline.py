@@ -57,7 +57,6 @@ class LLM:
             args["parallel"] = {**(args.get("parallel") or {}), "tensor_parallel": tensor_parallel}
         parsed = checked(args, path.resolve().parent)
         self.tokenizer = ChatTokenizer.from_folder(parsed.model.path)
-        self._concurrency = parsed.scheduler.max_running
         self._numbers = count()
         self._stack = contextlib.ExitStack()
         try:
@@ -105,7 +104,7 @@ class LLM:
                 reasons[output.request.request_id] = output.finish_reason
 
         try:
-            self._engine.run(requests, self._concurrency, listen)
+            self._engine.run(requests, self._engine.scheduler.num_slots, listen)
         except ValueError:  # one of them was refused: the others are not wanted either
             for request in requests:
                 self._engine.scheduler.abort(request.request_id)

@@ -8,7 +8,6 @@ import torch
 
 from attention.config import DraftAttention
 from attention.kv_cache.layout import LayerGroup
-from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode
 from speculative.backends import draft_backends
 from speculative.config import SpeculativeConfig
@@ -22,9 +21,9 @@ from workers.config import RoundShapes, WorkerConfig
 from workers.distributed.tp_group import SOLO
 from workers.models.config import ModelConfig
 from workers.models.loading import read_target_config
+from workers.runner import build
 from workers.runner.backends import Backends, ModelShape
-from workers.runner.build import PhaseReport
-from workers.runner.build import build_worker as build_rank
+from workers.runner.build import BuiltRank, PhaseReport
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.layout import EngineLayout, EngineParts, NoSpeculation, PhaseDone, Speculation
 from workers.runner.layout import plan_layout as layout_of
@@ -85,8 +84,7 @@ class DraftSpeculation:
             self.draft, worker.model, parts.target.model, group, device, max_position=parts.layout.max_position
         )
         done("draft loaded")
-        pool = KVPool(self.kv_groups(parts.layout.dtype), parts.layout.num_pages, worker.cache.page_size, device)
-        draft = DraftRunner(model, pool, backends)
+        draft = DraftRunner(model, parts.pool_beside, backends)
         synthetic = self.config.synthetic_acceptance_length
         return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, synthetic)
 
@@ -104,8 +102,19 @@ def build_worker(
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
 ) -> Worker:
-    """See `workers.runner.build.build_worker`. layout: what `plan_layout` made of `spec`."""
-    return build_rank(spec.worker, layout, rank, address, report)
+    """`build_rank` for those who need the rank alone."""
+    return build_rank(spec, layout, rank, address, report).worker
+
+
+def build_rank(
+    spec: EngineSpec,
+    layout: EngineLayout,
+    rank: int,
+    address: str,
+    report: PhaseReport = lambda phase, seconds: None,
+) -> BuiltRank:
+    """See `workers.runner.build.build_rank`. layout: what `plan_layout` made of `spec`."""
+    return build.build_rank(spec.worker, layout, rank, address, report)
 
 
 def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:

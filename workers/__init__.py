@@ -8,7 +8,7 @@ slots        what a running request is on the device
 models       targets: a checkpoint's folder to a module on this rank, by its architecture's family
 layers       the tensor-parallel layers that models are made of
 distributed  how the ranks of an engine talk
-config, device   what an engine is configured with; the device and type that follow
+config, device, memory_use   what an engine is configured with; the device and type that follow; where memory went
 
 Rooms import downwards in this order: runner, models, layers, distributed.
 """

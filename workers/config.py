@@ -13,6 +13,8 @@ Auto = Literal["auto"]
 # by type of device: what a step of so many prompt tokens computes hides the host's launches many times over, and takes
 # under a GB of activations
 MAX_STEP_TOKENS = {"cuda": 8192, "cpu": 512}
+# by type of device: slots that `max_running: auto` may mean; more cost captures and tables, and bring little
+AUTO_SLOTS = {"cuda": (8, 256), "cpu": (8, 32)}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class ModelSource:
 class SchedulerConfig:
     """What runs at once, and how much of it a step may hold.
 
-    max_running: requests that decode together (slots).
+    max_running: requests that decode together (slots). "auto": a number of `AUTO_SLOTS`, by the memory that KV gets
+        (`workers.runner.memory.slots_for`).
     max_step_tokens: most prompt tokens that one step computes beside the rounds; its activations take memory by it.
         "auto": `MAX_STEP_TOKENS` of the device, as `resolved` says.
     max_waiting: queued requests before new ones are refused (HTTP 429).
@@ -44,7 +47,7 @@ class SchedulerConfig:
         what `workers.scheduling.cost_table.default_itl_target_ms` takes from the measured costs.
     """
 
-    max_running: int = 32
+    max_running: int | Auto = "auto"
     max_step_tokens: int | Auto = "auto"
     max_waiting: int = 256
     itl_target_ms: float | Auto = "auto"
@@ -68,6 +71,21 @@ class SchedulerConfig:
         """`max_step_tokens` of a configuration that is `resolved`."""
         assert self.max_step_tokens != "auto", "only `EngineLayout.scheduler` knows what auto stands for"
         return self.max_step_tokens
+
+    def with_slots(self, num_slots: int) -> "SchedulerConfig":
+        """With a number for `max_running`, which is settled while a rank is built."""
+        return replace(self, max_running=num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        """`max_running` of the configuration that a rank was built with."""
+        assert self.max_running != "auto", "only the layout of a rank that is built knows what auto stands for"
+        return self.max_running
+
+    @property
+    def most_slots(self) -> int:
+        """The most that `max_running` can stand for."""
+        return AUTO_SLOTS["cuda"][1] if self.max_running == "auto" else self.max_running
 
 
 @dataclass(frozen=True)

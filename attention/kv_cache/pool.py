@@ -1,12 +1,14 @@
 """The KV memory of one model on one rank, in pages that target and draft number alike."""
 
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.layout import KVLayout, LayerGroup
 
 
 def bytes_per_page(groups: Iterable[LayerGroup], page_size: int) -> int:
@@ -24,13 +26,20 @@ class KVPool:
     def __init__(self, groups: Sequence[LayerGroup], num_pages: int, page_size: int, device: torch.device) -> None:
         """groups: have every layer once. num_pages: page 0, which takes the writes of padding rows, comes on top."""
         self.groups = tuple(groups)
-        self.num_pages = num_pages
         self.page_size = page_size
         self.device = device
+        self.tensors: tuple[tuple[Tensor, ...], ...] = ()
+        self._layers: list[tuple[KVLayout[Any], Any]] = []
+        self.allocate(num_pages)
+
+    def allocate(self, num_pages: int) -> None:
+        """Take memory for so many pages, all empty, in the place of what there is. Before anything holds addresses."""
+        self.num_pages = num_pages
+        self.tensors, self._layers = (), []  # gone before the new ones come
         # Zeros, not empty: a masked NaN in a never-written position would still poison a weighted sum.
         self.tensors = tuple(
             tuple(
-                torch.zeros((len(group.layers), num_pages + 1, page_size, *part.shape), dtype=part.dtype, device=device)
+                self._zeros((len(group.layers), num_pages + 1, self.page_size, *part.shape), part.dtype)
                 for part in group.layout.per_token
             )
             for group in self.groups
@@ -42,6 +51,13 @@ class KVPool:
         }
         assert sorted(of_layer) == list(range(sum(len(group.layers) for group in self.groups)))
         self._layers = [of_layer[layer] for layer in range(len(of_layer))]
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # of a CPU: zero as the kernel gives it, a page of its own at a time when it is first written
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def layer(self, index: int) -> Any:
         """What backends see of a layer: the view of its layout, for K/V heads a `LayerKV`."""

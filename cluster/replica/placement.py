@@ -34,13 +34,18 @@ class Placement:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank runs."""
+    """Where a rank runs.
+
+    device: what it computes on, for the operator.
+    visible_devices: the GPUs that its process sees, see `cluster.config.visible_devices`.
+    """
 
     rank: int
     node_id: str
     address: str
     pid: int
     device: str
+    visible_devices: str | None
 
 
 def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:

@@ -5,12 +5,15 @@ from collections.abc import Mapping, Sequence
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
 from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
-from workers.config import SchedulerConfig
+from workers.config import AUTO_SLOTS, SchedulerConfig
+from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
 
-def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources], slot_bytes: int) -> list[str]:
-    """The configuration as it will run, before anything is started. slot_bytes: of running requests' tables, per
+def plan_lines(
+    config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources], bytes_per_slot: int
+) -> list[str]:
+    """The configuration as it will run, before anything is started. bytes_per_slot: of a running request's tables, per
     rank."""
     parallel, scheduler = config.parallel, config.scheduler
     each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
@@ -19,8 +22,8 @@ def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeRe
         f"draft       {_draft(config)}",
         f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks on {placement.device}, "
         f"{placement.strategy}: {each}",
-        *_memory_lines(config, placement, slot_bytes),
-        f"scheduler   {scheduler.max_running} running, {scheduler.max_waiting} waiting, "
+        *_memory_lines(config, placement, bytes_per_slot),
+        f"scheduler   {_slots(config, placement)} running, {scheduler.max_waiting} waiting, "
         f"{scheduler.resolved(placement.device).step_token_limit} prompt tokens per step, {_target(scheduler)}",
         f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
         f"{config.draft_attention.prefill}/{config.draft_attention.extend}/{config.draft_attention.decode}"
@@ -30,19 +33,38 @@ def plan_lines(config: AerieConfig, placement: Placement, nodes: Sequence[NodeRe
 
 
 def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: Layout) -> list[str]:
-    """Rank -> node -> device, the KV cache and the kinds of round."""
+    """Rank -> node -> device, where the memory went, the KV cache and the kinds of round."""
     rows = [[str(place.rank), place.address, str(place.pid), place.device] for place in places]
     tokens = layout.num_pages * config.cache.page_size
     shapes = ", ".join(f"{s.name} ({s.width} rows, up to {s.max_new_tokens} tokens)" for s in layout.shapes.shapes)
     return [
         *_table([["rank", "node", "pid", "device"], *rows]),
-        f"{layout.num_pages} KV pages of {config.cache.page_size} tokens = {tokens} tokens; rounds: {shapes}",
+        *([] if layout.memory is None else [memory_line(layout.memory)]),
+        f"{layout.num_pages} KV pages of {config.cache.page_size} tokens = {tokens} tokens, "
+        f"{layout.scheduler.num_slots} requests at once; rounds: {shapes}",
     ]
+
+
+def memory_line(use: MemoryUse) -> str:
+    """Where the memory of a rank went, in GB."""
+    parts = {
+        "weights": use.weights,
+        "tables of slots": use.tables,
+        "workspaces": use.workspaces,
+        "activations": use.activations,
+        "graphs": use.graphs,
+        "KV": use.kv,
+    }
+    taken = ", ".join(f"{name} {num_bytes / 1e9:.2f}" for name, num_bytes in parts.items() if num_bytes)
+    return (
+        f"rank 0's memory, of {use.total / 1e9:.1f} GB: {taken}; {use.left / 1e9:.2f} left; "
+        f"{use.others / 1e9:.2f} were in use before"
+    )
 
 
 def cost_line(layout: Layout, costs: CostTable) -> str:
     """What the start measured of steps, and to how long prompts may stretch them."""
-    most, target_ms = layout.scheduler.max_running, layout.scheduler.itl_target_ms
+    most, target_ms = layout.scheduler.num_slots, layout.scheduler.itl_target_ms
     sizes = sorted({1, min(8, most), most})
     rounds = [
         f"{shape.name} {' / '.join(_ms(costs.round_ms(index, n)) for n in sizes)}"
@@ -87,16 +109,26 @@ def _target(scheduler: SchedulerConfig) -> str:
     return f"itl_target_ms {scheduler.itl_target_ms:g}"
 
 
-def _memory_lines(config: AerieConfig, placement: Placement, slot_bytes: int) -> list[str]:
-    """What each rank sets aside beside the weights."""
-    cache, limits, slot_gb = config.cache, config.graph_capture, slot_bytes / 1e9
-    pages = f"{cache.num_pages} pages"
-    if cache.num_pages is None:
-        pages = f"{cache.memory_gb - slot_gb:.3f} of {cache.memory_gb:g} GB per rank"
+def _slots(config: AerieConfig, placement: Placement) -> str:
+    most = config.scheduler.max_running
+    return "{} to {} (auto)".format(*AUTO_SLOTS[placement.device]) if most == "auto" else f"{most}"
+
+
+def _memory_lines(config: AerieConfig, placement: Placement, bytes_per_slot: int) -> list[str]:
+    """What each rank sets aside beside the weights, as far as that is known before they are loaded."""
+    cache, limits = config.cache, config.graph_capture
+    if cache.num_pages is not None:
+        pages = f"{cache.num_pages} pages"
+    elif cache.memory_gb != "auto":
+        pages = f"{cache.memory_gb:g} GB per rank, tables of running requests included"
+    elif placement.device == "cuda":
+        pages = f"what is left of {cache.memory_share:g} of each GPU's free memory"
+    else:
+        pages = f"{HOST_SHARE:g} of the free memory that is left, at most {HOST_LIMIT_BYTES / 1e9:g} GB per rank"
     lines = [
         f"KV cache    {pages}, {cache.page_size} tokens per page, prefix cache {'on' if cache.prefix_cache else 'off'}",
-        f"slots       {slot_gb:.3f} GB per rank: page tables, token counts and biases of "
-        f"{config.scheduler.max_running} running requests",
+        f"slots       {_slots(config, placement)}, {bytes_per_slot / 1e6:.2f} MB each per rank: page tables, token "
+        "counts and biases of running requests",
     ]
     if placement.device == "cuda":
         lines.append(

@@ -18,7 +18,7 @@ from cluster.replica.coordinator_actor import EagleCoordinator
 from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.placement import ENGINE_CPUS
 from cluster.replica.plan_report import cost_line, rank_lines
-from cluster.replica.worker_group import Report, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
+from cluster.replica.worker_group import Report, Spares, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
 from cluster.transport.channel import Context
 from cluster.transport.discovery import NAMESPACE
 
@@ -58,6 +58,8 @@ class Supervisor:
         self._coordinator: Any = None
         self._coordinator_death: asyncio.Future[str] | None = None
         self._worker_group: WorkerGroup | None = None
+        self._former: WorkerGroup | None = None
+        self._spares: Spares | None = None
         self._up = asyncio.Event()
 
     async def start(self) -> None:
@@ -94,6 +96,9 @@ class Supervisor:
         if self._worker_group is not None:
             self._worker_group.kill(hung=False)
             self._worker_group = None
+        if self._spares is not None:
+            self._spares.kill()
+            self._spares = None
         self._drop_coordinator("the engine was stopped")
         self._context.destroy(linger=0)
         shutil.rmtree(self._plan.folder, ignore_errors=True)
@@ -118,7 +123,9 @@ class Supervisor:
         if self._coordinator is None:
             self._start_coordinator()
         self._epoch += 1
-        worker_group = WorkerGroup(self._plan, f"{self._engine_id}.{self._num_coordinators}", self._epoch, self._report)
+        name = f"{self._engine_id}.{self._num_coordinators}"
+        spares, self._spares = self._spares, None
+        worker_group = WorkerGroup(self._plan, name, self._epoch, self._report, self._former, spares)
         await worker_group.start()
         try:
             if self.link is None:
@@ -131,12 +138,14 @@ class Supervisor:
         except BaseException:
             worker_group.kill()
             raise
-        self._worker_group, self.link = worker_group, link
+        self._worker_group, self._former, self.link = worker_group, worker_group, link
         if self._epoch == 1:
             for line in rank_lines(self._plan.config, worker_group.places, worker_group.layout):
                 self._report(line)
             if worker_group.costs is not None:
                 self._report(cost_line(worker_group.layout, worker_group.costs))
+        if self._plan.config.has_spare_workers:
+            self._spares = worker_group.start_spares()
         self._up.set()
 
     def _start_coordinator(self) -> None:

@@ -11,8 +11,14 @@ import struct
 import ray
 import zmq
 
-from cluster.assembly import Layout, RankBuilder
-from cluster.config import AerieConfig, pin_network_interface, set_process_environment
+from cluster.assembly import Layout, RankBuilder, import_rank
+from cluster.config import (
+    AerieConfig,
+    pin_network_interface,
+    set_process_environment,
+    set_visible_devices,
+    visible_devices,
+)
 from cluster.replica.placement import RankPlace
 from cluster.replica.plan_report import phase_line
 from cluster.replica.worker_loop import run_worker_loop
@@ -25,15 +31,29 @@ from workers.scheduling.cost_table import CostTable
 class Worker:
     """One rank. Its methods are called in the order in which they stand here; `run` lasts until the end."""
 
-    def __init__(self, config: AerieConfig, rank: int) -> None:
+    def __init__(self, config: AerieConfig, rank: int | None) -> None:
+        """rank: None for a spare, which has imported all that a rank needs and waits for `take_rank`."""
         set_process_environment(config.engine.threads_per_worker)
-        self._rank = rank
-        self._builder = self.rank_builder(config, rank)
+        self._config = config
+        if rank is None:
+            self.preload(config)
+        else:
+            self._become(rank)
+
+    @staticmethod
+    def preload(config: AerieConfig) -> None:
+        """Import what `rank_builder` and the rank that it builds import, without touching a device."""
+        import_rank(config.model.device)
 
     @staticmethod
     def rank_builder(config: AerieConfig, rank: int) -> RankBuilder:
         """What this worker is made from; imports torch."""
         return RankBuilder(config, rank)
+
+    def take_rank(self, rank: int, devices: str | None) -> None:
+        """Turn a spare into a rank. devices: the GPUs that the rank before it saw."""
+        set_visible_devices(devices)
+        self._become(rank)
 
     def place(self) -> RankPlace:
         context = ray.get_runtime_context()
@@ -43,24 +63,22 @@ class Worker:
             address=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             device=self._builder.device_name,
+            visible_devices=visible_devices(),
         )
-
-    def layout(self) -> Layout:
-        return self._builder.layout()
 
     def rendezvous(self, address: str) -> str:
         """A free port of this node; chosen anew for every worker group, because a killed one's may stay taken for a
         while."""
         return f"tcp://{address}:{free_port(address)}"
 
-    def build(self, rendezvous: str, own_address: str) -> CostTable | None:
-        """Join the other ranks, load, allocate, warm up; returns what steps cost, if that was measured. Rank 0 prints
-        each phase as it ends."""
+    def build(self, rendezvous: str, own_address: str, former: Layout | None) -> tuple[Layout, CostTable | None]:
+        """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
+        returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends."""
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
-        self._executor = self._builder.build(rendezvous, self._report)
-        return self._executor.costs
+        self._executor = self._builder.build(rendezvous, self._report, former)
+        return self._builder.layout(), self._executor.costs
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
         """Bind the channel; returns the endpoint for the coordinator."""
@@ -70,6 +88,10 @@ class Worker:
     def run(self) -> str:
         """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
         return run_worker_loop(self._executor, self._channel)
+
+    def _become(self, rank: int) -> None:
+        self._rank = rank
+        self._builder = self.rank_builder(self._config, rank)
 
     def _report(self, phase: str, seconds: float) -> None:
         if self._rank == 0:

@@ -54,6 +54,38 @@ class WorkerGroupPlan:
     folder: str
     application: str
 
+    def start_worker(self, rank: int | None, bundle: int) -> Any:
+        """The actor of a rank, or of a spare, which takes no resources: those that it will use are a rank's till then.
+        Ray shows it no GPU, which holds until it learns the rank's."""
+        config, is_rank = self.config, rank is not None
+        return (
+            ray.remote(self.worker)
+            .options(
+                num_cpus=WORKER_CPUS if is_rank else 0,
+                num_gpus=1 if is_rank and config.model.device == "cuda" else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
+            )
+            .remote(config, rank)
+        )
+
+
+@dataclass(frozen=True)
+class Spares:
+    """Processes that wait to be the ranks of the next worker group, in the order of ranks.
+
+    bundles: of the placement group.
+    devices: the GPUs that each will see, see `cluster.config.visible_devices`.
+    """
+
+    workers: list[Any]
+    bundles: list[int]
+    devices: list[str | None]
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            ray.kill(worker, no_restart=True)
+
 
 class WorkerGroup:
     """`start` brings it to the point where `endpoints` can be attached; `failure` returns when a rank is lost.
@@ -61,16 +93,29 @@ class WorkerGroup:
     costs: of its steps, if they were measured.
     """
 
-    def __init__(self, plan: WorkerGroupPlan, name: str, epoch: int, report: Report) -> None:
+    def __init__(
+        self,
+        plan: WorkerGroupPlan,
+        name: str,
+        epoch: int,
+        report: Report,
+        former: "WorkerGroup | None" = None,
+        spares: Spares | None = None,
+    ) -> None:
+        """former: the group whose place this one takes; the scheduler goes on with its layout and costs. spares: see
+        `start_spares`; they become this group's ranks."""
         self.epoch = epoch
         self.layout: Layout
-        self.costs: CostTable | None = None
+        self.costs: CostTable | None = former.costs if former is not None else None
         self.places: list[RankPlace] = []
         self.endpoints: list[str] = []
         self._name = name
         self._done = "nothing"
         self._plan = plan
         self._report = report
+        self._former = former.layout if former is not None else None
+        self._spares = spares
+        self._bundles: list[int] = []
         self._workers: list[Any] = []
         self._runs: list[asyncio.Future[str]] = []
 
@@ -112,12 +157,12 @@ class WorkerGroup:
 
     async def _start(self) -> None:
         await self._phase("placed, imported", self._place)
-        self.layout = await self._workers[0].layout.remote()
         alone = all(place.node_id == self.places[0].node_id for place in self.places)
         addresses = [LOOPBACK if alone else place.address for place in self.places]
         rendezvous = await self._workers[0].rendezvous.remote(addresses[0])
-        each = [(rendezvous, address) for address in addresses]
-        self.costs = (await self._phase("built", lambda: self._all("build", each)))[0]
+        each = [(rendezvous, address, self._former) for address in addresses]
+        self.layout, costs = (await self._phase("built", lambda: self._all("build", each)))[0]
+        self.costs = costs or self.costs
         here = alone and self.places[0].node_id == ray.get_runtime_context().get_node_id()
         self.endpoints = await self._all(
             "listen", [(self._transport(place, here), self._name, self.epoch) for place in self.places]
@@ -129,21 +174,19 @@ class WorkerGroup:
             return Transport(folder=self._plan.folder)
         return Transport(node_ip=place.address, keys=application_keys(self._plan.application))
 
+    def start_spares(self) -> Spares:
+        """Start processes that wait to be this group's ranks after it, each beside one of them."""
+        workers = [self._plan.start_worker(None, bundle) for bundle in self._bundles]
+        return Spares(workers, self._bundles, [place.visible_devices for place in self.places])
+
     async def _place(self) -> None:
-        group = self._plan.group
-        nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-        order = order_ranks(nodes, first=nodes[0])
-        make = ray.remote(self._plan.worker)
-        config = self._plan.config
-        self._workers = [
-            make.options(
-                num_cpus=WORKER_CPUS,
-                num_gpus=1 if config.model.device == "cuda" else 0,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            ).remote(config, rank)
-            for rank, bundle in enumerate(order)
-        ]
+        if self._spares is not None:
+            self._workers, self._bundles = self._spares.workers, self._spares.bundles
+            await self._all("take_rank", list(enumerate(self._spares.devices)))
+        else:
+            nodes = ray.util.placement_group_table(self._plan.group)["bundles_to_node_id"]
+            self._bundles = order_ranks(nodes, first=nodes[0])
+            self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
 
     async def _phase(self, name: str, work: Callable[[], Awaitable[T]]) -> T:

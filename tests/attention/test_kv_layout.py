@@ -20,7 +20,7 @@ from attention.views import LayerKV
 from tests.support.attention_cases import WORKS, Shape, use_of
 from workers.layers.forward_context import ForwardContext
 from workers.layers.rotary import Angles
-from workers.models.loading import pages_that_fit
+from workers.runner.layout import pages_asked
 
 CPU = torch.device("cpu")
 PAGE = 4
@@ -145,7 +145,7 @@ def test_a_pool_takes_what_its_layouts_say() -> None:
     each = PAGE * (3 * 128 + 128 + 2 * 48)
     assert bytes_per_page(groups, PAGE) == each
     assert sum(tensor.nbytes for tensors in pool.tensors for tensor in tensors) == (6 + 1) * each
-    assert pages_that_fit(CacheConfig(PAGE, None, 10.5 * each / 1e9), groups, 0) == 9  # and page 0
+    assert pages_asked(CacheConfig(PAGE, None, 10.5 * each / 1e9), each, 0) == 9  # and page 0
     assert isinstance(pool.layer(5), LayerKV) and isinstance(pool.layer(4), ScaledView)
     assert pool.layer(1).shape == (7, PAGE, 32)
 

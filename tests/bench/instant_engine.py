@@ -30,8 +30,8 @@ class InstantRank:
             scheduler=self._config.scheduler.resolved("cpu"),
         )
 
-    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
-        return PacedExecutor(self._config.scheduler.max_running)
+    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
+        return PacedExecutor(self._config.scheduler.num_slots)
 
 
 class Worker(worker_actor.Worker):

@@ -53,9 +53,9 @@ class Driver:
         self._layout: EngineLayout = plan_layout(spec)
         self._worker: Worker = build_worker(spec, self._layout, 0, "")
         self._setting = setting
-        self._prompt_slot = spec.worker.scheduler.max_running - 1
+        self._prompt_slot = spec.worker.scheduler.num_slots - 1
         self._pages_per_slot = min(
-            self._layout.num_pages // spec.worker.scheduler.max_running,
+            self._layout.num_pages // spec.worker.scheduler.num_slots,
             -(-self._layout.max_position // spec.worker.cache.page_size),
         )
         self._steps = count()

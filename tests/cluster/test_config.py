@@ -115,3 +115,14 @@ def test_every_shipped_file_has_only_known_keys(base: Path) -> None:
         if "speculative" in args:
             args["speculative"] = {**args["speculative"], "path": "draft"}
         assert isinstance(parse(args, base), AerieConfig), path
+
+
+def test_a_number_or_auto_is_one_rule(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    args = {"model": {"path": "."}, "cache": {"memory_gb": "lots"}, "scheduler": {"max_running": 1.5}}
+    with pytest.raises(ConfigError) as error:
+        parse(args, tmp_path)
+    assert str(error.value).splitlines() == [
+        "cache.memory_gb='lots': input should be a valid number or input should be 'auto'",
+        "scheduler.max_running=1.5: input should be a valid integer or input should be 'auto'",
+    ]

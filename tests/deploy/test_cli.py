@@ -1,13 +1,16 @@
 """The command line: quick help, errors on one line, a plan that starts nothing."""
 
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -78,6 +81,17 @@ def test_paths_start_at_the_configuration_file(tmp_path: Path, capsys: pytest.Ca
     assert f"target      {tmp_path}/models/target" in capsys.readouterr().out
 
 
+def test_plan_says_what_is_left_to_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "eagle", "--cpus", "8", "--gpus", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "KV cache    0.1 of the free memory that is left, at most 1 GB per rank, 16 tokens per page" in printed
+    assert "slots       8 to 32 (auto), 0.04 MB each per rank" in printed
+    assert main(["plan", "eagle", "--cpus", "8", "--gpus", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "KV cache    what is left of 0.9 of each GPU's free memory, 16 tokens per page" in printed
+    assert "scheduler   8 to 256 (auto) running" in printed
+
+
 @pytest.mark.parametrize("name", packaged_names())
 def test_printed_configuration_is_the_packaged_one_with_its_models_located(name: str) -> None:
     path = ROOT / "deploy" / f"{name}.yaml"
@@ -122,6 +136,24 @@ def test_unknown_key_stops_serve_before_ray_starts(tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and "speculatve: unknown key; did you mean speculative?" in done.stderr
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.ray
+def test_checkpoints_that_do_not_fit_stop_serve_and_the_ray_that_it_started(tmp_path: Path) -> None:
+    path = _config(tmp_path, parallel={"tensor_parallel": 3})  # does not divide the target's heads
+    folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "serve", str(path), "--port", "0"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"},
+        check=False,
+    )
+    assert done.returncode == 2 and "tensor_parallel=3: " in done.stderr, done.stderr
+    left = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in left if folder in " ".join(command or [])]
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_taken_port_stops_serve_before_ray_starts(tmp_path: Path) -> None:

@@ -31,17 +31,21 @@ class ScriptedRank:
             scheduler=self._config.scheduler.resolved("cpu"),
         )
 
-    def build(self, rendezvous: str, report: PhaseReport) -> StepExecutor:
+    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
         assert rendezvous.startswith("tcp://")
         report("scripted", 0.0)
         time.sleep(0.05)
         return ScriptedExecutor(
-            RoundShapes((PLAIN, TREE), default=1), self._config.scheduler.max_running, 4096, delay_s=0.01
+            RoundShapes((PLAIN, TREE), default=1), self._config.scheduler.num_slots, 4096, delay_s=0.01
         )
 
 
 class Worker(worker_actor.Worker):
     """Of the same name, by which its processes are found."""
+
+    @staticmethod
+    def preload(config: AerieConfig) -> None:
+        """There is nothing to import."""
 
     @staticmethod
     def rank_builder(config: AerieConfig, rank: int) -> ScriptedRank:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +150,7 @@ def test_killed_engine_replica_loses_no_token(server: Server) -> None:
 
 def test_health_is_bad_while_workers_restart(server: Server) -> None:
     os.kill(actor_pids("Worker")[0], signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while (answer := server.health())[0] == 200:
-        assert time.monotonic() < deadline, "/health stayed good for 5 s after a worker died"
-        time.sleep(0.05)
-    assert answer[1]["engines"][0]["status"] == "recovering"
+    assert _until_unhealthy(server)["engines"][0]["status"] == "recovering"
     server.wait_healthy(RECOVERY_LIMIT_S)
 
 
@@ -187,10 +183,55 @@ def test_drained_application_ends_its_streams(port: int, folder: Path, server: S
     _assert_all_complete([Outcome([scripted_token(0, p) for p in range(3, 303)]), asyncio.run(run())])
 
 
-def test_error_policy_ends_streams_within_five_seconds(port: int, folder: Path, server: Server) -> None:
-    # After the module's server, which the test before has deleted.
-    with serving(port, _args(on_worker_loss="error"), folder, scripted=True) as strict:
-        outcomes, sent_s = _run_with_fault(strict, actor_pids("Worker")[:1], signal.SIGKILL)
-        assert all(outcome.error for outcome in outcomes)
-        assert max(outcome.ended_s for outcome in outcomes) - sent_s < 5
-        strict.wait_healthy(RECOVERY_LIMIT_S)
+@pytest.fixture(scope="module")
+def strict(port: int, folder: Path, server: Server) -> Iterator[Server]:
+    """Ends streams when a worker dies, and keeps spare workers. After the module's other server, which a test has
+    deleted by then."""
+    with serving(port, _args(on_worker_loss="error", spare_workers=True), folder, scripted=True) as running:
+        yield running
+
+
+def test_error_policy_ends_streams_within_five_seconds(strict: Server) -> None:
+    outcomes, sent_s = _run_with_fault(strict, actor_pids("Worker.run")[:1], signal.SIGKILL)
+    assert all(outcome.error for outcome in outcomes)
+    assert max(outcome.ended_s for outcome in outcomes) - sent_s < 5
+    strict.wait_healthy(RECOVERY_LIMIT_S)
+
+
+def test_spare_workers_take_the_place_of_the_dead(strict: Server) -> None:
+    ranks, spares = actor_pids("Worker.run"), _spares(2)
+    os.kill(ranks[0], signal.SIGKILL)
+    _until(lambda: actor_pids("Worker.run") == spares)  # too soon for /health to be seen bad in between
+    ranks, spares = spares, _spares(2)  # others have come after them
+    for pid in (*spares, ranks[0]):
+        os.kill(pid, signal.SIGKILL)
+    _until(lambda: len(found := actor_pids("Worker.run")) == 2 and not set(found) & {*ranks, *spares})
+    strict.wait_healthy(RECOVERY_LIMIT_S)
+
+
+def _spares(count: int) -> list[int]:
+    """The spare workers' processes, once there are `count`."""
+    pids: list[int] = []
+
+    def found() -> bool:
+        pids[:] = sorted(set(actor_pids("Worker")) - set(actor_pids("Worker.run")))
+        return len(pids) == count
+
+    _until(found)
+    return pids
+
+
+def _until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + RECOVERY_LIMIT_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _until_unhealthy(server: Server) -> dict[str, Any]:
+    """What /health says once it is bad, which must be soon."""
+    deadline = time.monotonic() + 5
+    while (answer := server.health())[0] == 200:
+        assert time.monotonic() < deadline, "/health stayed good for 5 s after a worker died"
+        time.sleep(0.05)
+    return answer[1]

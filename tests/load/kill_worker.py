@@ -49,9 +49,9 @@ class Timeline:
 
 
 def worker_pids() -> list[int]:
-    """Worker actors on this machine."""
+    """Ranks on this machine, spare workers left out."""
     titles = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
-    return [pid for pid, title in titles if title and title[0].startswith("ray::Worker")]
+    return [pid for pid, title in titles if title and title[0].startswith("ray::Worker.run")]
 
 
 async def stream_forever(client: httpx.AsyncClient, url: str, model: str, timeline: Timeline, stop_s: float) -> None:

@@ -239,7 +239,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
 
 def capture(worker: Worker, config: WorkerConfig, layout: EngineLayout) -> None:
     """Record the worker's steps, and replay them from now on, as `workers.runner.build` has it on a GPU."""
-    buckets = bucket_sizes(config.scheduler.max_running)
+    buckets = bucket_sizes(config.scheduler.num_slots)
     tokens = token_buckets(config.scheduler.step_token_limit)
     graphed = GraphedDecoding(worker._strategy, worker._slots, buckets, layout.max_position, EagerRecorder(), tokens)
     with torch.inference_mode():

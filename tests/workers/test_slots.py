@@ -11,7 +11,7 @@ from attention.kv_cache.pool import bytes_per_page
 from tests.support import strict_device
 from tests.support.gpu_waits import refuse_gpu_waits
 from tests.support.slots import enter
-from workers.models.loading import pages_that_fit
+from workers.runner.layout import pages_asked
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.slots import upload
 from workers.slots.slot_table import SlotTable
@@ -159,8 +159,9 @@ def test_tables_count_against_the_memory_plan() -> None:
     groups = [LayerGroup((0, 1), HeadsLayout(2, 16, torch.float32))]
     per_page = bytes_per_page(groups, 16)
     cache = CacheConfig(memory_gb=(50.5 * per_page + small) / 1e9)
-    assert pages_that_fit(cache, groups, small) == 49
-    assert pages_that_fit(cache, groups, small + 10 * per_page) == 39
-    assert pages_that_fit(CacheConfig(num_pages=5), groups, 10**12) == 5
-    with pytest.raises(ValueError, match="tables for scheduler.max_running; give at least"):
-        pages_that_fit(cache, groups, 10**12)
+    assert pages_asked(cache, per_page, small) == 49
+    assert pages_asked(cache, per_page, small + 10 * per_page) == 39
+    assert pages_asked(CacheConfig(num_pages=5), per_page, 10**12) == 5
+    assert pages_asked(CacheConfig(), per_page, 10**12) is None
+    with pytest.raises(ValueError, match="tables for scheduler.max_running; give at least .*, or auto"):
+        pages_asked(cache, per_page, 10**12)

@@ -1,15 +1,12 @@
-"""From a checkpoint folder to a target on this rank: configuration, checks, weights, and the pages that fit."""
+"""From a checkpoint folder to a target on this rank: configuration, checks and weights."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from attention.config import CacheConfig
-from attention.kv_cache.layout import LayerGroup
-from attention.kv_cache.pool import bytes_per_page
 from workers.config import ModelSource
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
@@ -87,18 +84,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def pages_that_fit(cache: CacheConfig, groups: Sequence[LayerGroup], slot_bytes: int) -> int:
-    """Pages per rank: cache.num_pages, or as many as memory_gb holds for the layers of all models together, beside the
-    slot_bytes that running requests' tables take."""
-    if cache.num_pages is not None:
-        return cache.num_pages
-    per_page = bytes_per_page(groups, cache.page_size)
-    pages = (int(cache.memory_gb * 1e9) - slot_bytes) // per_page - 1
-    if pages < 2:
-        raise ValueError(
-            f"cache.memory_gb={cache.memory_gb}: holds {max(0, pages)} pages of {per_page} bytes beside {slot_bytes} "
-            f"of tables for scheduler.max_running; give at least {(3 * per_page + slot_bytes) / 1e9:.4f}"
-        )
-    return pages

@@ -4,22 +4,26 @@ in its `workers.runner.layout.Speculation` (`speculative.build`). Serve, benchma
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attention.kv_cache.pool import KVPool
-from workers.config import WorkerConfig
+from workers.config import GraphCapture, WorkerConfig
 from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
+from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
 from workers.runner.cost_probe import probe_costs
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.deterministic import checked_deterministic
+from workers.runner.device_memory import device_memory
 from workers.runner.layout import EngineLayout, EngineParts, PhaseDone, slot_table
+from workers.runner.memory import RankMemory, StepPeaks, must_fit
 from workers.runner.model_runner import TargetRunner
-from workers.runner.warm_up import warm_up
+from workers.runner.warm_up import largest_steps, run, warm_up
 from workers.runner.worker import Worker
 from workers.sampling.sampler import Sampler
 
@@ -31,6 +35,19 @@ logger = logging.getLogger(__name__)
 PhaseReport = Callable[[str, float], None]
 
 
+@dataclass(frozen=True)
+class BuiltRank:
+    """A rank that is ready for plans.
+
+    layout: with what building it has settled.
+    memory: where its memory went.
+    """
+
+    worker: Worker
+    layout: EngineLayout
+    memory: MemoryUse
+
+
 def build_worker(
     worker: WorkerConfig,
     layout: EngineLayout,
@@ -38,8 +55,19 @@ def build_worker(
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
 ) -> Worker:
+    """`build_rank` for those who need the rank alone."""
+    return build_rank(worker, layout, rank, address, report).worker
+
+
+def build_rank(
+    worker: WorkerConfig,
+    layout: EngineLayout,
+    rank: int,
+    address: str,
+    report: PhaseReport = lambda phase, seconds: None,
+) -> BuiltRank:
     """One rank, ready for plans. address: where the ranks meet ("tcp://host:port"). report: hears each phase and its
-    seconds. Raises ValueError where a checkpoint or backend does not fit."""
+    seconds. Raises ValueError where a checkpoint or backend does not fit, or memory does not suffice."""
     device = resolve_device(worker.model.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -47,51 +75,83 @@ def build_worker(
     backends = _backends_of_target(worker, layout, device, deterministic)
     others = layout.speculation.backends(worker.cache.page_size, layout.dtype, device)
     phases = _Phases(report)
+    memory = RankMemory(device_memory(device), worker, layout, device)
     # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
     group = join_tp_group(rank, worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
     phases.done("process group joined")
-    parts = load_parts(worker, layout, group, device, backends, deterministic, phases.done)
-    strategy, tokens = layout.speculation.strategy(parts, others, phases.done), tuple[int, ...]()
+    parts = load_parts(worker, layout, group, backends, memory, deterministic, phases.done)
+    with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
+        strategy = layout.speculation.strategy(parts, others, phases.done)
+    eager = Worker(strategy, parts.slots, group, worker.debug)
+    graphed = None
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
-        with_chunks = not deterministic and chunks_on_device(backends, others)
-        strategy = graphed = _captured(strategy, parts, with_chunks)
-        tokens = graphed.token_buckets
+        graphed = _graphed(strategy, parts, with_chunks=not deterministic and chunks_on_device(backends, others))
+    parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured)
+    phases.done("KV cache allocated")
+    if graphed is not None:
+        with must_fit("CUDA graphs", "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"):
+            _capture(graphed, parts, memory.capture_limits(group))
         phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
-    built = Worker(strategy, parts.slots, group, worker.debug)
-    warm_up(built, layout)
+    built = eager if graphed is None else Worker(graphed, parts.slots, group, worker.debug)
+    warm_up(built, parts.layout)
+    use = memory.use(parts.layout, graphed is not None, group)
+    if memory.runs_steps:
+        with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
+            for _, plan in largest_steps(parts.layout):  # what they take stays with torch's allocator
+                run(eager, plan)
     phases.done("warmed up")
     if worker.measure_costs:
-        built.costs = probe_costs(strategy, parts.slots, group, layout, worker.cache.page_size, tokens)
+        tokens = () if graphed is None else graphed.token_buckets
+        built.costs = probe_costs(graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens)
         phases.done("costs measured")
-    return built
+    return BuiltRank(built, parts.layout, use)
 
 
 def load_parts(
     worker: WorkerConfig,
     layout: EngineLayout,
     group: TPGroup,
-    device: torch.device,
     backends: Backends,
+    memory: RankMemory,
     deterministic: bool = False,
     done: PhaseDone = lambda phase: None,
 ) -> EngineParts:
-    """This rank's shard of the target with its KV pool and slots. backends: of the target. done: hears each phase."""
-    slots = slot_table(worker, layout.max_position, layout.target.vocab_size, device)
-    model = load_target(
-        worker.model,
-        layout.target,
-        group,
-        device,
-        layout.max_position,
-        layout.speculation.captured_layers,
-        deterministic,
-    )
+    """This rank's shard of the target with its slots, whose number is settled here, and a KV pool that has but one page
+    yet. backends: of the target. done: hears each phase."""
+    device = memory.device
+    with memory.counting_weights(), must_fit("the weights", "raise parallel.tensor_parallel, or take a smaller dtype"):
+        model = load_target(
+            worker.model,
+            layout.target,
+            group,
+            device,
+            layout.max_position,
+            layout.speculation.captured_layers,
+            deterministic,
+        )
     done("target loaded")
-    groups = layout.target.kv_groups(group.size, layout.dtype)
-    pool = KVPool(groups, layout.num_pages, worker.cache.page_size, device)
-    done("KV cache allocated")
+    layout = memory.settle_slots(layout, group)
+    with must_fit(f"the tables of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
+        slots = slot_table(worker, layout, device)
+    groups = layout.target.kv_groups(group.size, layout.dtype), layout.speculation.kv_groups(layout.dtype)
+    pool, beside = (KVPool(each, 1, worker.cache.page_size, device) for each in groups)
     target = TargetRunner(model, pool, backends)
-    return EngineParts(worker, layout, group, target, slots, Sampler(slots, model.lm_head.shard))
+    return EngineParts(worker, layout, group, target, beside, slots, Sampler(slots, model.lm_head.shard))
+
+
+def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int) -> EngineParts:
+    """The parts with all their KV pages. eager: runs steps without graphs. num_graphs: that are to come for certain."""
+    layout = parts.layout
+    if layout.rank_bytes == 0:
+        peaks = StepPeaks()
+        if memory.runs_steps:
+            with must_fit("the largest step", "lower scheduler.max_step_tokens or scheduler.max_running"):
+                peaks = memory.step_peaks(eager, layout)
+        layout = memory.settle_pages(layout, parts.group, peaks, num_graphs)
+    with must_fit("the KV cache", "lower cache.memory_share, or stop what else allocates on this GPU"):
+        parts.allocate_pages(layout.num_pages)
+    memory.kv_allocated()
+    return replace(parts, layout=layout)
 
 
 def rounds_are_graphs(worker: WorkerConfig, device: torch.device, host_readers: str | None, rank: int) -> bool:
@@ -120,14 +180,18 @@ def _backends_of_target(
     return target_backends(worker.attention, shape, layout.speculation.verified_modes, span)
 
 
-def _captured(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
-    """The strategy with its graphs; what is left out is logged once, by rank 0."""
+def _graphed(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
+    """The strategy with graphs, none of them captured yet."""
     from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes, token_buckets
     from workers.runner.recorder import CudaRecorder
 
-    buckets, limits = bucket_sizes(parts.worker.scheduler.max_running), parts.worker.graph_capture
+    buckets = bucket_sizes(parts.layout.scheduler.num_slots)
     tokens = token_buckets(parts.layout.scheduler.step_token_limit) if with_chunks else ()
-    graphed = GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder(), tokens)
+    return GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder(), tokens)
+
+
+def _capture(graphed: "GraphedDecoding", parts: EngineParts, limits: GraphCapture) -> None:
+    """Capture its steps; what is left out is logged once, by rank 0."""
     with torch.inference_mode():
         report = graphed.capture(limits, parts.group)
     if report.num_left_out and parts.group.rank == 0:
@@ -139,7 +203,6 @@ def _captured(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool)
             limits.limit_gb,
             report.num_left_out,
         )
-    return graphed
 
 
 class _Phases:

@@ -156,7 +156,7 @@ def probe_extent(
     scheduler = layout.scheduler
     return ProbeExtent(
         shapes=layout.shapes,
-        max_running=scheduler.max_running,
+        max_running=scheduler.num_slots,
         max_step_tokens=scheduler.step_token_limit,
         token_buckets=tuple(token_buckets),
         max_context=layout.max_model_len,

@@ -151,6 +151,11 @@ class GraphedDecoding:
         return frozenset(self._captured)
 
     @property
+    def num_always_captured(self) -> int:
+        """Graphs that are captured whatever they take."""
+        return sum(is_always_captured(key) for key in self._keys())
+
+    @property
     def token_buckets(self) -> tuple[int, ...]:
         """Numbers of prompt tokens that captured steps are padded to, ascending."""
         return tuple(sorted({key.tokens for key in self._captured if key.tokens}))

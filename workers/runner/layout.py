@@ -1,19 +1,21 @@
 """What is known of an engine before anything is loaded, and what speculation adds to one: the interface through which
-`speculative.build` takes part in `workers.runner.build`, which knows nothing of drafts."""
+`speculative.build` takes part in `workers.runner.build`, which knows nothing of drafts. Building a rank settles what a
+configuration leaves to it: KV pages, slots."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from attention.config import CacheConfig
 from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import KVPool, bytes_per_page
 from attention.metadata import Mode
-from workers.config import RoundShapes, SchedulerConfig, WorkerConfig
+from workers.config import AUTO_SLOTS, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
-from workers.models.loading import pages_that_fit
 from workers.runner.backends import Backends
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.model_runner import TargetRunner
@@ -50,7 +52,7 @@ class Speculation(Protocol):
         """Of the models beside the target; raises ValueError where one cannot do what it is named for."""
 
     def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> DecodingStrategy:
-        """Loads what drafts and allocates its KV. backends: what `backends` chose. done: hears each phase that ends.
+        """Loads what drafts. backends: what `backends` chose. done: hears each phase that ends.
         Raises ValueError where a checkpoint does not fit."""
 
 
@@ -59,20 +61,47 @@ class EngineLayout:
     """What follows from a configuration and the checkpoints' config.json, the same on every rank and in the scheduler.
 
     dtype: of weights and KV.
-    num_pages, slot_bytes: per rank, of the KV and of running requests' tables.
+    bytes_per_page, bytes_per_slot: on each rank, of a KV page in target and draft, and of a slot's row in all tables.
     max_model_len: prompt and answer tokens.
     max_position: positions that a step may touch.
-    scheduler: the configuration's, with numbers in place of "auto".
+    scheduler: the configuration's, with numbers in place of "auto"; of `max_running` once a rank is built.
+    known_pages: of a rank that is built; before that of a configuration that gives their number.
+    rank_bytes: the most device memory that a rank takes, once one was built.
     """
 
     target: ModelConfig
     dtype: torch.dtype
-    num_pages: int
-    slot_bytes: int
+    bytes_per_page: int
+    bytes_per_slot: int
     max_model_len: int
     max_position: int
     scheduler: SchedulerConfig
     speculation: Speculation
+    known_pages: int | None = None
+    rank_bytes: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        """KV pages of each rank."""
+        assert self.known_pages is not None, "only a rank that is built knows how many pages fit"
+        return self.known_pages
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of the tables of running requests on each rank."""
+        return table_bytes(self.bytes_per_slot, self.scheduler.num_slots)
+
+    def with_slots(self, num_slots: int) -> "EngineLayout":
+        """With a number for `max_running`."""
+        return replace(self, scheduler=self.scheduler.with_slots(num_slots))
+
+    def with_pages(self, num_pages: int) -> "EngineLayout":
+        """With so many KV pages."""
+        return replace(self, known_pages=num_pages)
+
+    def as_built(self, num_pages: int, num_slots: int, rank_bytes: int) -> "EngineLayout":
+        """For a rank that takes the place of one that was built so: nothing is measured again."""
+        return replace(self.with_slots(num_slots).with_pages(num_pages), rank_bytes=rank_bytes)
 
     @property
     def shapes(self) -> RoundShapes:
@@ -87,14 +116,23 @@ class EngineLayout:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """One rank of an engine, all but its strategy."""
+    """One rank of an engine, all but its strategy.
+
+    pool_beside: of the layers of `Speculation.kv_groups`.
+    """
 
     worker: WorkerConfig
     layout: EngineLayout
     group: TPGroup
     target: TargetRunner
+    pool_beside: KVPool
     slots: SlotTable
     sampler: Sampler
+
+    def allocate_pages(self, num_pages: int) -> None:
+        """Take memory for so many KV pages, in the place of what there is."""
+        for pool in (self.target.pool, self.pool_beside):
+            pool.allocate(num_pages)
 
 
 @dataclass(frozen=True)
@@ -124,27 +162,59 @@ def plan_layout(
     target: ModelConfig,
     speculation: Speculation = NoSpeculation(),  # noqa: B008 - frozen
 ) -> EngineLayout:
-    """target: as `workers.models.loading.read_target_config` gives it. Raises ValueError where no KV page fits."""
+    """target: as `workers.models.loading.read_target_config` gives it. Raises ValueError where no KV page fits into
+    `cache.memory_gb`."""
     device = resolve_device(worker.model.device, 0)
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     groups = [*target.kv_groups(worker.tensor_parallel, dtype), *speculation.kv_groups(dtype)]
     max_model_len = worker.model.max_model_len or target.max_position
     shapes = speculation.shapes
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)  # two rounds in flight past it
-    slot_bytes = slot_table(worker, max_position, target.vocab_size, torch.device("meta")).num_bytes
+    bytes_per_slot = _bytes_per_slot(worker.cache, max_position, target.vocab_size)
+    per_page, scheduler = bytes_per_page(groups, worker.cache.page_size), worker.scheduler
+    least_slots = AUTO_SLOTS["cpu"][0] if scheduler.max_running == "auto" else scheduler.num_slots
+    asked = pages_asked(worker.cache, per_page, table_bytes(bytes_per_slot, least_slots))
     return EngineLayout(
         target=target,
         dtype=dtype,
-        num_pages=pages_that_fit(worker.cache, groups, slot_bytes),
-        slot_bytes=slot_bytes,
+        bytes_per_page=per_page,
+        bytes_per_slot=bytes_per_slot,
         max_model_len=max_model_len,
         max_position=max_position,
-        scheduler=worker.scheduler.resolved(device.type),
+        scheduler=scheduler.resolved(device.type),
         speculation=speculation,
+        known_pages=None if scheduler.max_running == "auto" and worker.cache.num_pages is None else asked,
     )
 
 
-def slot_table(worker: WorkerConfig, max_position: int, vocab_size: int, device: torch.device) -> SlotTable:
+def slot_table(worker: WorkerConfig, layout: EngineLayout, device: torch.device) -> SlotTable:
     """The table of an engine's running requests, with pages for `max_position` positions each."""
-    max_pages = -(-max_position // worker.cache.page_size)
-    return SlotTable(worker.scheduler.max_running, max_pages, vocab_size, device)
+    max_pages = -(-layout.max_position // worker.cache.page_size)
+    return SlotTable(layout.scheduler.num_slots, max_pages, layout.target.vocab_size, device)
+
+
+def table_bytes(bytes_per_slot: int, num_slots: int) -> int:
+    """Of the tables of so many slots, and the padding slot."""
+    return bytes_per_slot * (num_slots + 1)
+
+
+def _bytes_per_slot(cache: CacheConfig, max_position: int, vocab_size: int) -> int:
+    max_pages = -(-max_position // cache.page_size)
+    return SlotTable(0, max_pages, vocab_size, torch.device("meta")).num_bytes  # of the padding slot's row alone
+
+
+def pages_asked(cache: CacheConfig, per_page: int, slot_bytes: int) -> int | None:
+    """Pages of each rank that a configuration asks for, None for what is left: cache.num_pages, or as many of per_page
+    bytes as memory_gb holds beside the slot_bytes that running requests' tables take. Raises ValueError if it holds
+    none."""
+    if cache.num_pages is not None:
+        return cache.num_pages
+    if cache.memory_gb == "auto":
+        return None
+    pages = (int(cache.memory_gb * 1e9) - slot_bytes) // per_page - 1
+    if pages < 2:
+        raise ValueError(
+            f"cache.memory_gb={cache.memory_gb}: holds {max(0, pages)} pages of {per_page} bytes beside {slot_bytes} "
+            f"of tables for scheduler.max_running; give at least {(3 * per_page + slot_bytes) / 1e9:.4f}, or auto"
+        )
+    return pages

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from workers.config import WorkerConfig
-from workers.runner.build import build_worker
+from workers.runner.build import build_rank
 from workers.runner.executor import StepExecutor
 from workers.runner.layout import EngineLayout
 from workers.runner.rank_processes import RankProcesses
@@ -74,7 +74,20 @@ class LocalEngine:
 @contextlib.contextmanager
 def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEngine]:
     """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
-    several. Raises what `build_worker` raises."""
+    several. Raises what `build_rank` raises."""
+    if worker.tensor_parallel == 1:
+        built = build_rank(worker, layout, 0, "")
+        yield _engine(worker, built.layout, built.worker)
+        return
+    ranks = RankProcesses(worker, layout)
+    try:
+        yield _engine(worker, ranks.layout, ranks)
+    finally:
+        ranks.close()
+
+
+def _engine(worker: WorkerConfig, layout: EngineLayout, executor: StepExecutor) -> LocalEngine:
+    """layout: of ranks that are built."""
     scheduler = Scheduler(
         layout.scheduler,
         worker.cache,
@@ -84,17 +97,6 @@ def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEn
         layout.shapes,
         layout.lookahead,
     )
-    if worker.tensor_parallel == 1:
-        yield _engine(scheduler, build_worker(worker, layout, 0, ""))
-        return
-    ranks = RankProcesses(worker, layout)
-    try:
-        yield _engine(scheduler, ranks)
-    finally:
-        ranks.close()
-
-
-def _engine(scheduler: Scheduler, executor: StepExecutor) -> LocalEngine:
     if executor.costs is not None:
         scheduler.use_costs(executor.costs)
     return LocalEngine(scheduler, executor)

@@ -9,7 +9,7 @@ import torch
 
 from workers.config import WorkerConfig
 from workers.distributed.ports import free_port
-from workers.runner.build import build_worker
+from workers.runner.build import build_rank
 from workers.runner.layout import EngineLayout
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import StepPlan, StepResult
@@ -19,18 +19,20 @@ from workers.scheduling.plan import StepPlan, StepResult
 class Ready:
     """What a rank says once it is built; if it cannot be, it says why, a str."""
 
+    layout: EngineLayout
     costs: CostTable | None
 
 
 class RankProcesses:
     """Implements `workers.runner.executor.StepExecutor`: plans go to every rank, results are read from rank 0.
 
-    Raises ValueError where a rank cannot be built."""
+    layout: as the ranks were built. Raises ValueError where a rank cannot be built."""
 
     def __init__(self, worker: WorkerConfig, layout: EngineLayout) -> None:
         context = multiprocessing.get_context("spawn")
         address = f"tcp://127.0.0.1:{free_port()}"
         self.costs: CostTable | None = None
+        self.layout = layout
         self._num_pending = 0
         self._decoder = msgspec.msgpack.Decoder(StepResult)
         self._pipes: list[Connection] = []
@@ -57,7 +59,7 @@ class RankProcesses:
             if not isinstance(said, Ready):
                 raise ValueError(said)
             assert self.costs in (None, said.costs), "ranks have measured other costs"
-            self.costs = said.costs
+            self.layout, self.costs = said.layout, said.costs
 
     @property
     def num_pending(self) -> int:
@@ -89,12 +91,13 @@ class RankProcesses:
 def _run_rank(worker: WorkerConfig, layout: EngineLayout, rank: int, address: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        built = build_worker(worker, layout, rank, address)
+        of_rank = build_rank(worker, layout, rank, address)
     except ValueError as error:
         pipe.send(str(error))
         pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks
         return
-    pipe.send(Ready(built.costs))
+    built = of_rank.worker
+    pipe.send(Ready(of_rank.layout, built.costs))
     decoder = msgspec.msgpack.Decoder(StepPlan)
     while True:
         try:

@@ -1,7 +1,11 @@
-"""The steps that a rank runs before its first request. Called by `workers.runner.build`."""
+"""The steps that a rank runs before its first request: each kind once, and the largest that can come. Called by
+`workers.runner.build` and, to measure what they take, by `workers.runner.memory`."""
+
+from collections.abc import Iterable
 
 from workers.runner.layout import EngineLayout
 from workers.runner.worker import Worker
+from workers.sampling.sampler import MAX_LOGPROBS
 from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 
 WARM_UP_TOKENS = 16
@@ -22,8 +26,50 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
         if sampling is not rest:  # its rounds run the same kernels, and would be captured
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
         for plan in plans:
-            worker.submit(plan)
-            worker.take()
+            run(worker, plan)
+
+
+def run(worker: Worker, plan: StepPlan) -> None:
+    """One step, to its end."""
+    worker.submit(plan)
+    worker.take()
+
+
+def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
+    """The steps that take most memory, in an order in which they can run, and of what kind each is: "chunks", prompts
+    that end, as many as there are slots; "rounds" of all slots, one of every shape; "both", all prompt tokens that a
+    step may have beside rounds in the slots that are left. All have filters, penalties and log-probabilities, and as
+    much KV before them as a request may have, on the dummy page."""
+    num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
+    per_slot = max(1, min(longest, count // num_slots))
+    ends = [_end(layout, slot, per_slot) for slot in range(num_slots)]
+    at_once = max(1, count // per_slot)
+    steps = [("chunks", _chunks(layout, ends[i : i + at_once])) for i in range(0, num_slots, at_once)]
+    for shape in range(len(layout.shapes)):
+        drafting = bytes([1] * num_slots) if shape else b""
+        plan = StepPlan(0, 0, pack_i32(range(num_slots)), shape, layout.max_position, shape, drafting)
+        steps.append(("rounds", plan))
+    num_prompts = min(num_slots, -(-count // longest))
+    ends = [_end(layout, slot, min(longest, count // num_prompts)) for slot in range(num_slots)[-num_prompts:]]
+    return [*steps, ("both", _chunks(layout, ends, num_rounds=num_slots - num_prompts))]
+
+
+def _end(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
+    """The last `count` tokens of the longest prompt."""
+    start = layout.max_model_len - 2 - count
+    rest = SamplingParams(
+        2, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, logit_bias={1: 0.1}, min_tokens=1
+    )
+    init = SlotInit(slot, start, start + count, layout.max_model_len, rest)
+    return init, Chunk(slot, start, pack_i32([1] * count), -1)
+
+
+def _chunks(layout: EngineLayout, ends: Iterable[tuple[SlotInit, Chunk]], num_rounds: int = 0) -> StepPlan:
+    inits, chunks = zip(*ends, strict=True)
+    shape = layout.shapes.default
+    drafting = bytes([1] * (num_rounds + len(chunks))) if shape else b""
+    slots, verified = pack_i32(range(num_rounds)), shape if num_rounds else 0
+    return StepPlan(0, 0, slots, verified, layout.max_position, shape, drafting, inits=inits, chunks=chunks)
 
 
 def _prompt(step: int, layout: EngineLayout, init: SlotInit, chunk: Chunk) -> StepPlan:

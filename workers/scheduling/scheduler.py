@@ -70,7 +70,7 @@ class Scheduler:
         self._choose_shape = choose_shape
         self.allocator = PageAllocator(num_pages)
         self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead) if cache.prefix_cache else None
-        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.max_running, cache.page_size)
+        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self.queues = RequestQueues(self.slot_pages, self.stats)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes)
@@ -87,6 +87,11 @@ class Scheduler:
     def num_draft_tokens(self) -> int:
         """Tokens drafted per speculative round, 0 without a draft."""
         return self._shapes.num_draft_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that can have a slot at once."""
+        return self._config.num_slots
 
     @property
     def num_running(self) -> int:

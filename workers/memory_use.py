@@ -1,0 +1,39 @@
+"""Where a rank's memory went: a plain value that travels from `workers.runner.memory` to whoever tells the operator.
+Imports no torch."""
+
+from dataclasses import dataclass
+
+# of a CPU's free memory, which others need too, and at most, what KV takes if nobody says how much
+HOST_SHARE, HOST_LIMIT_BYTES = 0.1, 10**9
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """In bytes. All numbers but `total` and `others` are of
+    this rank alone.
+
+    total: of the device.
+    others: in use at the start, by other processes and by the device's own context.
+    weights: of target and draft.
+    tables: of slots.
+    workspaces: what communication, libraries and kernels hold beside.
+    activations: of the largest step that runs without a graph.
+    graphs: what captures took.
+    kv: of all pages.
+    left: free once the rank was ready, its activations not counted as free.
+    """
+
+    total: int
+    others: int
+    weights: int
+    tables: int
+    workspaces: int
+    activations: int
+    graphs: int
+    kv: int
+    left: int
+
+    @property
+    def of_rank(self) -> int:
+        """What the rank takes at its peak."""
+        return self.weights + self.tables + self.workspaces + self.activations + self.graphs + self.kv
