@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-LEAD_S = 0.0008  # a plan should be at rank 0 this long before the step before it ends: unpacked and launched by then
+LEAD_S = 0.001  # a plan should be at rank 0 this long before the step before it ends: unpacked and launched by then
 FIRST_MARGIN_S = 0.0015
 MIN_MARGIN_S = 0.0005
 _MAX_CORRECTION_S = 0.001  # by one result, which may be late for reasons that say nothing about plans
