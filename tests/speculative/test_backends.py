@@ -20,6 +20,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.distributed.tp_group import SOLO
 from workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backends
@@ -226,13 +227,9 @@ def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, name
     """A whole round, with CUDA's own check that nothing waits."""
     spec = gpu_spec(speculative, *names)
     worker = build_worker(spec, plan_layout(spec), 0, "")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with RefuseHostReads():
-            for shape in (0, 1):
-                step_of(worker, shape)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with refuse_gpu_waits(), RefuseHostReads():
+        for shape in (0, 1):
+            step_of(worker, shape)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ import dataclasses
 from collections import defaultdict
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from speculative.build import EngineSpec
@@ -12,6 +11,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.test_gpu import on_gpu
 from tests.support.embedded import CHAIN, TREE
+from tests.support.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.config import GraphCapture
 from workers.runner.cuda_graph import GraphedDecoding, is_always_captured
@@ -153,11 +153,8 @@ def test_requests_of_every_kind_are_admitted_without_waiting(speculative: Specul
         submit = engine.executor.submit
 
         def submit_without_waiting(plan: StepPlan) -> None:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with refuse_gpu_waits():
                 submit(plan)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
         engine.executor.submit = submit_without_waiting  # type: ignore[method-assign]
         run(engine, 26, MIXED)

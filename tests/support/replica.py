@@ -23,6 +23,7 @@ from workers.slots.slot_table import SlotTable
 NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them
 MAX_TOKENS = 60
 ROOM = MAX_TOKENS + 8  # tokens that max_model_len must leave after the longest context
+IN_FLIGHT = 128  # positions after max_model_len that steps in flight may touch, of any shape here
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Arm:
     def spec(self, folder: Path, device: str, cuda_graphs: bool) -> EngineSpec:
         """Every slot can hold the longest context at once."""
         max_len = self.longest + ROOM
-        pages = self.num_slots * (-(-max_len // self.page_size) + 8 + 64 // self.page_size)
+        pages = self.num_slots * -(-(max_len + IN_FLIGHT) // self.page_size)
         worker = WorkerConfig(
             ModelSource(str(folder / "target"), "dummy", self.dtype, device, max_len),  # type: ignore[arg-type]
             CacheConfig(self.page_size, num_pages=pages, prefix_cache=False),

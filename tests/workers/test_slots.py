@@ -9,6 +9,7 @@ from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
 from tests.support import strict_device
+from tests.support.gpu_waits import refuse_gpu_waits
 from workers.models.loading import pages_that_fit
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.slots import slot_table
@@ -104,7 +105,7 @@ def test_requests_that_need_counts_are_admitted_without_waiting(monkeypatch: pyt
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events", "ignore:Synchronization debug mode")  # torch 2.11
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
     """torch raises at every synchronising operation and blocking copy, and the profiler sees no call that waits."""
     device = torch.device("cuda")
@@ -113,12 +114,9 @@ def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
     plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits)
     slots.apply_plan(plan)  # allocates and loads kernels
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            slots.apply_plan(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    activities = list(torch.profiler.supported_activities())
+    with torch.profiler.profile(activities=activities) as profile, refuse_gpu_waits():
+        slots.apply_plan(plan)
     # the profiler's own end synchronises the device
     names = [event.key for event in profile.key_averages()]
     assert "cudaStreamSynchronize" not in names and "cudaMemcpy" not in names
