@@ -116,7 +116,7 @@ class Watched(Simulation):
 
 
 @given(costs=cost_tables(), target=st.one_of(st.just("auto"), st.floats(0.5, 60.0)), history=histories())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, history):
     sim = Watched(num_pages=1600, max_running=50, max_step_tokens=64, costs=costs, itl_target_ms=target)
     for request in sim.play(history):
@@ -124,7 +124,7 @@ def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, 
 
 
 @given(costs=cost_tables(), history=histories(), max_running=st.integers(1, 8), page_size=st.sampled_from((1, 4)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_where_pages_and_slots_are_short_every_request_still_ends(costs, history, max_running, page_size):
     sim = Watched(page_size, num_pages=110 // page_size, max_running=max_running, max_step_tokens=32, costs=costs)
     sim.is_roomy = False

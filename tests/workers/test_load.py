@@ -1,4 +1,4 @@
-"""What each element of the policy brings under an open-loop load, on a simulated H200 (`tests.support.load_simulation`).
+"""What each element of the policy brings under open-loop load, on a simulated H200 (`tests.support.load_simulation`).
 
 Sizes are such that a load takes a second; the bounds leave room for other seeds' requests.
 """
@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.load_simulation import BUCKETS, H200, Policy, padded, policies, poisson_load, simulate
+from tests.support.load_simulation import BUCKETS, H200, Policy, padded, poisson_load, policies, simulate
 
 TARGET_MS = 25.0
 
