@@ -76,6 +76,10 @@ class PrefixCache:
         self._allocator.acquire(pages)
         return pages
 
+    def num_cached(self, tokens: Tokens) -> int:
+        """How many of `tokens` (int32 [n]) the pages hold that `match` would give; nobody gets them."""
+        return len(self._walk(tokens, (len(tokens) - 1) // self._page_size)[2]) * self._page_size
+
     def record_query(self, num_tokens: int, num_hits: int) -> None:
         """Count one admitted prompt of `num_tokens`, `num_hits` of them found."""
         self.num_queried_tokens += num_tokens

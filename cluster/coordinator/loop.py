@@ -4,12 +4,14 @@ out. `cluster.coordinator.coordinator` runs it in a thread; nothing here may be 
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import zmq
 
+from cluster.coordinator.plan_timing import PlanTiming
 from cluster.coordinator.request_streams import RequestStreams
 from cluster.coordinator.stats import engine_stats
 from cluster.coordinator.worker_links import WorkerLinks
@@ -35,7 +37,7 @@ class CoordinatorSettings:
     on_worker_loss: whether running requests are resumed on the next worker group or end with an error.
     max_resumes: how often each is resumed at most.
     step_timeout_s: a plan unanswered for longer means that the worker group hangs, and it is given up.
-    max_in_flight: plans sent before the first one's result is read.
+    max_in_flight: plans sent before the first one's result is read; the last of them as late as `PlanTiming` says.
     """
 
     engine_id: str
@@ -91,14 +93,15 @@ class CoordinatorLoop:
         self._on_idle: Callable[[], None] | None = None
         self._last_turn_s = self._last_step_s = clock()
         self._housekeeping_due_s = self._last_turn_s + HOUSEKEEPING_S
+        self._plan_timing = PlanTiming(settings.max_in_flight)
+        self._plan_due_s = math.inf  # when a plan shall be sent that is held back
 
     def turn(self) -> None:
         """Wait for something to happen, then bring everything forward as far as it goes.
 
         The next plan leaves before the last result's tokens do: the ranks wait for the one, clients can wait for the
-        other. No turn lasts longer than until the next housekeeping, and none spins."""
-        wait_s = max(0.0, self._housekeeping_due_s - self._clock())
-        self.reactor.turn(int(wait_s * 1000) + 1)
+        other. No turn lasts longer than until the next housekeeping or the time to send a plan, and none spins."""
+        self.reactor.turn(max(0.0, min(self._housekeeping_due_s, self._plan_due_s) - self._clock()))
         now = self._last_turn_s = self._clock()
         if now >= self._housekeeping_due_s:
             self._housekeeping_due_s = now + HOUSEKEEPING_S
@@ -113,6 +116,7 @@ class CoordinatorLoop:
         """Take a worker group into use, in place of a former one. costs: of its steps, if they were measured."""
         self.detach("another worker group takes its place")
         self._scheduler.requeue_all(epoch)
+        self._plan_timing.reset()
         if costs is not None:
             self._scheduler.use_costs(costs)
         self._worker_group = WorkerLinks(
@@ -196,13 +200,22 @@ class CoordinatorLoop:
         )
 
     def _send_plans(self) -> None:
-        while self._worker_group is not None and self._scheduler.num_in_flight < self._settings.max_in_flight:
+        """What is due and has something to run."""
+        self._plan_due_s = math.inf
+        while self._worker_group is not None:
+            now, due_s = self._clock(), self._plan_timing.due_s()
+            if now < due_s:
+                self._plan_due_s = due_s
+                return
             plan = self._scheduler.schedule()
             if plan is None:
                 return
+            self._plan_timing.sent(now, self._scheduler.expected_ms, bool(plan.chunks))
             self._worker_group.send(plan)
 
     def _take_result(self, result: StepResult) -> None:
+        if result.epoch == self._scheduler.epoch:
+            self._plan_timing.answered(self._clock(), result.elapsed_s)
         self._outputs += self._scheduler.apply(result)
         self._last_step_s = self._clock()
 

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -11,6 +12,8 @@ import zmq
 T = TypeVar("T")
 Handler = Callable[[], None]
 Socket = zmq.Socket[bytes]
+
+_SLEEP_S = 1e-4
 
 
 class Reactor:
@@ -48,9 +51,16 @@ class Reactor:
         os.eventfd_write(self._wake, 1)
         return future
 
-    def turn(self, timeout_ms: int) -> None:
-        """Wait for at most `timeout_ms`, then run the handlers of what is readable."""
-        for ready, _ in self._poller.poll(timeout_ms):
+    def turn(self, timeout_s: float) -> None:
+        """Wait for at most `timeout_s`, then run the handlers of what is readable.
+
+        A poller counts in milliseconds; what is left after whole ones is waited for in short sleeps."""
+        deadline_s = time.monotonic() + timeout_s
+        readable = self._poller.poll(int(timeout_s * 1000))
+        while not readable and (left_s := deadline_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _SLEEP_S))
+            readable = self._poller.poll(0)
+        for ready, _ in readable:
             handler = self._handlers.get(ready)
             if handler is not None:  # an earlier handler of this turn may have closed it
                 handler()

@@ -2,10 +2,12 @@
 
 import random
 from collections import deque
+from typing import Literal
 
 from attention.config import CacheConfig
 from tests.support.scripted import KvModel, ScriptedExecutor, scripted_output
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
 from workers.scheduling.request import FinishReason, Request, RequestOutput, RequestState
 from workers.scheduling.scheduler import Scheduler
@@ -38,6 +40,8 @@ class Simulation:
         speculative: bool = True,
         prefix_cache: bool = True,
         max_in_flight: int = 2,
+        costs: CostTable | None = None,
+        itl_target_ms: float | Literal["auto"] = "auto",
     ) -> None:
         self.shapes = RoundShapes((PLAIN, TREE), default=1) if speculative else RoundShapes()
         self.clock = Clock()
@@ -46,7 +50,7 @@ class Simulation:
         self.max_step_tokens = max_step_tokens
         self.width = -(-(max_model_len - 1 + self.shapes.max_kv_tokens) // page_size)
         self.scheduler = Scheduler(
-            SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=max_waiting),
+            SchedulerConfig(max_running, max_step_tokens, max_waiting, itl_target_ms),
             CacheConfig(page_size=page_size, prefix_cache=prefix_cache),
             num_pages,
             max_model_len,
@@ -54,6 +58,8 @@ class Simulation:
             self.shapes,
             lookahead,
         )
+        if costs is not None:
+            self.scheduler.use_costs(costs)
         self.prompts: dict[int, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}

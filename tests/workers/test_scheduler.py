@@ -250,7 +250,7 @@ def test_after_the_gang_died_everything_is_replayed_in_order():
         sim.step()
     progress = [list(request.output) for request in requests]
     sim.new_worker_group(1)
-    assert [sequence.request for sequence in sim.scheduler.queues.waiting.values()] == requests
+    assert [sequence.request for sequence in sim.scheduler.queues.waiting] == requests
     assert sim.scheduler.allocator.num_free == sim.num_pages
     plan = sim.schedule()
     assert (plan.epoch, plan.step) == (1, 0)

@@ -2,6 +2,8 @@
 
 scheduler       decides what each step runs, and applies its result one step later
 prefill         the part that is about prompts: which chunks, and who is admitted
+cost_table      what steps cost, as measured
+latency_budget  how long a step may take, and so how many prompt tokens it carries
 request_queues  who waits, who has a slot
 slot_pages      slots, their page tables, and the pages that steps in flight may write
 sequence        what is kept per request and per step in flight

@@ -1,16 +1,35 @@
 """Which prompt chunks a step carries, and who is admitted. The part of the scheduler that is not about rounds."""
 
 from collections.abc import Callable
+from itertools import islice
+from operator import attrgetter
 
 from workers.config import RoundShape, RoundShapes
+from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from workers.scheduling.plan import Chunk, pack_i32
 from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.stats import SchedulerStats
 
+_ORDER = attrgetter("order")
+
 
 class PrefillPlanner:
-    """Fills a plan with prompt tokens, first come first served, at most `max_step_tokens` a step."""
+    """Fills a plan with prompt tokens, as many as its latency budget holds (without one, `max_step_tokens`), the prompt
+    with the earliest deadline first.
+
+    A deadline is the time of arrival and the prompt's patience (`LatencyBudget.patience_s`; none without a budget,
+    which is first come first served). It is set once, when the request comes. So a prompt waits for those with earlier
+    deadlines only, all of which came before its own deadline: none starves, whatever comes later.
+
+    New requests are admitted in the same order, with their first chunk; the first that has no room lets none pass. A
+    request may so be admitted before an older one that waits. Memory stays safe: whoever is admitted has room for its
+    whole prompt beside all that was promised to the others, and pages are still taken from the youngest arrival. The
+    oldest of all unfinished requests, once it has a slot, can take every page and so ends; while it waits, nothing that
+    came after its deadline passes it, and what runs ends. Then it is admitted.
+
+    budget: None until costs are known.
+    """
 
     def __init__(
         self,
@@ -26,31 +45,56 @@ class PrefillPlanner:
         self._clock = clock
         self._max_step_tokens = max_step_tokens
         self._shapes = shapes
+        self.budget: LatencyBudget | None = None
 
-    def plan(self, builder: PlanBuilder, drafted: RoundShape) -> None:
-        """Prompt chunks, oldest request first, then new requests while slots, pages and tokens last. drafted: the shape
-        that a prompt's last chunk drafts if its request speculates."""
-        budget = self._max_step_tokens
-        for sequence in list(self._queues.prefilling.values()):
-            if budget == 0:
-                return
-            if sequence.slot >= 0:
-                budget -= self._plan_chunk(sequence, budget, builder, drafted)
-        while budget and self._queues.waiting and self._slot_pages.has_free_slot and not builder.preempted:
-            sequence = next(iter(self._queues.waiting.values()))
-            if not self._admit(sequence, builder):
-                return
-            count = self._plan_chunk(sequence, budget, builder, drafted)
-            assert count > 0, "a request was admitted without room for its first chunk"
-            budget -= count
+    def deadline_s(self, sequence: Sequence) -> float:
+        """When its prompt should be computed. What the prefix cache has of it counts for nothing."""
+        if self.budget is None:
+            return sequence.submitted_s
+        cache = self._slot_pages.cache
+        num_cached = 0 if cache is None else cache.num_cached(sequence.tokens)
+        return sequence.submitted_s + self.budget.patience_s(len(sequence.tokens) - num_cached)
 
-    def _plan_chunk(self, sequence: Sequence, budget: int, builder: PlanBuilder, drafted: RoundShape) -> int:
-        """The request's next chunk of at most `budget` tokens; how many it got, 0 if pages are short."""
+    def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds) -> StepBudget:
+        """Prompt chunks beside `rounds`, of admitted and new requests while slots, pages and the budget last; how much
+        of that was used. drafted: the shape that a prompt's last chunk drafts if its request speculates."""
+        queues, budget = self._queues, self._step_budget(rounds)
+        admitted = sorted(queues.prefilling.values(), key=_ORDER, reverse=True)
+        while budget.room(1, 0):
+            waiting = queues.waiting[0] if queues.waiting and self._can_admit(builder) else None
+            if waiting is not None and (not admitted or waiting.order < admitted[-1].order):
+                builder.admits = self._admit(waiting, builder, budget)
+                if builder.admits:
+                    count = self._plan_chunk(waiting, budget, builder, drafted)
+                    assert count > 0, "a request was admitted without room for its first chunk"
+            elif admitted:
+                sequence = admitted.pop()
+                if sequence.slot >= 0:
+                    self._plan_chunk(sequence, budget, builder, drafted)
+            else:
+                break
+        return budget
+
+    def _can_admit(self, builder: PlanBuilder) -> bool:
+        return builder.admits and not builder.preempted and self._slot_pages.num_free_slots > 0
+
+    def _step_budget(self, rounds: StepRounds) -> StepBudget:
+        queues = self._queues
+        if self.budget is None:
+            return StepBudget(self._max_step_tokens)
+        backlog = sum(len(sequence.tokens) - sequence.computed for sequence in queues.prefilling.values())
+        backlog += sum(len(sequence.tokens) for sequence in islice(queues.waiting, self._slot_pages.num_free_slots))
+        return self.budget.step(rounds, backlog)
+
+    def _plan_chunk(self, sequence: Sequence, budget: StepBudget, builder: PlanBuilder, drafted: RoundShape) -> int:
+        """The request's next chunk, as far as the budget and pages go; how many tokens it got."""
         start, total = sequence.computed, len(sequence.tokens)
         draft_tokens = drafted.draft_tokens if sequence.request.sampling.speculative else 0
-        count = self._fit_chunk(sequence, min(budget, total - start), draft_tokens, builder)
+        room = budget.room(total - start, start)
+        count = self._fit_chunk(sequence, room, draft_tokens, builder) if room else 0
         if count == 0:
             return 0
+        budget.take(count, start)
         end = start + count
         is_last = end == total
         next_token = -1 if is_last else int(sequence.tokens[end])
@@ -82,8 +126,9 @@ class PrefillPlanner:
                 return 0
             self._queues.preempt_youngest(builder)
 
-    def _admit(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Gives a waiting request a slot if its whole prompt has room beside what the others need soon."""
+    def _admit(self, sequence: Sequence, builder: PlanBuilder, budget: StepBudget) -> bool:
+        """Gives a waiting request a slot if its whole prompt has room beside what the others need soon, and the step
+        has room for its first chunk, which may begin after a long cached prefix."""
         if sequence.not_before >= builder.oldest_in_flight:
             return False  # results of its rounds before the preemption are still to come
         slot_pages, request = self._slot_pages, sequence.request
@@ -101,6 +146,9 @@ class PrefillPlanner:
         if self._queues.active and need + (allocator.num_held - held_before) > room:
             allocator.release(cached)
             sequence.pages_missing = (insertions, need)
+            return False
+        if budget.room(1, len(cached) * slot_pages.page_size) == 0:
+            allocator.release(cached)
             return False
         builder.inits.append(self._queues.admit(sequence, cached))
         if not sequence.was_admitted:

@@ -1,6 +1,8 @@
 """Who waits, who has a slot, and the moves between the two. Owned by the scheduler, which decides when they happen."""
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 
@@ -10,13 +12,19 @@ from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.slot_pages import SlotPages
 from workers.scheduling.stats import SchedulerStats
 
+_ORDER = attrgetter("order")
+
 
 class RequestQueues:
-    """All unfinished requests. waiting, active (those with a slot) and prefilling are keyed by number of arrival and in
-    its order, because requests are admitted first come first served and go back to the head of the queue."""
+    """All unfinished requests.
+
+    waiting: sorted by deadline, the order of admission; who was preempted keeps its deadline, and so is near the head.
+    active: those with a slot, by number of arrival.
+    prefilling: those of them whose prompts are not computed yet.
+    """
 
     def __init__(self, slot_pages: SlotPages, stats: SchedulerStats) -> None:
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.waiting: list[Sequence] = []
         self.active: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.by_slot: dict[int, Sequence] = {}
@@ -35,20 +43,26 @@ class RequestQueues:
     @property
     def youngest(self) -> Sequence:
         """The last arrival among those that have a slot."""
-        return next(reversed(self.active.values()))
+        return self.active[max(self.active)]
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
         """Queue a request that has been checked."""
         sequence = Sequence(request, self._num_submitted, now)
+        sequence.deadline_s = deadline_s(sequence)
         self._num_submitted += 1
-        request.state = RequestState.WAITING
         self._by_id[request.request_id] = sequence
-        self.waiting[sequence.number] = sequence
+        self._wait(sequence)
+
+    def set_deadlines(self, deadline_s: Callable[[Sequence], float]) -> None:
+        """Deadlines are counted otherwise from now on, those of unfinished requests too."""
+        for sequence in self._by_id.values():
+            sequence.deadline_s = deadline_s(sequence)
+        self.waiting.sort(key=_ORDER)
 
     def admit(self, sequence: Sequence, cached_pages: list[int]) -> SlotInit:
         """Give the head of the queue a slot and the pages that the prefix cache had for it."""
         request = sequence.request
-        del self.waiting[sequence.number]
+        self._leave_queue(sequence)
         sequence.slot = self.slot_pages.take_slot(
             sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, cached_pages
         )
@@ -76,14 +90,14 @@ class RequestQueues:
         self.slot_pages.min_pending[slot] += 1
 
     def preempt_youngest(self, builder: PlanBuilder) -> None:
-        """Take the youngest's slot and pages; it waits at the head of the queue, keeping its output."""
+        """Take the youngest's slot and pages; it goes back to the queue, keeping its output and its deadline."""
         assert len(self.active) > 1, "a request that runs alone is short of pages: submit should have refused it"
         sequence = self.youngest
         self._leave_slot(sequence, int(self.slot_pages.committed[sequence.slot]))
         sequence.not_before = builder.step - 1
         sequence.request.num_preemptions += 1
         self._stats.num_preemptions += 1
-        self._to_head(sequence)
+        self._wait(sequence)
         builder.preempted = True
 
     def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
@@ -93,7 +107,7 @@ class RequestQueues:
             committed = int(self.slot_pages.committed[sequence.slot])
             self._leave_slot(sequence, committed if num_kept is None else num_kept)
         else:
-            del self.waiting[sequence.number]
+            self._leave_queue(sequence)
         del self._by_id[request.request_id]
         sequence.is_finished = True
         request.state = RequestState.FINISHED
@@ -108,11 +122,11 @@ class RequestQueues:
             stats.time_per_output_token_s.observe((now - sequence.first_token_s) / num_later)
 
     def requeue(self) -> list[Request]:
-        """Everything with a slot goes to the head of the queue, keeping its output; the oldest first in the result."""
-        lost = list(self.active.values())
-        for sequence in reversed(lost):
-            self._to_head(sequence)
-        for sequence in self.waiting.values():
+        """Everything with a slot goes back to the queue, keeping its output; the oldest first in the result."""
+        lost = [self.active[number] for number in sorted(self.active)]
+        for sequence in lost:
+            self._wait(sequence)
+        for sequence in self.waiting:
             sequence.not_before = -1
             sequence.pages_missing = (-1, 0)
         self.active.clear()
@@ -123,11 +137,13 @@ class RequestQueues:
 
     def check_integrity(self) -> None:
         """Asserts that queue, slots and books agree."""
-        numbers = [*self.active, *self.waiting]
-        assert numbers == sorted(numbers), "someone who waits arrived before someone who runs"
+        assert self.waiting == sorted(self.waiting, key=_ORDER), "the queue is out of order"
+        assert all(number == sequence.number for number, sequence in self.active.items())
+        assert self.prefilling.items() <= self.active.items()
+        assert not {sequence.number for sequence in self.waiting} & set(self.active), "someone who runs waits too"
         assert sorted(s.slot for s in self.active.values()) == np.flatnonzero(self.slot_pages.user >= 0).tolist()
         assert {s.slot: s for s in self.active.values()} == self.by_slot
-        assert len(self._by_id) == len(numbers)
+        assert len(self._by_id) == len(self.active) + len(self.waiting)
         self.slot_pages.check_integrity()
 
     def _leave_slot(self, sequence: Sequence, num_kept: int) -> None:
@@ -136,8 +152,12 @@ class RequestQueues:
         self.prefilling.pop(sequence.number, None)
         sequence.slot = -1
 
-    def _to_head(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: Sequence) -> None:
         sequence.slot = -1
         sequence.request.state = RequestState.WAITING
-        self.waiting[sequence.number] = sequence
-        self.waiting.move_to_end(sequence.number, last=False)
+        insort(self.waiting, sequence, key=_ORDER)
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        index = bisect_left(self.waiting, sequence.order, key=_ORDER)
+        assert self.waiting[index] is sequence
+        del self.waiting[index]

@@ -15,6 +15,7 @@ from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
 from workers.config import RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable
+from workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -42,11 +43,12 @@ _FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, first come first served, any number of steps in flight.
+    """Continuous batching with chunked prefill, any number of steps in flight.
 
-    Every running request runs a round each step; beside them go up to `max_step_tokens` prompt tokens. Arrival is
-    priority: whatever runs arrived before whatever waits, and when pages run out the youngest goes back to the head of
-    the queue. So the oldest can always take every page, and `submit` has checked that this is enough for it.
+    Every running request runs a round each step; beside them go prompt tokens, as many as a latency budget holds
+    (`workers.scheduling.latency_budget`), in the order of the prompts' deadlines (`PrefillPlanner`). For pages arrival
+    is priority: when they run out the youngest goes back to the queue. So the oldest can always take every page, and
+    `submit` has checked that this is enough for it.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class Scheduler:
     def use_costs(self, costs: CostTable) -> None:
         """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
         self._costs = costs
+        self._prefill.budget = LatencyBudget.of(self._config, costs)
+        self.queues.set_deadlines(self._prefill.deadline_s)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -109,6 +113,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def expected_ms(self) -> float | None:
+        """Milliseconds that the newest plan in flight should take by the costs; None without them."""
+        return self._in_flight[-1].expected_ms
+
+    @property
     def kv_usage(self) -> float:
         """Share of the pages that requests hold, 0-1."""
         return self.allocator.num_held / self.allocator.num_pages
@@ -123,7 +132,7 @@ class Scheduler:
         self._check(request)
         histogram = request.acceptance_histogram
         histogram += [0] * (self._shapes.max_new_tokens - len(histogram)) if self._shapes.default else []
-        self.queues.add(request, self._clock())
+        self.queues.add(request, self._clock(), self._prefill.deadline_s)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """Ends a request in whatever state; its slot and pages are free at once. None if the id is unknown."""
@@ -161,16 +170,19 @@ class Scheduler:
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
         next_shape = self._choose_shape(self._shapes)
         shape, slots, ends = self._reserve_rounds(builder, next_shape)
-        self._prefill.plan(builder, self._shapes[next_shape])
+        rounds = StepRounds(shape, len(slots), int(slot_pages.committed[slots].sum()))
+        budget = self._prefill.plan(builder, self._shapes[next_shape], rounds)
         if builder.preempted and len(slots):  # a chunk of an older request may have taken a younger one's slot
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
+            rounds = StepRounds(shape, len(slots), int(slot_pages.committed[slots].sum()))
         if len(slots) == 0 and not builder.chunks:
             return None
         max_new_tokens = self._shapes[shape].max_new_tokens
         by_slot = self.queues.by_slot
         sequences = [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks
         in_flight = InFlightStep(self._next_step, sequences, slots, slot_pages.user[slots], max_new_tokens)
+        in_flight.expected_ms = budget.step_ms(rounds)
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:

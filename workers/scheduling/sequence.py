@@ -10,12 +10,18 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Sequence:
-    """A request and where it stands. number: its arrival, which is its priority. computed: tokens whose chunks are
-    planned. not_before: the last step made while it ran before a preemption; re-admitted once that is applied."""
+    """A request and where it stands.
+
+    number: its arrival, its priority where pages are short.
+    deadline_s: its place among prompts, see `workers.scheduling.prefill`.
+    computed: tokens whose chunks are planned.
+    not_before: the last step made while it ran before a preemption; re-admitted once that is applied.
+    """
 
     __slots__ = (
         "request",
         "number",
+        "deadline_s",
         "prompt",
         "tokens",
         "slot",
@@ -33,6 +39,7 @@ class Sequence:
     def __init__(self, request: Request, number: int, now: float) -> None:
         self.request = request
         self.number = number
+        self.deadline_s = now
         self.prompt = np.asarray(request.prompt, np.int32)
         self.tokens = self.prompt  # prompt and output at its last admission
         self.slot = -1
@@ -46,6 +53,11 @@ class Sequence:
         self.was_admitted = False
         self.is_finished = False
 
+    @property
+    def order(self) -> tuple[float, int]:
+        """By which prompts are computed: the earliest deadline, then the first to come."""
+        return self.deadline_s, self.number
+
     def known_tokens(self) -> npt.NDArray[np.int32]:
         """int32 prompt and output."""
         output = self.request.output
@@ -53,12 +65,20 @@ class Sequence:
 
 
 class InFlightStep:
-    """What a plan's result will be about: the first `num_rounds` sequences ran a round, the rest their last chunk."""
+    """What a plan's result will be about: the first `num_rounds` sequences ran a round, the rest their last chunk.
 
-    __slots__ = ("step", "sequences", "slots", "users", "num_rounds", "max_new_tokens")
+    expected_ms: what the step should take by the cost table; None without one.
+    """
+
+    __slots__ = ("step", "sequences", "slots", "users", "num_rounds", "max_new_tokens", "expected_ms")
 
     def __init__(
-        self, step: int, sequences: list[Sequence], round_slots: Int64s, round_users: Int64s, max_new_tokens: int
+        self,
+        step: int,
+        sequences: list[Sequence],
+        round_slots: Int64s,
+        round_users: Int64s,
+        max_new_tokens: int,
     ) -> None:
         self.step = step
         self.sequences = sequences
@@ -66,6 +86,7 @@ class InFlightStep:
         self.users = round_users
         self.num_rounds = len(round_slots)
         self.max_new_tokens = max_new_tokens
+        self.expected_ms: float | None = None
         rest = sequences[len(round_slots) :]
         if rest:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
@@ -74,9 +95,9 @@ class InFlightStep:
 
 class PlanBuilder:
     """Plan number `step`, being made. oldest_in_flight: the first step whose result has not been applied. preempted:
-    whether this plan took somebody's slot; then it admits nobody."""
+    whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room."""
 
-    __slots__ = ("step", "oldest_in_flight", "inits", "chunks", "last_chunks", "max_kv_len", "preempted")
+    __slots__ = ("step", "oldest_in_flight", "inits", "chunks", "last_chunks", "max_kv_len", "preempted", "admits")
 
     def __init__(self, step: int, oldest_in_flight: int) -> None:
         self.step = step
@@ -86,3 +107,4 @@ class PlanBuilder:
         self.last_chunks: list[Sequence] = []
         self.max_kv_len = 0
         self.preempted = False
+        self.admits = True

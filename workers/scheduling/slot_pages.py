@@ -69,9 +69,9 @@ class SlotPages:
             self.cache.reset()
 
     @property
-    def has_free_slot(self) -> bool:
-        """Whether `take_slot` would succeed."""
-        return bool(self._free_slots)
+    def num_free_slots(self) -> int:
+        """How often `take_slot` would succeed."""
+        return len(self._free_slots)
 
     def take_slot(self, user: int, num_tokens: int, max_len: int, speculative: bool, cached_pages: list[int]) -> int:
         """A slot for request number `user`, whose table begins with `cached_pages`, held by the caller until now."""

@@ -249,3 +249,23 @@ def test_the_scheduler_hears_what_steps_cost_with_every_worker_group(make_bed):
     bed.attach(2)  # one that measured nothing: what was known stays
     bed.attach(3, costs=slower)
     assert heard == [costs, slower]
+
+
+@pytest.mark.parametrize("with_costs, num_pending", [(True, 1), (False, 2)])
+def test_with_costs_the_next_plan_is_held_while_a_step_runs(make_bed, with_costs, num_pending):
+    """So that a request that comes is in the next step."""
+    step_ms = 40.0
+    bed = make_bed(delay_s=step_ms / 1000)
+    ranks = bed.new_ranks(num_ranks=1).start()
+    costs = RoundCosts((1,), (step_ms,), (0.0,))
+    table = CostTable((costs, costs), (0, 1), (1, 32), ((step_ms,) * 2,) * 2, 1)
+    bed.coordinator.attach(ranks.endpoints, 1, table if with_costs else None)
+    bed.generate("q", max_tokens=120)
+    for _ in range(5):
+        assert bed.ingress.read()
+    seen = []
+    for _ in range(60):  # plans are sent 2 ms before a step of 40 ms ends; most looks fall before that
+        seen.append(ranks.executors[0].num_pending)
+        time.sleep(0.005)
+    assert seen.count(num_pending) > 40
+    assert bed.ingress.read_end("q").finish == "length"

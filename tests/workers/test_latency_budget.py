@@ -1,0 +1,246 @@
+"""Properties of how steps are filled by what they cost: the budget is kept, no prompt starves, each is computed once.
+
+Random histories run on the rank of `tests.support.scripted`, whose KV model fails if a token is computed twice, left
+out or written to another's page.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.simulation import Simulation
+from workers.config import SchedulerConfig
+from workers.scheduling.cost_table import CostTable, RoundCosts
+from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
+from workers.scheduling.plan import StepPlan, unpack_i32
+from workers.scheduling.request import Request, RequestState
+from workers.scheduling.sequence import Sequence
+
+ROUND = RoundCosts(num_requests=(1, 8), ms=(5.0, 6.0), ms_per_kv_token=(0.0, 0.0))
+TABLE = CostTable(  # a chunk adds a millisecond and one more for every ten tokens
+    rounds=(ROUND, ROUND),
+    chunk_requests=(0, 1, 8),
+    chunk_tokens=(10, 110),
+    chunk_ms=((2.0, 12.0), (7.0, 17.0), (8.0, 18.0)),
+    default=1,
+)
+steps_up = st.floats(0.0, 10.0)
+
+
+@st.composite
+def cost_tables(draw: st.DrawFn) -> CostTable:
+    """More work never costs less in it."""
+
+    def rising(count: int, least: float = 0.1) -> tuple[float, ...]:
+        values = [least + draw(steps_up)]
+        for _ in range(count - 1):
+            values.append(values[-1] + draw(steps_up))
+        return tuple(values)
+
+    rounds = RoundCosts((1, 4, 8), rising(3), (draw(st.floats(0.0, 0.02)),) * 3)
+    alone = rising(3)
+    beside = tuple(ms + rounds.ms[-1] for ms in rising(3))
+    return CostTable((rounds, rounds), (0, 8), (1, 16, 17), (alone, beside), 1, draw(st.floats(0.0, 0.01)))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """What happens, one after the other: (what, two numbers)."""
+    kinds = ("submit", "submit", "step", "step", "step", "abort", "plan", "lose workers")
+    event = st.tuples(st.sampled_from(kinds), st.integers(1, 60), st.integers(1, 30))
+    return draw(st.lists(event, min_size=5, max_size=50))
+
+
+class Watched(Simulation):
+    """Looks at every plan: `is_roomy` if slots and pages suffice for all requests."""
+
+    is_roomy = True
+
+    def pending(self) -> dict[int, tuple[Sequence, int]]:
+        """By number, prompts that are not computed, and how many of their tokens."""
+        queues = self.scheduler.queues
+        sequences = [*queues.prefilling.values(), *queues.waiting]
+        return {s.number: (s, len(s.tokens) - (s.computed if s.slot >= 0 else 0)) for s in sequences}
+
+    def schedule(self) -> StepPlan | None:
+        before = self.pending()
+        plan = super().schedule()
+        if plan is not None:
+            self.check_budget(plan)
+            if self.is_roomy:
+                self.check_order(plan, before)
+        return plan
+
+    def check_budget(self, plan: StepPlan) -> None:
+        """The step keeps to its limit, or carries its one token of progress."""
+        budget, rounds = self.scheduler._prefill.budget, self.rounds(plan)
+        assert budget is not None
+        counts = [(len(chunk.tokens) // 4, chunk.start) for chunk in plan.chunks]
+        tokens = sum(count for count, _ in counts)
+        if tokens > 1:
+            most_ms = max(budget.limit_ms, budget.step_limit_ms(rounds, 0))
+            context = sum(count * start for count, start in counts) / tokens
+            ms = budget.costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, tokens, context)
+            assert ms <= most_ms + 1e-9
+
+    def rounds(self, plan: StepPlan) -> StepRounds:
+        slots = unpack_i32(plan.slots)
+        return StepRounds(plan.shape, len(slots), int(self.scheduler.slot_pages.committed[slots].sum()))
+
+    def check_order(self, plan: StepPlan, before: dict[int, tuple[Sequence, int]]) -> None:
+        """Whoever got tokens, all with earlier deadlines got all they needed; and some got tokens if any waited."""
+        after = self.pending()
+        given = {number: count - after.get(number, (None, 0))[1] for number, (_, count) in before.items()}
+        served = [sequence.order for number, (sequence, _) in before.items() if given[number] > 0]
+        assert served or not before, "prompts wait, and a step carries none of them"
+        for number, (sequence, count) in before.items():
+            assert given[number] == count or sequence.order >= max(served), "a later deadline was served first"
+
+    def play(self, history: list[tuple[str, int, int]]) -> list[Request]:
+        """Run it, and then all requests to their end. Returns those that were not aborted."""
+        requests: list[Request] = []
+        for what, first, second in history:
+            if what == "submit":
+                requests.append(self.submit([first % 5] * first, max_tokens=second, speculative=second % 3 > 0))
+            elif what == "step":
+                self.step()
+            elif what == "plan" and len(self.backlog) < self.max_in_flight:
+                self.schedule()
+            elif what == "lose workers" and first > 50:
+                self.new_worker_group(self.scheduler.epoch + 1)
+            elif what == "abort" and requests:
+                self.scheduler.abort(requests.pop(first % len(requests)).request_id)
+            self.scheduler.queues.check_integrity()
+        self.run()
+        return requests
+
+
+@given(costs=cost_tables(), target=st.one_of(st.just("auto"), st.floats(0.5, 60.0)), history=histories())
+@settings(max_examples=40, deadline=None)
+def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, history):
+    sim = Watched(num_pages=1600, max_running=50, max_step_tokens=64, costs=costs, itl_target_ms=target)
+    for request in sim.play(history):
+        sim.check_output(request)
+
+
+@given(costs=cost_tables(), history=histories(), max_running=st.integers(1, 8), page_size=st.sampled_from((1, 4)))
+@settings(max_examples=40, deadline=None)
+def test_where_pages_and_slots_are_short_every_request_still_ends(costs, history, max_running, page_size):
+    sim = Watched(page_size, num_pages=110 // page_size, max_running=max_running, max_step_tokens=32, costs=costs)
+    sim.is_roomy = False
+    for request in sim.play(history):
+        sim.check_output(request)
+
+
+@given(
+    costs=cost_tables(),
+    target_ms=st.floats(0.1, 50.0),
+    stretch=st.floats(1.0, 4.0),
+    rounds=st.builds(StepRounds, st.just(1), st.integers(0, 12), st.integers(0, 500)),
+    backlog=st.integers(0, 10_000),
+    wanted=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 400)), min_size=1, max_size=6),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds, backlog, wanted):
+    budget = LatencyBudget(costs, target_ms, stretch * target_ms, 256)
+    limit_ms = budget.step_limit_ms(rounds, backlog)
+    assert target_ms <= limit_ms
+    assert limit_ms <= max(budget.limit_ms, costs.round_ms(1, rounds.num_requests, rounds.kv_tokens) + target_ms / 4)
+    step, pairs = budget.step(rounds, backlog), 0
+
+    def ms(count: int, more_pairs: int) -> float:
+        return costs.step_ms(1, rounds.num_requests, rounds.kv_tokens, count, (pairs + more_pairs) / count)
+
+    for count, context in wanted:
+        room = step.room(count, context)
+        assert (room > 0 or step.tokens > 0) and room <= count and step.tokens + room <= 256
+        if room:
+            step.take(room, context)
+            pairs += room * context
+            assert step.tokens == 1 or ms(step.tokens, 0) <= limit_ms
+        if room < count:
+            assert step.tokens == 256 or ms(step.tokens + 1, context) > limit_ms
+            assert step.room(count, context) == 0, "what is left was offered again"
+            break
+
+
+def test_a_number_is_kept_and_auto_gives_way_to_a_backlog():
+    kept = LatencyBudget.of(SchedulerConfig(32, 512, itl_target_ms=9.0), TABLE)
+    gives_way = LatencyBudget.of(SchedulerConfig(32, 512), TABLE)
+    rounds = StepRounds(1, 1)
+    assert [kept.step_limit_ms(rounds, backlog) for backlog in (0, 10**6)] == [9.0, 9.0]
+    target_ms = gives_way.target_ms
+    prompts_of_ms = [0.0, 1.9 * target_ms, 4 * target_ms, 100 * target_ms]
+    limits = [gives_way.step_limit_ms(rounds, int(10 * ms)) for ms in prompts_of_ms]
+    assert limits == pytest.approx([target_ms, target_ms, 2 * target_ms, 3 * target_ms], abs=1.0)
+
+
+def test_rounds_over_the_target_leave_prompts_their_share():
+    budget = LatencyBudget(TABLE, target_ms=8.0, limit_ms=8.0, max_step_tokens=512)
+    assert budget.step_limit_ms(StepRounds(1, 8), 100) == 8.0
+    slow = StepRounds(1, 64)
+    rounds_ms = TABLE.round_ms(1, 64)
+    assert rounds_ms > 8.0 and budget.step_limit_ms(slow, 100) == rounds_ms + 2.0
+    assert budget.step(slow, 100).room(100, 0) >= 1
+
+
+def test_without_costs_a_step_holds_max_step_tokens():
+    step = StepBudget(16)
+    assert step.room(10, 0) == 10
+    step.take(10, 0)
+    assert step.room(10, 0) == 6
+    step.take(6, 0)
+    assert step.room(10, 0) == 0 and step.step_ms(StepRounds()) is None
+
+
+def chunks_by_step(sim: Simulation) -> list[list[tuple[int, int]]]:
+    return [[(chunk.slot, len(chunk.tokens) // 4) for chunk in plan.chunks] for plan in sim.plans]
+
+
+def test_a_short_prompt_passes_a_long_one():
+    sim = Simulation(max_step_tokens=64, costs=TABLE, itl_target_ms=5.0, prefix_cache=False)
+    long, short = sim.submit([1] * 90, max_tokens=5), sim.submit([2] * 6, max_tokens=5)
+    sim.step()
+    assert short.state is RequestState.RUNNING and long.state is RequestState.PREFILL
+    assert sum(count for slot, count in chunks_by_step(sim)[0]) == 40, "the step is not filled"
+    sim.run()
+
+
+def test_a_long_prompt_is_passed_by_what_came_before_its_deadline_only():
+    sim = Watched(num_pages=2000, max_running=60, max_step_tokens=512, costs=TABLE, itl_target_ms=8.0)
+    sim.submit([9] * 5, max_tokens=90)
+    sim.step()
+    long = sim.submit([1] * 90, max_tokens=3)
+    deadline_s = sim.scheduler.queues.waiting[0].deadline_s
+    assert deadline_s - sim.clock.now == pytest.approx(0.010)  # its own 10 ms; at most 12
+    num_before = 0
+    while long.state in (RequestState.WAITING, RequestState.PREFILL):  # twice as many tokens come as a step takes
+        num_before += sim.clock.now < deadline_s
+        sim.submit([2] * 30, max_tokens=1)
+        sim.step()
+    sizes = [sum(count for _, count in chunks) for chunks in chunks_by_step(sim)]
+    assert max(sizes) < 30, "more fits into a step than comes, so that nothing has to be passed"
+    assert sum(sizes) <= 5 + 90 + 30 * num_before + max(sizes)
+    sim.run()
+
+
+def test_what_the_prefix_cache_has_makes_a_prompt_short():
+    sim = Simulation(num_pages=200, costs=TABLE, itl_target_ms=1000.0, max_step_tokens=512)
+    sim.submit([1] * 90, max_tokens=2)
+    sim.finish()
+    sim.submit([1] * 90, max_tokens=2)
+    sim.submit([2] * 90, max_tokens=2)
+    known, new = sim.scheduler.queues.waiting
+    assert known.number < new.number
+    assert known.deadline_s - sim.clock.now < 0.004 < new.deadline_s - sim.clock.now
+    sim.run()
+
+
+def test_costs_that_come_later_order_what_waits():
+    sim = Simulation(max_step_tokens=64, prefix_cache=False)
+    sim.submit([1] * 60, max_tokens=5)
+    sim.submit([2] * 6, max_tokens=5)
+    assert [sequence.number for sequence in sim.scheduler.queues.waiting] == [0, 1]
+    sim.scheduler.use_costs(TABLE)
+    assert [sequence.number for sequence in sim.scheduler.queues.waiting] == [1, 0]
+    sim.run()

@@ -1,0 +1,57 @@
+"""What each element of the policy brings under open-loop load, on a simulated H200 (`tests.support.load_simulation`).
+
+Sizes are such that a load takes a second; the bounds leave room for other seeds' requests.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.load_simulation import BUCKETS, H200, Policy, padded, poisson_load, policies, simulate
+
+TARGET_MS = 25.0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_plans_just_in_time_and_deadlines_bring_first_tokens_sooner(seed):
+    load = poisson_load(18.0, 12.0, seed)
+    *_, budget, in_time, by_deadline = policies(TARGET_MS).values()
+    runs = [simulate(load, policy, seed) for policy in (budget, in_time, by_deadline)]
+    assert runs[0].milliseconds()["TTFT"][0] - 2.0 > runs[1].milliseconds()["TTFT"][0]
+    short = [[s.times_s[0] - s.arrival.at_s for s in run.served if s.arrival.prompt_len < 512] for run in runs]
+    assert 0.9 * np.mean(short[1]) > np.mean(short[2]), "short prompts wait for long ones"
+    assert runs[2].idle < 0.002, "the device waited for plans that were held"
+    assert runs[2].milliseconds()["TTFT"][1] < 1.3 * runs[1].milliseconds()["TTFT"][1], "long prompts pay too much"
+
+
+def test_no_gap_is_longer_than_the_target():
+    """But for 2 % of noise in a step's time, four times; and for the wait of a plan that came late."""
+    run = simulate(poisson_load(14.0, 12.0, 5), Policy(config=replace(Policy.config, itl_target_ms=TARGET_MS)), 5)
+    gaps = np.concatenate([np.diff(served.times_s) for served in run.served])
+    assert gaps.max() * 1000 < 1.08 * TARGET_MS + 1.0
+    assert np.quantile(gaps, 0.99) * 1000 > 0.9 * TARGET_MS, "there were no long steps, and nothing is shown"
+
+
+def test_a_queue_of_long_prompts_does_not_grow_within_20_ms():
+    """Prompts of 4,096 tokens at 60 % of what this device can serve, which is 8 a second."""
+    load = poisson_load(4.8, 30.0, 3, prompt_mean=4096, sigma=0.0)
+    run = simulate(load, Policy(config=replace(Policy.config, itl_target_ms=19.0)), 3)
+    assert run.milliseconds()["ITL"][1] < 20.0
+    first = [served.times_s[0] - served.arrival.at_s for served in run.served]
+    thirds = [float(np.median(part)) for part in np.array_split(first, 3)]
+    assert max(thirds) < 1.0
+
+
+def test_a_burst_is_worked_off_in_longer_steps():
+    burst = [replace(arrival, at_s=arrival.at_s / 10) for arrival in poisson_load(8.0, 10.0, 1)]
+    kept, gives_way = (simulate(burst, policies(target)["+ prompts by deadline"], 1) for target in (TARGET_MS, None))
+    assert gives_way.milliseconds()["TTFT"][1] < 0.9 * kept.milliseconds()["TTFT"][1]
+    assert gives_way.milliseconds()["ITL"][1] > 1.5 * kept.milliseconds()["ITL"][1]
+
+
+def test_padding_makes_stairs():
+    stairs = padded(H200, BUCKETS)
+    for tokens, bucket in ((1, 16), (16, 16), (17, 64), (513, 1024), (1024, 1024)):
+        assert stairs.step_ms(1, 8, 0, tokens) == pytest.approx(H200.step_ms(1, 8, 0, bucket))
+    assert stairs.step_ms(1, 8, 0, 2048) == pytest.approx(H200.step_ms(1, 8, 0, 2048))

@@ -1,0 +1,129 @@
+"""How long a step may take, and so how many prompt tokens it carries beside its rounds. Asked by the scheduler; pure.
+
+The constants were chosen by simulation (`tests.support.load_simulation`; figures in docs/measurements.md).
+"""
+
+import math
+from dataclasses import dataclass
+
+from workers.config import SchedulerConfig
+from workers.scheduling.cost_table import CostTable, default_itl_target_ms
+
+MIN_SHARE = 0.25  # of the target, which prompts get beside rounds however long those are
+MAX_STRETCH = 3.0  # times the target, if that is no number of the configuration
+BACKLOG_SHARE = 0.5  # of what pending prompts take together, which a stretched step may take
+MAX_PATIENCE = 2.0  # times the target, by which a prompt's deadline is after its arrival at most
+
+
+@dataclass(frozen=True)
+class StepRounds:
+    """The rounds of a step: of which shape, of how many requests, which have so many committed tokens together."""
+
+    shape: int = 0
+    num_requests: int = 0
+    kv_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class LatencyBudget:
+    """target_ms: what a step with prompt tokens takes at most while few prompts wait.
+    limit_ms: what it takes at most however many wait.
+    max_step_tokens: prompt tokens of a step, however quick they are.
+    """
+
+    costs: CostTable
+    target_ms: float
+    limit_ms: float
+    max_step_tokens: int
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, costs: CostTable) -> "LatencyBudget":
+        """What the configuration asks for on ranks of these costs. A target that is a number is kept whatever waits;
+        "auto" gives way to a backlog."""
+        target_ms = config.itl_target_ms
+        if target_ms != "auto":
+            return cls(costs, target_ms, target_ms, config.step_token_limit)
+        target_ms = default_itl_target_ms(costs)
+        return cls(costs, target_ms, MAX_STRETCH * target_ms, config.step_token_limit)
+
+    def prompt_ms(self, num_tokens: int) -> float:
+        """Milliseconds that so many prompt tokens take where nothing else runs."""
+        return self.costs.step_ms(self.costs.default, 0, 0, num_tokens)
+
+    def patience_s(self, num_tokens: int) -> float:
+        """Seconds from a prompt's arrival to its deadline: what computing it takes, so that short prompts pass long
+        ones; and `MAX_PATIENCE` at most, so that no prompt is passed by what comes later than that."""
+        return min(self.prompt_ms(num_tokens), MAX_PATIENCE * self.target_ms) / 1000
+
+    def step_limit_ms(self, rounds: StepRounds, backlog_tokens: int) -> float:
+        """What a step with these rounds may take while `backlog_tokens` prompt tokens are pending.
+
+        A backlog stretches steps, because rounds between them keep prompts waiting, in proportion: what takes twice the
+        target or less stretches none, and a queue is worked off in long steps. Prompts get `MIN_SHARE` at least."""
+        stretched_ms = min(BACKLOG_SHARE * self.prompt_ms(backlog_tokens), self.limit_ms)
+        rounds_ms = self.costs.round_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens)
+        return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
+
+    def step(self, rounds: StepRounds, backlog_tokens: int) -> "StepBudget":
+        """For the next step."""
+        return StepBudget(self.max_step_tokens, self.costs, rounds, self.step_limit_ms(rounds, backlog_tokens))
+
+
+class StepBudget:
+    """What a step has room for while it is filled with prompt tokens. Without costs that is `max_tokens`.
+
+    tokens: taken so far.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        costs: CostTable | None = None,
+        rounds: StepRounds = StepRounds(),  # noqa: B008 - frozen
+        limit_ms: float = math.inf,
+    ) -> None:
+        self.tokens = 0
+        self._max_tokens = max_tokens
+        self._costs = costs
+        self._rounds = rounds
+        self._limit_ms = limit_ms
+        self._pairs = 0  # of a chunk's token and one of its request before the chunk
+        self._offered = self._wanted = 0  # the last answer of `room`, and to what
+        self._is_full = False
+
+    def room(self, wanted: int, context: int) -> int:
+        """How many of a prompt's next `wanted` tokens fit, at least 1 for a step's first prompt. context: the tokens
+        before them."""
+        self._wanted = wanted
+        self._offered = 0 if self._is_full else self._most(min(wanted, self._max_tokens - self.tokens), context)
+        return self._offered
+
+    def take(self, count: int, context: int) -> None:
+        """A chunk of `count` tokens after `context` others is planned."""
+        self.tokens += count
+        self._pairs += count * context
+        self._is_full = count == self._offered < self._wanted  # no scrap of the next prompt fills up what is left
+
+    def step_ms(self, rounds: StepRounds) -> float | None:
+        """What the step takes with what it was given, beside the rounds that it has in the end; None without costs."""
+        return None if self._costs is None else self._step_ms(self._costs, rounds, self.tokens, self._pairs)
+
+    def _most(self, count: int, context: int) -> int:
+        """How many of `count` tokens keep the step within its limit; of a step's first prompt at least one."""
+        if count <= 0 or self._costs is None or self._fits(count, context):
+            return count
+        fits, too_many = 0 if self.tokens else 1, count
+        while fits + 1 < too_many:
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if self._fits(middle, context) else (fits, middle)
+        return fits
+
+    def _fits(self, count: int, context: int) -> bool:
+        assert self._costs is not None
+        tokens, pairs = self.tokens + count, self._pairs + count * context
+        return self._step_ms(self._costs, self._rounds, tokens, pairs) <= self._limit_ms
+
+    @staticmethod
+    def _step_ms(costs: CostTable, rounds: StepRounds, tokens: int, pairs: int) -> float:
+        context = pairs / tokens if tokens else 0.0
+        return costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, tokens, context)
