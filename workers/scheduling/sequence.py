@@ -53,12 +53,21 @@ class Sequence:
 
 
 class InFlightStep:
-    """What a plan's result will be about: the first `num_rounds` sequences ran a round, the rest their last chunk."""
+    """What a plan's result will be about: the first `num_rounds` sequences ran a round, the rest their last chunk.
+    shape: that the rounds verified. drafted: the shape of each one's tree. reason: for this shape."""
 
-    __slots__ = ("step", "sequences", "slots", "users", "num_rounds", "max_new_tokens")
+    __slots__ = ("step", "sequences", "slots", "users", "num_rounds", "max_new_tokens", "shape", "drafted", "reason")
 
     def __init__(
-        self, step: int, sequences: list[Sequence], round_slots: Int64s, round_users: Int64s, max_new_tokens: int
+        self,
+        step: int,
+        sequences: list[Sequence],
+        round_slots: Int64s,
+        round_users: Int64s,
+        max_new_tokens: int,
+        shape: int,
+        drafted: Int64s,
+        reason: str,
     ) -> None:
         self.step = step
         self.sequences = sequences
@@ -66,6 +75,9 @@ class InFlightStep:
         self.users = round_users
         self.num_rounds = len(round_slots)
         self.max_new_tokens = max_new_tokens
+        self.shape = shape
+        self.drafted = drafted
+        self.reason = reason
         rest = sequences[len(round_slots) :]
         if rest:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
