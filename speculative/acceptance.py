@@ -102,8 +102,8 @@ def accept_synthetic(
     wanted = certain + (uniform < length - 1 - certain).long()
     wanted = torch.where(enabled & has_drafts(tree), wanted, 0)
     node = torch.arange(tree.tokens.shape[1], device=chosen.device)
-    # the first node of the wanted depth, or of the deepest level that this tree has
-    depth = torch.minimum(tree.depths, wanted.unsqueeze(1))
+    # the first node of the wanted depth, or of the deepest level that this tree has tokens on
+    depth = torch.minimum(torch.where(tree.tokens != NO_TOKEN, tree.depths, 0), wanted.unsqueeze(1))
     target = (depth * tree.tokens.shape[1] - node).argmax(1, keepdim=True)
     accepted = (tree.masks.gather(1, target) >> node & 1).bool()
     return _along_path(tree, chosen, accepted, max_depth)

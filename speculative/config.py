@@ -16,7 +16,9 @@ class SpeculativeConfig:
     num_steps: depth of the draft tree. top_k: children per expanded node; 1 drafts a chain. num_draft_tokens: nodes
     verified per round, the root (the bonus token) included. draft_tp: ranks that share the draft; 1 replicates it.
     synthetic_acceptance_length: for benchmarks with dummy weights; accept so that 1 + accepted/rounds has this mean
-    (minimum-variance schedule, the definition vLLM uses), whatever the draft says; None verifies for real.
+    (minimum-variance schedule, the definition vLLM uses), whatever the draft says, as far as a round's shape holds so
+    many; None verifies for real. adaptive: the tree is the most that rounds verify and draft, and the scheduler may run
+    smaller shapes, down to none (`speculative.shapes.shapes_of`), as load and acceptance want it.
     """
 
     path: str = ""
@@ -26,6 +28,7 @@ class SpeculativeConfig:
     num_draft_tokens: int = 4
     draft_tp: int | None = None
     synthetic_acceptance_length: float | None = None
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:

@@ -15,7 +15,7 @@ from torch import Tensor
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.acceptance import Accepted, Committed, accept, accept_synthetic, committed
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
-from speculative.shapes import TreeShape
+from speculative.shapes import TreeShape, is_chain
 from speculative.tree import RoundRows
 from speculative.tree_table import TreeTable
 from workers.config import RoundShape, RoundShapes
@@ -89,8 +89,8 @@ class SpeculativeDecoding:
         self._slots = slots
         self._sampler = sampler
         trees = [shape for shape in shapes.shapes if isinstance(shape, TreeShape)]
-        is_chain = all(shape.is_chain for shape in trees)
-        self._trees = TreeTable(slots.padding_slot, max(shape.width for shape in trees), is_chain, slots.device)
+        chains = all(shape.is_chain for shape in trees)
+        self._trees = TreeTable(slots.padding_slot, max(shape.width for shape in trees), chains, slots.device)
         self._drafters = {shape: Drafter(shape, self._trees, draft, slots, sampler) for shape in trees}
         columns = {shape.max_new_tokens for shape in shapes.shapes}
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in columns}
@@ -117,7 +117,7 @@ class SpeculativeDecoding:
         if shape.width > 1 and batch.num_requests:
             backend = self._target.backends[Mode.VERIFY]
             mask_words = backend.verify_buffer(batch.num_requests, shape.width, self._slots.device)
-        return self._trees.read(batch.slots, shape.width, self._slots.seq_len, mask_words)
+        return self._trees.read(batch.slots, shape, self._slots.seq_len, mask_words)
 
     def _run_target(self, batch: StepBatch, shape: RoundShape, rows: RoundRows, page_table: Tensor) -> _TargetPass:
         """One pass over the rounds' rows and the chunks'."""
@@ -133,7 +133,7 @@ class SpeculativeDecoding:
                 page_table,
                 batch.max_kv_len,
                 rows.mask_words,
-                chain=_is_chain(shape),
+                chain=is_chain(shape),
             )
             positions = rows.positions
         ids = joined((rows.ids, chunks.ids if chunks else None))
@@ -162,7 +162,7 @@ class SpeculativeDecoding:
             done = committed(rows.tree, accepted, commit, rows.length)
         features = out.round_features
         # a chain's path is its nodes in their order; rows after the last accepted are read by nobody
-        if shape.width > 1 and not _is_chain(shape):
+        if shape.width > 1 and not is_chain(shape):
             self._target.pool.move_path(page_table, rows.length, done.accepted.path)
             features = features.index_select(0, done.path_rows.flatten())
         return _Rounds(rows.length, page_table, sampled, done, features)
@@ -266,10 +266,6 @@ class SpeculativeDecoding:
             accepted=joined((done.reported if done else None, torch.full_like(first.counts, -1) if first else None)),
             logprobs=_logprobs(rounds, finals, columns, batch.needs.num_logprobs),
         )
-
-
-def _is_chain(shape: RoundShape) -> bool:
-    return isinstance(shape, TreeShape) and shape.is_chain
 
 
 def _next_ids(chunks: PromptChunks, finals: _Finals | None) -> Tensor:

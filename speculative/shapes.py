@@ -26,6 +26,11 @@ class TreeShape(RoundShape):
         return self.max_new_tokens - 1
 
 
+def is_chain(shape: RoundShape) -> bool:
+    """Whether trees of a shape never branch, and have one that could."""
+    return isinstance(shape, TreeShape) and shape.is_chain
+
+
 def tree_shape(num_steps: int, top_k: int, num_draft_tokens: int) -> TreeShape:
     """The shape of trees with num_draft_tokens nodes, the root included (see `SpeculativeConfig`)."""
     return TreeShape(
@@ -39,5 +44,21 @@ def tree_shape(num_steps: int, top_k: int, num_draft_tokens: int) -> TreeShape:
 
 
 def shapes_of(config: SpeculativeConfig) -> RoundShapes:
-    """The shapes that a configuration asks for."""
-    return RoundShapes((PLAIN, tree_shape(config.num_steps, config.top_k, config.num_draft_tokens)), default=1)
+    """The shapes that a configuration asks for: its own tree, plain decoding and, where they may be chosen, one or two
+    between (`_smaller`)."""
+    bound = tree_shape(config.num_steps, config.top_k, config.num_draft_tokens)
+    between = _smaller(bound) if config.adaptive else ()
+    return RoundShapes((PLAIN, *between, bound), default=1 + len(between), adaptive=config.adaptive)
+
+
+def _smaller(bound: TreeShape) -> tuple[TreeShape, ...]:
+    """What may pay where `bound` is too much, ascending. Each shape costs start time and memory for its graphs, so they
+    are few and far apart: of a chain one guess and, if it is long, half of it; of a tree a chain half as deep and, if
+    it is wide, a tree of half its width."""
+    half = (bound.num_steps + 1) // 2
+    depths = {1, half} if bound.is_chain and bound.num_steps > 4 else {1} if bound.is_chain else {half}
+    smaller = [tree_shape(depth, 1, depth + 1) for depth in sorted(depths) if depth < bound.num_steps]
+    if not bound.is_chain and bound.num_steps > 2 and bound.width >= 2 * bound.max_new_tokens:
+        steps, top_k = bound.num_steps - 1, max(2, bound.top_k // 2)
+        smaller.append(tree_shape(steps, top_k, min(bound.width // 2, 1 + top_k + (steps - 1) * top_k**2)))
+    return tuple(smaller)

@@ -1,4 +1,5 @@
-"""Draft trees as tensors: B trees of W nodes, node 0 the root (the bonus token), parents before children.
+"""Draft trees as tensors: B trees of W nodes, node 0 the root (the bonus token), parents before children, and of the
+others the more likely one first.
 
 Plain values and how the simplest are made; `speculative.tree_growth` grows them, `speculative.tree_table` keeps them,
 `speculative.acceptance` compares them with the target. Kernels read this module and nothing here knows of kernels."""
@@ -96,6 +97,17 @@ def chain(root: Tensor, tokens: Tensor) -> Tree:
         depths=node.expand(batch, width),
         masks=masks.expand(batch, width),
     )
+
+
+def trimmed(tree: Tree, max_depth: int, straight: bool) -> Tree:
+    """Trees of which no node deeper than max_depth can be accepted. straight: they become chains, of the nodes that
+    each follow the one before."""
+    node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+    alive = tree.depths <= max_depth
+    if straight:
+        alive &= (tree.parents == (node - 1).clamp_min(0)).cumprod(1).bool()
+    tokens = torch.where(alive, tree.tokens, NO_TOKEN)
+    return chain(tokens[:, 0], tokens[:, 1:]) if straight else Tree(tokens, tree.parents, tree.depths, tree.masks)
 
 
 def bare_roots(root: Tensor, width: int) -> Tree:

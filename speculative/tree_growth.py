@@ -34,12 +34,12 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
 
 
 def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
-    """The width - 1 candidates of the highest score, under root [B] (EAGLE-2, arXiv 2406.16858, section 4.2).
+    """The width - 1 candidates of the highest score, best first, under root [B] (EAGLE-2, arXiv 2406.16858, section
+    4.2). So the first nodes of a tree are what a narrower one of the same candidates would be.
 
-    The sort is stable: of equal scores the one drafted first wins, so that a kept node's parent is kept too.
+    The sort is stable: of equal scores the one drafted first wins, so that a kept node's parent is kept too, before it.
     """
-    order = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
-    kept = order.sort(dim=1).values
+    kept = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
     batch, node = root.shape[0], torch.arange(1, width, device=root.device)
     place = torch.zeros((batch, candidates.scores.shape[1] + 1), dtype=torch.int64, device=root.device)
     place.scatter_(1, kept + 1, node.expand(batch, -1))  # place[c + 1]: where candidate c went; place[0]: the root

@@ -4,8 +4,10 @@
 import torch
 from torch import Tensor
 
-from speculative.tree import MAX_CUT_CANDIDATES, NO_TOKEN, Candidates, RoundRows, Tree, bare_roots
+from speculative.shapes import is_chain
+from speculative.tree import MAX_CUT_CANDIDATES, NO_TOKEN, Candidates, RoundRows, Tree, bare_roots, trimmed
 from speculative.tree_growth import best_tree
+from workers.config import RoundShape
 
 
 class TreeTable:
@@ -14,6 +16,9 @@ class TreeTable:
 
     A tree whose nodes after the root are `NO_TOKEN` verifies nothing: that is how a slot without drafts is told from
     others, and nothing else on the device says it.
+
+    A round may verify another shape than was drafted. Nodes stand best first, so that a smaller shape is the beginning
+    of a larger tree; where a larger shape is verified, the nodes that were not drafted are `NO_TOKEN`.
     """
 
     def __init__(self, num_slots: int, width: int, is_chain: bool, device: torch.device) -> None:
@@ -21,15 +26,16 @@ class TreeTable:
         self._fields = [t.contiguous().clone() for t in (empty.tokens, empty.parents, empty.depths, empty.masks)]
         self._is_chain = is_chain
 
-    def read(self, slots: Tensor, width: int, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
-        """The first `width` nodes of the trees of slots [B] int64, behind seq_len [num_slots + 1] int32. mask_words: on
-        GPUs the verifying backend's buffer, which is filled (`attention.backend.AttentionBackend.verify_buffer`)."""
+    def read(self, slots: Tensor, shape: RoundShape, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
+        """The trees of slots [B] int64 as far as `shape` holds them, behind seq_len [num_slots + 1] int32. mask_words:
+        on GPUs the verifying backend's buffer, which is filled (`attention.backend.AttentionBackend.verify_buffer`)."""
+        straight, max_depth = is_chain(shape) and not self._is_chain, shape.max_new_tokens - 1
         if slots.is_cuda:
             from speculative.kernels.read_trees import read_trees
 
-            return read_trees(self._fields, slots, width, seq_len, mask_words)
+            return read_trees(self._fields, slots, shape.width, max_depth, straight, seq_len, mask_words)
         assert mask_words is None, "no backend of a CPU has a buffer of its own"
-        tree = Tree(*(field[slots, :width] for field in self._fields))
+        tree = trimmed(Tree(*(field[slots, : shape.width] for field in self._fields)), max_depth, straight)
         length = seq_len[slots]
         positions = (length.long().unsqueeze(1) + tree.depths).flatten()
         return RoundRows(tree, length, tree.tokens.clamp_min(0).flatten(), positions)

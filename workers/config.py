@@ -113,6 +113,7 @@ class RoundShape:
         return max(self.width, self.max_new_tokens + self.draft_tokens)
 
 
+FEW_REQUESTS = 8
 PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, draft_tokens=0)
 
 
@@ -121,10 +122,13 @@ class RoundShapes:
     """The shapes that an engine can run; a plan names them by index. shapes[0] is plain decoding.
 
     default: what a request that wants speculation drafts; 0 without a draft.
+    adaptive: the scheduler may choose any of them, step by step (`workers.scheduling.shape_choice`); else all that
+        speculate draft the default.
     """
 
     shapes: tuple[RoundShape, ...] = (PLAIN,)
     default: int = 0
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         assert self.shapes[0] == PLAIN and 0 <= self.default < len(self.shapes)
@@ -151,8 +155,18 @@ class RoundShapes:
         return max(max(shape.width, shape.draft_tokens) for shape in self.shapes)
 
     @property
+    def unrestricted(self) -> tuple[int, ...]:
+        """Those that steps of every kind are captured for: plain decoding and the default."""
+        return (0, self.default) if self.default else (0,)
+
+    def beside_chunks(self, num_requests: int) -> tuple[int, ...]:
+        """Those that rounds of `num_requests` run beside prompt chunks. Up to `FEW_REQUESTS` the default alone: its
+        rows are few among a chunk's and cost nothing that plain decoding would save."""
+        return self.unrestricted if self.adaptive and num_requests > FEW_REQUESTS else (self.default,)
+
+    @property
     def num_draft_tokens(self) -> int:
-        """Tokens drafted per round of a request that speculates."""
+        """Tokens drafted per round of a request that speculates, if it drafts the default."""
         return self.shapes[self.default].width - 1
 
 

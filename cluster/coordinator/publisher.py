@@ -81,7 +81,9 @@ class TokenPublisher:
                 finish=None if reason is None else reason.value,
                 cached_tokens=request.cached_tokens,
                 speculation=(
-                    SpeculationStats(sum(histogram), histogram, self._num_draft_tokens) if histogram else None
+                    SpeculationStats(sum(histogram), histogram, self._num_draft_tokens, request.num_draft_tokens)
+                    if histogram
+                    else None
                 ),
             )
         stream.ingress.deltas.append(delta)

@@ -20,7 +20,7 @@ def engine_stats(
         last_step_age_s=last_step_age_s,
         prefix_queries=0 if cache is None else cache.num_queried_tokens,
         prefix_hits=0 if cache is None else cache.num_hit_tokens,
-        num_draft_tokens=stats.num_drafts * scheduler.num_draft_tokens,
+        num_draft_tokens=stats.num_draft_tokens,
         num_worker_restarts=num_worker_restarts,
         scheduler=stats.copy(),
     )

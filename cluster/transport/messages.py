@@ -38,12 +38,14 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
     num_rounds: rounds that verified drafts.
     histogram: [k] rounds that accepted k draft tokens.
-    num_draft_tokens: tokens drafted per round.
+    num_draft_tokens: tokens drafted per round, if it is of the default shape.
+    num_drafted: tokens drafted in all of them.
     """
 
     num_rounds: int
     histogram: tuple[int, ...]
     num_draft_tokens: int
+    num_drafted: int
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

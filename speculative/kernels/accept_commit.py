@@ -17,8 +17,9 @@ from workers.slots.slot_table import Commit, SlotTable
 
 
 @triton.jit
-def _synthetic(depth, mask, node, inside, wanted, W: tl.constexpr):
-    """The path to the first node of the wanted depth, or of the deepest level there is."""
+def _synthetic(token, depth, mask, node, inside, wanted, W: tl.constexpr):
+    """The path to the first node of the wanted depth, or of the deepest level that has tokens."""
+    depth = tl.where(token >= 0, depth, 0)
     key = tl.where(inside, tl.minimum(depth, wanted) * W - node, -W)
     chosen_mask = tl.sum(tl.where(node == tl.argmax(key, 0), mask, 0), 0)
     return (chosen_mask >> node & 1) > 0
@@ -90,7 +91,7 @@ def _accept_commit(
         hashed = mix(mix(seed + length * -7046029254386353131) + 7046029254386353131)
         uniform = 1.0 - ((hashed >> 32 & 0xFFFFFFFF).to(tl.float32) + 0.5) / 4294967296.0
         wanted = tl.where(enabled, certain + (uniform < share).to(tl.int64), 0)
-        accepted = _synthetic(depth, mask, node, inside, wanted, W) & inside
+        accepted = _synthetic(token, depth, mask, node, inside, wanted, W) & inside
     num_drafts = tl.max(tl.where(accepted, depth, 0), 0)
 
     max_len = tl.load(max_len_ptr + slot * max_len_stride)

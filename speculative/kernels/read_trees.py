@@ -30,6 +30,9 @@ def _read_trees(
     W_TABLE: tl.constexpr,
     W_PADDED: tl.constexpr,
     WORDS: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    EMPTY: tl.constexpr,
 ):
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
@@ -37,12 +40,20 @@ def _read_trees(
     inside = node < W
     source, target = slot * W_TABLE + node, b * W + node
     token = tl.load(token_ptr + source, mask=inside, other=0)
+    parent = tl.load(parent_ptr + source, mask=inside, other=0)
     depth = tl.load(depth_ptr + source, mask=inside, other=0)
-    length = tl.load(seq_len_ptr + slot)
-    tl.store(tree_ptr + target, token, mask=inside)
-    tl.store(tree_ptr + field_size + target, tl.load(parent_ptr + source, mask=inside, other=0), mask=inside)
-    tl.store(tree_ptr + 2 * field_size + target, depth, mask=inside)
     mask = tl.load(mask_ptr + source, mask=inside, other=0)
+    length = tl.load(seq_len_ptr + slot)
+    alive = depth <= MAX_DEPTH
+    if STRAIGHT:
+        before = tl.maximum(node - 1, 0).to(tl.int64)
+        alive &= tl.cumsum((parent != before).to(tl.int32), 0) == 0
+        parent, depth = before, node.to(tl.int64)
+        mask = (tl.full([W_PADDED], 2, tl.int64) << depth) - 1
+    token = tl.where(alive, token, EMPTY)
+    tl.store(tree_ptr + target, token, mask=inside)
+    tl.store(tree_ptr + field_size + target, parent, mask=inside)
+    tl.store(tree_ptr + 2 * field_size + target, depth, mask=inside)
     tl.store(tree_ptr + 3 * field_size + target, mask, mask=inside)
     for i in tl.static_range(WORDS):
         tl.store(word_ptr + target * WORDS + i, (mask >> 32 * i & 0xFFFFFFFF).to(tl.uint32), mask=inside)
@@ -52,9 +63,16 @@ def _read_trees(
 
 
 def read_trees(
-    fields: Sequence[Tensor], slots: Tensor, width: int, seq_len: Tensor, mask_words: Tensor | None = None
+    fields: Sequence[Tensor],
+    slots: Tensor,
+    width: int,
+    max_depth: int,
+    straight: bool,
+    seq_len: Tensor,
+    mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """`speculative.tree_table.TreeTable.read` for fields tokens, parents, depths, masks [num_slots + 1, W] int64."""
+    """`speculative.tree_table.TreeTable.read` for fields tokens, parents, depths, masks [num_slots + 1, W] int64, of
+    which the first `width` nodes become what `speculative.tree.trimmed` makes of them."""
     batch, device = slots.shape[0], slots.device
     assert all(f.is_contiguous() for f in fields) and width <= fields[0].shape[1]
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
@@ -78,6 +96,9 @@ def read_trees(
         W_TABLE=fields[0].shape[1],
         W_PADDED=triton.next_power_of_2(width),
         WORDS=words,
+        MAX_DEPTH=max_depth,
+        STRAIGHT=straight,
+        EMPTY=NO_TOKEN,
         num_warps=1,
     )
     return RoundRows(Tree(*tree.unbind(0)), length, ids, positions, mask_words)

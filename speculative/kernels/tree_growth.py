@@ -139,10 +139,10 @@ def _cut(
     there = c < num_candidates
     base = b * num_candidates
     score = tl.load(found_score_ptr + base + c, mask=there, other=float("-inf"))
-    # of equal scores the one drafted first wins, so that a kept node's parent is kept too
+    # of equal scores the one drafted first wins, so that a kept node's parent is kept too, before it
     before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (c[None, :] < c[:, None]))
-    kept = (tl.sum((before & there[None, :]).to(tl.int32), 1) < W - 1) & there
-    place = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0), 0)  # node 0 is the root
+    rank = tl.sum((before & there[None, :]).to(tl.int32), 1)
+    place = tl.where((rank < W - 1) & there, rank + 1, 0)  # node 0 is the root
     node = tl.arange(0, NODES)
     inside = (node > 0) & (node < W)
     candidate = tl.sum(tl.where(place[None, :] == node[:, None], c[None, :], 0), 1)

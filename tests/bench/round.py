@@ -109,6 +109,7 @@ def engine_spec(
             num_steps,
             top_k,
             width,
+            adaptive=False,
             synthetic_acceptance_length=setting.acceptance_length,
         ),
         DraftAttention(attention, attention, attention),

@@ -8,10 +8,12 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from attention.backends.trtllm_backend import mask_words  # noqa: E402
 from speculative.kernels import head_input, read_trees, tree_growth  # noqa: E402
+from speculative.shapes import is_chain, tree_shape  # noqa: E402
 from speculative.tree import Candidates, Children, Level, candidate_depths  # noqa: E402
 from speculative.tree_growth import best_tree, grow  # noqa: E402
 from speculative.tree_table import TreeTable  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.config import PLAIN, RoundShape  # noqa: E402
 from workers.layers.kernels import topk  # noqa: E402
 
 pytestmark = MARKS
@@ -73,17 +75,22 @@ def test_roots_without_drafts_are_written_as_torch_writes_them() -> None:
         assert torch.equal(ours, theirs.cpu())
 
 
-@pytest.mark.parametrize("width", [1, 3, 5])
-def test_trees_are_read_as_torch_reads_them(width: int) -> None:
-    table, other = TreeTable(9, 5, False, CPU), TreeTable(9, 5, False, DEVICE)
+@pytest.mark.parametrize("shape", [PLAIN, tree_shape(2, 1, 3), tree_shape(4, 1, 5), tree_shape(2, 2, 5)])
+def test_trees_are_read_as_torch_reads_them(shape: RoundShape) -> None:
+    """As chains where a chain is verified, and no deeper than the shape."""
+    table, other, width = TreeTable(9, 5, False, CPU), TreeTable(9, 5, False, DEVICE), shape.width
     generator = torch.Generator().manual_seed(width)
     for ours, theirs in zip(table._fields, other._fields, strict=True):
         ours.copy_(torch.randint(-1, 60, ours.shape, generator=generator))
         theirs.copy_(ours)
+    for fields in (table._fields, other._fields):
+        fields[1][:5] = torch.tensor([0, 0, 1, 1, 3])
+        fields[2][:5] = torch.tensor([0, 1, 2, 2, 3])
     slots, seq_len = torch.tensor([2, 9, 0, 9]), torch.arange(10, dtype=torch.int32) * 7
-    expected = table.read(slots, width, seq_len)
+    expected = table.read(slots, shape, seq_len)
     words = torch.full((4, width, 2), 7, dtype=torch.uint16, device=DEVICE)
-    rows = read_trees.read_trees(other._fields, slots.to(DEVICE), width, seq_len.to(DEVICE), words)
+    straight, depth = width > 1 and is_chain(shape), shape.max_new_tokens - 1
+    rows = read_trees.read_trees(other._fields, slots.to(DEVICE), width, depth, straight, seq_len.to(DEVICE), words)
     assert torch.equal(words.cpu(), mask_words(expected.tree.masks))
     for name in ("tokens", "parents", "depths", "masks"):
         assert torch.equal(getattr(rows.tree, name).cpu(), getattr(expected.tree, name)), name

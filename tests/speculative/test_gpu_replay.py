@@ -14,7 +14,7 @@ import torch
 
 from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
 from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
-from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes, is_always_captured
+from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes, is_always_captured, powers_of_two
 from workers.runner.decoding import StepTensors
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 
@@ -35,6 +35,8 @@ ARMS = {
     "tree-1-synthetic": (Arm(TREE, 1, 3.4), 216, 0, 0),
     "tree-16-real": (Arm(TREE, 16), 396, 2000, 216),
     "tree-64-synthetic": (Arm(TREE, 64, 3.4), 216, 0, 0),
+    "chain-16-adaptive": (Arm(CHAIN, 16, adaptive=True), 400, 400, 200),
+    "tree-16-adaptive": (Arm(TREE, 16, 3.4, adaptive=True), 600, 600, 300),
 }
 
 
@@ -80,7 +82,9 @@ def test_replays_equal_eager_rounds(name: str, tmp_path: Path) -> None:
     )
     _assert_covered(pair, arm, sizes)
     always = [key for key in captured if is_always_captured(key)]
-    assert graphs.captured == captured and len(always) == len(graphs.shapes) * 2 * len(bucket_sizes(arm.num_slots))
+    buckets, between = bucket_sizes(arm.num_slots), len(graphs.shapes) - len(graphs.shapes.unrestricted)
+    num_always = len(graphs.shapes.unrestricted) * 2 * len(buckets) + between * len(powers_of_two(buckets))
+    assert graphs.captured == captured and len(always) == num_always
     del pair, graphs, captured
     gc.collect()
     torch.cuda.empty_cache()
@@ -88,8 +92,8 @@ def test_replays_equal_eager_rounds(name: str, tmp_path: Path) -> None:
 
 def _assert_covered(pair: Twins, arm: Arm, sizes: list[int]) -> None:
     """The comparison means something only if drafts are accepted, requests end, and every graph is replayed."""
-    shapes = 1 if arm.tree is None else 2
-    assert len(pair.seen.rounds) == shapes * 2 * len(sizes)
+    shapes = pair.first.strategy.shapes
+    assert len(pair.seen.rounds) == (len(shapes) + len(shapes.unrestricted)) * len(sizes)
     assert pair.seen.finish[FINISH_STOP] and pair.seen.finish[FINISH_LENGTH]
     assert pair.seen.requests > 2 * arm.num_slots
     if arm.tree is not None:
@@ -98,8 +102,10 @@ def _assert_covered(pair: Twins, arm: Arm, sizes: list[int]) -> None:
         assert pair.seen.acceptance_length > (1.5 if arm.acceptance else 1.02)
 
 
-def small(tree: tuple[int, int, int] | None, page_size: int, acceptance: float | None = None) -> Arm:
-    return Arm(tree, page_size, acceptance, dtype="float32", num_slots=5, longest=90)
+def small(
+    tree: tuple[int, int, int] | None, page_size: int, acceptance: float | None = None, adaptive: bool = False
+) -> Arm:
+    return Arm(tree, page_size, acceptance, dtype="float32", num_slots=5, longest=90, adaptive=adaptive)
 
 
 SMALL = {
@@ -108,6 +114,8 @@ SMALL = {
     "chain-synthetic": small(CHAIN, 4, 2.6),
     "tree": small(TREE, 16),
     "tree-synthetic": small(TREE, 4, 3.4),
+    "chain-adaptive": small(CHAIN, 4, adaptive=True),
+    "tree-adaptive": small(TREE, 4, 3.4, adaptive=True),
 }
 
 

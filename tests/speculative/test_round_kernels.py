@@ -43,6 +43,7 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
     candidates = random_candidates(batch, top_k, steps, seed=width)
     tree = best_tree(torch.arange(batch) % 100, candidates, width)
     tree.tokens[3::5, 1:] = NO_TOKEN  # requests that were not drafted for
+    tree.tokens[1::5, 1 + width // 2 :] = NO_TOKEN  # and some for which a smaller shape was
     generator = torch.Generator().manual_seed(steps)
     for turn in range(4):
         chosen = torch.randint(0, 99, tree.tokens.shape, generator=generator)

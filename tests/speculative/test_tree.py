@@ -8,9 +8,11 @@ from torch import Tensor
 
 from speculative.acceptance import accept, accept_synthetic
 from speculative.config import SpeculativeConfig
+from speculative.shapes import TreeShape, tree_shape
 from speculative.tree import NO_TOKEN, Candidates, Tree, bare_roots, chain
 from speculative.tree_growth import best_tree
 from speculative.tree_table import TreeTable
+from workers.config import PLAIN
 
 
 def random_candidates(batch: int, top_k: int, steps: int, seed: int) -> Candidates:
@@ -43,7 +45,7 @@ def test_best_tree_keeps_the_best_candidates_with_their_parents(top_k: int, step
     for b in range(5):
         order = sorted(range(candidates.tokens.shape[1]), key=lambda c: (-candidates.scores[b, c].item(), c))
         kept = order[: width - 1]
-        place = {-1: 0} | {c: i + 1 for i, c in enumerate(sorted(kept))}
+        place = {-1: 0} | {c: i + 1 for i, c in enumerate(kept)}
         for c, node in place.items():
             if c < 0:
                 continue
@@ -131,13 +133,50 @@ def test_tree_table_gives_back_what_was_written(is_chain: bool) -> None:
     seq_len = torch.tensor([10, 11, 12, 13, 14], dtype=torch.int32)
     tree = chain(torch.tensor([7, 8]), torch.tensor([[1, 2], [3, 4]]))
     table.write(torch.tensor([3, 0]), tree)
-    back = table.read(torch.tensor([0, 3, 1]), 3, seq_len)
+    back = table.read(torch.tensor([0, 3, 1]), tree_shape(2, 1, 3), seq_len)
     assert back.tree.tokens[:2].tolist() == [[8, 3, 4], [7, 1, 2]]
     assert back.tree.tokens[2, 1:].tolist() == [NO_TOKEN, NO_TOKEN]
     assert back.length.tolist() == [10, 13, 11]
     assert back.positions.tolist() == [10, 11, 12, 13, 14, 15, 11, 12, 13]
     assert back.ids.tolist() == [8, 3, 4, 7, 1, 2, 0, 0, 0]
-    assert table.read(torch.tensor([3]), 1, seq_len).tree.masks.tolist() == [[1]]
+    assert table.read(torch.tensor([3]), PLAIN, seq_len).tree.masks.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("drafted", [tree_shape(*s) for s in ((3, 1, 4), (4, 3, 12), (5, 4, 16))])
+@pytest.mark.parametrize("verified", [tree_shape(*s) for s in ((1, 1, 2), (4, 1, 5), (3, 2, 6), (5, 4, 20))])
+def test_any_shape_can_be_verified_after_any_other(drafted: TreeShape, verified: TreeShape) -> None:
+    """What may be accepted is in both: the drafted tree, and of it the best nodes as far as the verified shape holds
+    them, whatever was drafted for the slot before."""
+    slots, steps = torch.arange(6), drafted.num_steps
+    table = TreeTable(6, 20, False, torch.device("cpu"))
+    older = best_tree(torch.arange(6), random_candidates(6, 5, 5, seed=2), 20)
+    table.write(slots, older)
+    table.write_roots(slots, torch.arange(7) + 200)
+    new = best_tree(torch.arange(6) + 200, random_candidates(6, drafted.top_k, steps, seed=9), drafted.width)
+    table.write(slots, new)
+    read = table.read(slots, verified, torch.zeros(7, dtype=torch.int32)).tree
+    depth, width = verified.depth, min(drafted.width, verified.width)
+    for b in range(6):
+        alive = [0]
+        for node in range(1, width):
+            deep_enough = int(new.depths[b, node]) <= depth
+            straight = int(new.parents[b, node]) == node - 1 == alive[-1] or not verified.is_chain
+            if deep_enough and straight:
+                alive.append(node)
+        assert (read.tokens[b] != NO_TOKEN).nonzero().flatten().tolist() == alive
+        for name, written in vars(new).items():
+            assert getattr(read, name)[b, alive].tolist() == written[b, alive].tolist()
+        assert (read.parents[b, 1:] < torch.arange(1, verified.width)).all()  # of every node, accepted or not
+        assert (read.masks[b] >> torch.arange(verified.width) & 1).all()
+    chosen = torch.where(read.tokens == NO_TOKEN, 5, read.tokens)
+    for accepted in (
+        accept(read, chosen, torch.ones(6, dtype=torch.bool), depth),
+        accept_synthetic(read, chosen, torch.ones(6, dtype=torch.bool), depth, 9.0, slots, slots),
+    ):
+        assert int(accepted.num_drafts.max()) <= min(depth, steps)
+        assert not (read.tokens.gather(1, accepted.path) == NO_TOKEN).any()
+    # as many as the schedule wants, as far as there are any
+    assert accepted.num_drafts.tolist() == torch.where(read.tokens == NO_TOKEN, 0, read.depths).amax(1).tolist()
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ CHAIN, TREE = tree_shape(3, 1, 4), tree_shape(4, 3, 10)
 SHAPES = {
     "chain": RoundShapes((PLAIN, CHAIN), default=1),
     "tree": RoundShapes((PLAIN, TREE), default=1),
-    "changing": RoundShapes((PLAIN, CHAIN, TREE, tree_shape(1, 1, 2), tree_shape(6, 1, 7)), default=2),
+    "changing": RoundShapes((PLAIN, CHAIN, TREE, tree_shape(1, 1, 2), tree_shape(6, 1, 7)), default=2, adaptive=True),
 }
 
 

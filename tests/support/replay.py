@@ -143,8 +143,14 @@ class Twins:
                 copy.copy_(tensor)
 
     def _rounds(self, sizes: Sequence[int], num_steps: int) -> list[Round]:
-        shapes = range(len(self._replicas[0].strategy.shapes))
-        kinds = [(shape, random, n) for shape in shapes for random in (False, True) for n in sizes]
+        shapes = self._replicas[0].strategy.shapes
+        # greedy rounds of the shapes between run as random ones, in which requests that are random here are drawn
+        kinds = [
+            (shape, random, n)
+            for shape in range(len(shapes))
+            for random in ((False, True) if shape in shapes.unrestricted else (True,))
+            for n in sizes
+        ]
         rounds: list[Round] = []
         while len(rounds) < num_steps:
             for shape, random, n in self._random.permutation(np.array(kinds)).tolist():

@@ -78,6 +78,7 @@ class Arm:
     tree: (num_steps, top_k, width), None decodes plainly.
     acceptance: synthetic, None is real.
     longest: the longest context that a request has when it comes.
+    adaptive: whether it has smaller shapes too.
     """
 
     tree: tuple[int, int, int] | None
@@ -86,6 +87,7 @@ class Arm:
     dtype: str = "bfloat16"
     num_slots: int = 16
     longest: int = 32768
+    adaptive: bool = False
 
     def spec(self, folder: Path, device: str, cuda_graphs: bool) -> EngineSpec:
         """Every slot can hold the longest context at once."""
@@ -100,7 +102,11 @@ class Arm:
         if self.tree is None:
             return EngineSpec(worker)
         draft = SpeculativeConfig(
-            str(folder / "draft"), "eagle3", *self.tree, synthetic_acceptance_length=self.acceptance
+            str(folder / "draft"),
+            "eagle3",
+            *self.tree,
+            synthetic_acceptance_length=self.acceptance,
+            adaptive=self.adaptive,
         )
         return EngineSpec(worker, draft)
 

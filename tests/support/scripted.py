@@ -238,15 +238,15 @@ class ScriptedExecutor:
     def _round(self, slot: _Slot, shape: RoundShape, max_kv_len: int) -> tuple[list[int], int, int]:
         start, end = slot.seq_len, slot.seq_len + shape.width
         assert end <= max_kv_len, "max_kv_len is too low for a round"
-        assert slot.drafted == 0 or self.shapes[slot.drafted] == shape, "another shape is verified than was drafted"
         if self.kv is not None:
             self.kv.check(slot.table, slot.tokens, start)
             self.kv.rows(slot.table, start, end)  # reserved
             self.kv.spoil(slot.table, start, end)
         if slot.finished:
             return [], FINISH_NONE, -1
-        verifies = slot.drafted > 0
-        accepted = scripted_accepted(slot.seed, start, shape.max_new_tokens) if verifies else 0
+        verifies = slot.drafted > 0 and shape.width > 1
+        most = min(shape.max_new_tokens, self.shapes[slot.drafted].max_new_tokens)
+        accepted = scripted_accepted(slot.seed, start, most) if verifies else 0
         tokens, finish = self._emit(slot, start + 1, accepted + 1)
         slot.seq_len += len(tokens)
         if self.kv is not None:

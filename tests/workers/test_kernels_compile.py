@@ -135,7 +135,15 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "trees read": (
         read_trees._read_trees,
         FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"), "i64"),
-        {"W": 60, "W_TABLE": 60, "W_PADDED": 64, "WORDS": 2},
+        {
+            "W": 60,
+            "W_TABLE": 60,
+            "W_PADDED": 64,
+            "WORDS": 2,
+            "MAX_DEPTH": 5,
+            "STRAIGHT": True,
+            "EMPTY": -1,
+        },
         1,
     ),
     "roots written": (

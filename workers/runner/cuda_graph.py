@@ -6,6 +6,13 @@ tensors it always writes to the same place. All graphs are captured at start. St
 that carry prompt chunks, and rounds of a kind that the allowance for captures (`workers.config.GraphCapture`) did not
 reach. No request ever waits for a capture, which would hold up all others on every rank.
 
+A round may verify any shape, whatever was drafted before (`speculative.tree_table`), so that every graph verifies and
+drafts the same one, and a change of shape needs no graph of its own: S shapes take S graphs per bucket and kind, not S
+squared. Shapes between plain decoding and the default (`workers.config.RoundShapes.unrestricted`) have fewer: batches
+are padded to powers of two, greedy ones take the graphs of random ones (0.03 ms of 5 at batch 1, 0.1 of 10 at 64), and
+none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose them. For 64 requests that
+is 14 graphs a shape, beside 43 of plain decoding and of the default each, and 18 of plain rounds with prompt chunks.
+
 Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
 and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
 """
@@ -28,6 +35,7 @@ from workers.slots.slot_table import SlotTable
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 512, 1024)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
+BETWEEN_NEEDS = (SamplingNeeds(random=True), CHUNK_NEEDS)  # of shapes between plain decoding and the default
 _EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
 
 
@@ -101,8 +109,11 @@ def is_always_captured(key: GraphKey) -> bool:
 def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
     """The buckets, ascending, that rounds of a kind are captured for: all of them, or, of the kinds that fewer requests
     have, powers of two and the largest, so that a batch is padded to twice its size at most."""
-    if not needs.full_logits:
-        return tuple(buckets)
+    return powers_of_two(buckets) if needs.full_logits else tuple(buckets)
+
+
+def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
+    """Of ascending buckets these and the largest."""
     return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
 
 
@@ -186,20 +197,29 @@ class GraphedDecoding:
             for needs in CAPTURED_NEEDS
             for bucket in reversed(buckets_of(needs, self._buckets))
             for shape in range(len(self.shapes))
+            if needs in self._kinds(shape) and bucket in self._buckets_of(shape, needs)
         ]
         always = [key for key in rounds if is_always_captured(key)]
         return always + self._chunk_keys() + rounds[len(always) :]
 
+    def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
+        """The kinds of sampling that rounds of a shape are captured for."""
+        return CAPTURED_NEEDS if shape in self.shapes.unrestricted else BETWEEN_NEEDS
+
+    def _buckets_of(self, shape: int, needs: SamplingNeeds) -> tuple[int, ...]:
+        """The buckets that they are captured for."""
+        return buckets_of(needs, self._buckets if shape in self.shapes.unrestricted else powers_of_two(self._buckets))
+
     def _chunk_keys(self) -> list[GraphKey]:
-        """Steps with prompt chunks: alone, and beside rounds of the shape that requests draft unless they are told
-        otherwise. Those with filters serve all but penalties and log-probabilities."""
-        default = self.shapes.default
-        buckets = [*reversed(buckets_of(CAPTURED_NEEDS[-1], self._buckets)), 0]
+        """Steps with prompt chunks: alone, and beside rounds of the shapes that run there. Those with filters serve all
+        but penalties and log-probabilities."""
+        alone = [GraphKey(0, self.shapes.default, 0, CHUNK_NEEDS, tokens) for tokens in reversed(self._tokens)]
         return [
-            GraphKey(default if bucket else 0, default, bucket, CHUNK_NEEDS, tokens)
-            for bucket in buckets
+            GraphKey(shape, shape, bucket, CHUNK_NEEDS, tokens)
+            for bucket in reversed(powers_of_two(self._buckets))
+            for shape in reversed(self.shapes.beside_chunks(bucket))
             for tokens in reversed(self._tokens)
-        ]
+        ] + alone
 
     def _capture(self, key: GraphKey) -> _Captured:
         """Of a batch of padding that runs all that the batches of `key` may need."""
@@ -227,26 +247,27 @@ class GraphedDecoding:
         """Which graph could run `batch`; None if there is surely none."""
         if batch.chunks is not None:
             return self._chunk_key(batch, batch.chunks)
-        if batch.shape != batch.next_shape:
+        shape = batch.shape
+        if batch.next_shape not in (0, shape):
             return None
-        needs = batch.needs.captured
-        bucket = _fitting(buckets_of(needs, self._buckets), batch.num_requests)
-        return None if bucket is None else GraphKey(batch.shape, batch.next_shape, bucket, needs)
+        needs = next((kind for kind in self._kinds(shape) if kind.covers(batch.needs)), None)
+        if needs is None:
+            return None
+        bucket = _fitting(self._buckets_of(shape, needs), batch.num_requests)
+        # where nothing is to be drafted, all entries draft for the padding slot
+        return None if bucket is None else GraphKey(shape, shape, bucket, needs)
 
     def _chunk_key(self, batch: StepBatch, chunks: PromptChunks) -> GraphKey | None:
-        default = self.shapes.default
         if chunks.batch.num_chunks > MAX_CHUNKS or not CHUNK_NEEDS.covers(batch.needs):
             return None
-        if batch.next_shape not in (0, default):
-            return None
-        if batch.num_requests and batch.shape != default:
+        shape = batch.shape if batch.num_requests else self.shapes.default
+        if batch.next_shape not in (0, shape):
             return None  # a wider shape would write KV that nobody reserved
-        buckets = (0, *buckets_of(CAPTURED_NEEDS[-1], self._buckets))
+        buckets = (0, *powers_of_two(self._buckets))
         bucket, tokens = _fitting(buckets, batch.num_requests), _fitting(self._tokens, chunks.batch.num_rows)
         if bucket is None or tokens is None:
             return None
-        # where nothing is to be drafted, all entries draft for the padding slot
-        return GraphKey(default if bucket else 0, default, bucket, CHUNK_NEEDS, tokens)
+        return GraphKey(shape if bucket else 0, shape, bucket, CHUNK_NEEDS, tokens)
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int | None:

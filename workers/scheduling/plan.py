@@ -58,6 +58,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         """Whether choosing a token needs to know how often each one occurred."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
+    @property
+    def is_rare(self) -> bool:
+        """Whether choosing a token needs more than temperature and filters, so that not all shapes are captured for
+        it."""
+        return bool(self.needs_token_counts or self.logit_bias or self.min_tokens or self.logprobs >= 0)
+
 
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     """A request enters a slot: sent in the plan that carries its first prompt chunk.
@@ -95,7 +101,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     epoch: of the worker group; a plan or result of another epoch is dropped.
     slots: int32, the requests that run a round.
-    shape: index of the shape whose trees these rounds verify, which are those drafted in the step before.
+    shape: index of the shape that these rounds verify: of the trees that the step before drafted, in whatever shape, as
+        much as this one holds.
     next_shape: index of the shape that is drafted in this step; 0: nothing is.
     drafting: uint8 per entry of the result (rounds, then last chunks), 1 where it gets a tree of `next_shape`; empty if
         nothing is drafted. The others write no draft KV but that of their own committed tokens.

@@ -36,6 +36,7 @@ class Request:
     cached_tokens: int = 0
     num_rounds: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    num_draft_tokens: int = 0
     num_preemptions: int = 0
 
 

@@ -66,6 +66,7 @@ class RequestQueues:
         sequence.slot = self.slot_pages.take_slot(
             sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, cached_pages
         )
+        self.slot_pages.rare_sampling[sequence.slot] = request.sampling.is_rare
         sequence.computed = len(cached_pages) * self.slot_pages.page_size
         request.state = RequestState.PREFILL
         self.active[sequence.number] = self.prefilling[sequence.number] = sequence

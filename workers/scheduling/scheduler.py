@@ -36,6 +36,7 @@ from workers.scheduling.request import (
 )
 from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import InFlightStep, PlanBuilder, Sequence
+from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.slot_pages import Int64s, SlotPages, Slots
 from workers.scheduling.stats import SchedulerStats
 
@@ -61,15 +62,18 @@ class Scheduler:
         shapes: RoundShapes = RoundShapes(),  # noqa: B008 - frozen
         lookahead: int = 0,
         epoch: int = 0,
-        choose_shape: Callable[[RoundShapes], int] = lambda shapes: shapes.default,
+        choose_shape: Callable[[RoundShapes], int] | None = None,
     ) -> None:
         """num_pages: pages of every rank's pool, page 0 excluded. lookahead: 1 with a draft whose KV depends on the
-        next token (`PrefixCache`). choose_shape: asked once a step for the index of the shape that is drafted."""
+        next token (`PrefixCache`). choose_shape: asked instead of `ShapeChoice` once a step for the index of the shape
+        that rounds verify and draft."""
         self._config = config
         self._max_model_len = max_model_len
         self._clock = clock
         self._shapes = shapes
+        self._num_drafts = np.array([shape.width - 1 for shape in shapes.shapes])
         self._choose_shape = choose_shape
+        self.shape_choice = ShapeChoice(shapes, config.num_slots)
         self.allocator = PageAllocator(num_pages)
         self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead) if cache.prefix_cache else None
         self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size)
@@ -168,10 +172,10 @@ class Scheduler:
         """The next step, or None if there is nothing to run before another result or request comes."""
         slot_pages = self.slot_pages
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
-        next_shape = self._choose_shape(self._shapes)
-        shape, slots, ends = self._reserve_rounds(builder, next_shape)
+        shape = self._shape()
+        slots, ends = self._reserve_rounds(builder, shape)
         rounds = StepRounds(shape, len(slots), int(slot_pages.committed[slots].sum()))
-        budget = self._prefill.plan(builder, self._shapes[next_shape], rounds)
+        budget = self._prefill.plan(builder, self._shapes[shape], rounds)
         if builder.preempted and len(slots):  # a chunk of an older request may have taken a younger one's slot
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
@@ -181,20 +185,22 @@ class Scheduler:
         max_new_tokens = self._shapes[shape].max_new_tokens
         by_slot = self.queues.by_slot
         sequences = [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks
-        in_flight = InFlightStep(self._next_step, sequences, slots, slot_pages.user[slots], max_new_tokens)
+        users, drafted = slot_pages.user[slots], slot_pages.drafted[slots]
+        reason = self.shape_choice.reason.value
+        in_flight = InFlightStep(self._next_step, sequences, slots, users, max_new_tokens, shape, drafted, reason)
         in_flight.expected_ms = budget.step_ms(rounds)
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:
             self.queues.start_decoding(sequence)
         drafting = slot_pages.speculative[in_flight.slots]
-        next_shape = next_shape if drafting.any() else 0
+        next_shape = shape if drafting.any() else 0
         slot_pages.drafted[in_flight.slots] = np.where(drafting, next_shape, 0)
         plan = StepPlan(
             epoch=self.epoch,
             step=self._next_step,
             slots=pack_i32(slots.astype(np.int32)),
-            shape=shape,
+            shape=shape if len(slots) else 0,
             next_shape=next_shape,
             drafting=drafting.tobytes() if next_shape else b"",
             max_kv_len=max(builder.max_kv_len, int(ends.max()) if len(ends) else 0),
@@ -217,11 +223,13 @@ class Scheduler:
         assert len(counts) == len(finish) == len(in_flight_step.sequences), "a result has other entries than its plan"
         now = self._clock()
         committed_before = self._advance(in_flight_step, counts, now)
+        num_drafted = self._learn(in_flight_step, unpack_i32(result.accepted))
         outputs: list[RequestOutput] = []
         start, num_rounds, logprobs = 0, in_flight_step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
-        entries = zip(in_flight_step.sequences, counts.tolist(), finish.tolist(), accepted, strict=True)
-        for index, (sequence, count, finish_code, num_accepted) in enumerate(entries):
+        columns = (counts.tolist(), finish.tolist(), accepted, num_drafted)
+        entries = zip(in_flight_step.sequences, *columns, strict=True)
+        for index, (sequence, count, finish_code, num_accepted, num_drafts) in enumerate(entries):
             new = tokens[start : start + count]
             start += count
             if count == 0 or sequence.is_finished:
@@ -230,6 +238,7 @@ class Scheduler:
             request.output += new
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1
+                request.num_draft_tokens += num_drafts
             reason = None
             if index >= num_rounds:
                 self._prompt_ended(sequence, now)
@@ -237,7 +246,8 @@ class Scheduler:
                 reason = _FINISH[finish_code]
                 self.queues.finish(sequence, reason, committed_before[index], now)
             outputs.append(RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason))
-        self._count(result)
+        self.stats.num_draft_tokens += sum(num_drafted)
+        self._count(result, in_flight_step)
         return outputs
 
     def _prompt_ended(self, sequence: Sequence, now: float) -> None:
@@ -273,9 +283,24 @@ class Scheduler:
         slot_pages.last_token_s[slots] = now
         return before
 
-    def _count(self, result: StepResult) -> None:
+    def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32]) -> list[int]:
+        """How many drafts each entry of a step verified; what became of them tells which shape to run."""
+        count = step.num_rounds
+        if step.shape == 0:
+            return [0] * len(accepted)
+        slots, users, of_rounds = step.slots[:count], step.users[:count], accepted[:count]
+        live = self.slot_pages.user[slots] == users
+        self.shape_choice.record(slots, users, step.drafted, step.shape, np.where(live, of_rounds, -1))
+        num_drafted: list[int] = np.where(of_rounds >= 0, self._num_drafts[step.drafted], 0).tolist()
+        return num_drafted + [0] * (len(accepted) - count)
+
+    def _count(self, result: StepResult, step: InFlightStep) -> None:
         stats = self.stats
         stats.num_steps += 1
+        if step.num_rounds:
+            num_tokens = int(unpack_i32(result.counts)[: step.num_rounds].sum())
+            stats.count_rounds(self._shapes[step.shape].name, num_tokens, step.reason)
+            stats.expected_tokens_per_ms = self.shape_choice.expected
         stats.generation_tokens += len(result.tokens) // 4
         stats.step_s.observe(result.elapsed_s)
         accepted = unpack_i32(result.accepted)
@@ -307,16 +332,36 @@ class Scheduler:
                 f"the pool has {self.allocator.num_pages}: shorten the prompt, lower max_tokens or enlarge the KV cache"
             )
 
-    def _reserve_rounds(self, builder: PlanBuilder, next_shape: int) -> tuple[int, Slots, Int64s]:
-        """Pages for a round of everything that decodes, preempting the youngest until they suffice. Returns the shape
-        that the rounds verify, their slots, and where each one's writes end."""
+    def _shape(self) -> int:
+        """The shape that the next step's rounds verify, of whatever trees they have, and draft."""
+        if self._choose_shape is not None:
+            return self._choose_shape(self._shapes)
+        if self._shapes.default == 0:
+            return 0
+        slot_pages, waiting = self.slot_pages, self.queues.waiting
+        slots = slot_pages.round_slots()
+        with_prompts = bool(self.queues.prefilling or (waiting and slot_pages.num_free_slots))
+        speculative = slot_pages.speculative[slots]
+        if not with_prompts and not speculative.any():
+            self.shape_choice.reason = Reason.NOBODY
+            return 0
+        load = Load(
+            slots,
+            slot_pages.user[slots],
+            speculative,
+            int(slot_pages.committed[slots].sum()),
+            with_prompts,
+            bool(slot_pages.rare_sampling[slots].any()),
+        )
+        return self.shape_choice.choose(load, self._costs)
+
+    def _reserve_rounds(self, builder: PlanBuilder, shape: int) -> tuple[Slots, Int64s]:
+        """Pages for a round of everything that decodes, preempting the youngest until they suffice. Returns the slots
+        and where each one's writes end."""
         slot_pages = self.slot_pages
         while True:
             slots = slot_pages.round_slots()
-            drafted = slot_pages.drafted[slots]
-            shape = int(drafted.max(initial=0))
-            assert ((drafted == shape) | (drafted == 0)).all(), "requests of a step were drafted in two shapes"
-            ends = slot_pages.round_ends(slots, self._shapes[shape], self._shapes[next_shape])
+            ends = slot_pages.round_ends(slots, self._shapes[shape], self._shapes[shape])
             if len(slots) == 0 or slot_pages.fit_rounds(slots, ends) == 0:
-                return shape, slots, ends
+                return slots, ends
             self.queues.preempt_youngest(builder)

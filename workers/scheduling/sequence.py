@@ -67,10 +67,24 @@ class Sequence:
 class InFlightStep:
     """What a plan's result will be about: the first `num_rounds` sequences ran a round, the rest their last chunk.
 
+    shape: that the rounds verified.
+    drafted: the shape of each one's tree.
+    reason: for this shape.
     expected_ms: what the step should take by the cost table; None without one.
     """
 
-    __slots__ = ("step", "sequences", "slots", "users", "num_rounds", "max_new_tokens", "expected_ms")
+    __slots__ = (
+        "step",
+        "sequences",
+        "slots",
+        "users",
+        "num_rounds",
+        "max_new_tokens",
+        "shape",
+        "drafted",
+        "reason",
+        "expected_ms",
+    )
 
     def __init__(
         self,
@@ -79,6 +93,9 @@ class InFlightStep:
         round_slots: Int64s,
         round_users: Int64s,
         max_new_tokens: int,
+        shape: int,
+        drafted: Int64s,
+        reason: str,
     ) -> None:
         self.step = step
         self.sequences = sequences
@@ -86,6 +103,9 @@ class InFlightStep:
         self.users = round_users
         self.num_rounds = len(round_slots)
         self.max_new_tokens = max_new_tokens
+        self.shape = shape
+        self.drafted = drafted
+        self.reason = reason
         self.expected_ms: float | None = None
         rest = sequences[len(round_slots) :]
         if rest:

@@ -30,7 +30,8 @@ class SlotPages:
     num_pages: length of the page list.
     decoding: runs rounds.
     speculative: wants drafts.
-    drafted: index of the shape that the last plan drafted for it, which its next round verifies.
+    rare_sampling: see `SamplingParams.is_rare`.
+    drafted: index of the shape that the last plan drafted for it, 0 if none.
     user: number of the request that has the slot; a result for another user of the slot is late.
 
     Invariant that makes every early release safe: plans are executed in order on every rank, and a page is handed out
@@ -52,6 +53,7 @@ class SlotPages:
         self.num_pages = np.zeros(num_slots, np.int64)
         self.decoding = np.zeros(num_slots, np.bool_)
         self.speculative = np.zeros(num_slots, np.bool_)
+        self.rare_sampling = np.zeros(num_slots, np.bool_)
         self.drafted = np.zeros(num_slots, np.int64)
         self.user = np.full(num_slots, -1, np.int64)
         self.last_token_s = np.zeros(num_slots, np.float64)
@@ -218,6 +220,7 @@ class SlotPages:
             counts[slot] = 0
         self.decoding[slot] = False
         self.speculative[slot] = False
+        self.rare_sampling[slot] = False
         self.drafted[slot] = 0
         self.user[slot] = -1
         self.pages[slot] = []

@@ -77,6 +77,9 @@ class SchedulerStats(msgspec.Struct):
 
     num_stale_results: results of an older worker group, dropped.
     accepted_histogram: [k] rounds that accepted k draft tokens.
+    num_draft_tokens: drafted and verified.
+    tokens_by_shape, steps_by_shape, expected_tokens_per_ms: by name of the shape (`workers.config.RoundShape`).
+    steps_by_reason: by `workers.scheduling.shape_choice.Reason`.
     inter_token_s: between two steps that brought tokens, one observation per request and step.
     time_per_output_token_s: one observation per finished request.
     """
@@ -92,6 +95,20 @@ class SchedulerStats(msgspec.Struct):
         dict[str, int], Metric("vllm:request_success", "Requests that ended", label="finished_reason")
     ] = msgspec.field(default_factory=dict)
     accepted_histogram: list[int] = msgspec.field(default_factory=list)
+    num_draft_tokens: int = 0
+    tokens_by_shape: Annotated[
+        dict[str, int], Metric("aerie:shape_tokens", "Tokens of rounds, by the shape that they verified", label="shape")
+    ] = msgspec.field(default_factory=dict)
+    steps_by_shape: Annotated[
+        dict[str, int], Metric("aerie:shape_steps", "Steps with rounds, by the shape that they verified", label="shape")
+    ] = msgspec.field(default_factory=dict)
+    steps_by_reason: Annotated[
+        dict[str, int], Metric("aerie:shape_reasons", "Steps with rounds, by why they had their shape", label="reason")
+    ] = msgspec.field(default_factory=dict)
+    expected_tokens_per_ms: Annotated[
+        dict[str, float],
+        Metric("aerie:shape_expected_tokens_per_ms", "What a round of each shape promises now", "gauge", label="shape"),
+    ] = msgspec.field(default_factory=dict)
     time_to_first_token_s: Annotated[
         Histogram, Metric("vllm:time_to_first_token_seconds", "From arrival to the first token", "histogram")
     ] = _empty(_FIRST_S)
@@ -154,6 +171,12 @@ class SchedulerStats(msgspec.Struct):
     def count_finished(self, reason: str) -> None:
         """One request more ended for `reason`."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def count_rounds(self, shape: str, num_tokens: int, reason: str) -> None:
+        """One step more whose rounds verified `shape` for `reason` and emitted num_tokens."""
+        self.tokens_by_shape[shape] = self.tokens_by_shape.get(shape, 0) + num_tokens
+        self.steps_by_shape[shape] = self.steps_by_shape.get(shape, 0) + 1
+        self.steps_by_reason[reason] = self.steps_by_reason.get(reason, 0) + 1
 
     def copy(self) -> "SchedulerStats":
         """As they are now; the original goes on counting."""

@@ -101,13 +101,12 @@ def speculation_metrics(stats: SpeculationStats) -> SpeculationMetrics:
     """The fields that vLLM's clients and AIPerf read. Mean length = 1 + accepted / rounds: every round emits one token
     of the target's own."""
     num_accepted = sum(count * accepted for accepted, count in enumerate(stats.histogram))
-    num_drafted = stats.num_rounds * stats.num_draft_tokens
     return SpeculationMetrics(
         mean_acceptance_length=1.0 + num_accepted / stats.num_rounds,
-        draft_acceptance_rate=num_accepted / num_drafted if num_drafted else 0.0,
+        draft_acceptance_rate=num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
         acceptance_histogram=stats.histogram,
         num_spec_steps=stats.num_rounds,
         num_accepted_draft_tokens=num_accepted,
-        num_draft_tokens=num_drafted,
+        num_draft_tokens=stats.num_drafted,
         num_spec_tokens=stats.num_draft_tokens,
     )

@@ -64,7 +64,7 @@ class SpeculationMetrics(Struct):
 
     acceptance_histogram: [k] rounds that accepted k draft tokens.
     num_spec_steps: rounds that verified drafts.
-    num_spec_tokens: tokens drafted per round.
+    num_spec_tokens: tokens drafted per round, if it is of the default shape.
     """
 
     mean_acceptance_length: float

@@ -9,7 +9,7 @@ from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, 
 from tests.support.fake_engine import FakeEngine, Step, says, small_tokenizer
 from workers.scheduling.plan import TokenLogprobs
 
-STATS = SpeculationStats(num_rounds=4, histogram=(1, 1, 2), num_draft_tokens=2)
+STATS = SpeculationStats(num_rounds=4, histogram=(1, 1, 2), num_draft_tokens=2, num_drafted=8)
 METRICS = {
     "mean_acceptance_length": 2.25,
     "draft_acceptance_rate": 0.625,

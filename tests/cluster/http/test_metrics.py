@@ -29,6 +29,10 @@ EXPORTED = {
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
     "aerie:steps": "counter",
+    "aerie:shape_tokens": "counter shape",
+    "aerie:shape_steps": "counter shape",
+    "aerie:shape_reasons": "counter reason",
+    "aerie:shape_expected_tokens_per_ms": "gauge shape",
     "aerie:worker_restarts": "counter",
     "aerie:step_seconds": "histogram",
     "aerie:last_step_age_seconds": "gauge",
@@ -65,6 +69,10 @@ def test_counters_are_summed_over_engines() -> None:
             finished={"stop": 3, "length": 1},
             accepted_histogram=[0, 5, 3, 2],
             num_steps=70,
+            tokens_by_shape={"plain": 4, "3/1/4": 9},
+            steps_by_shape={"plain": 4, "3/1/4": 3},
+            steps_by_reason={"best": 6, "probe": 1},
+            expected_tokens_per_ms={"plain": 0.25, "3/1/4": 0.5},
         ),
     )
     two = EngineStats(
@@ -77,6 +85,8 @@ def test_counters_are_summed_over_engines() -> None:
             generation_tokens=2,
             finished={"stop": 1, "abort": 2},
             accepted_histogram=[0, 0, 0, 0, 1],
+            tokens_by_shape={"plain": 2},
+            expected_tokens_per_ms={"plain": 0.5},
         ),
     )
     values = _values(one, two, EngineStats("c", "starting"))
@@ -103,6 +113,12 @@ def test_counters_are_summed_over_engines() -> None:
         ("aerie:engines", "recovering"): 1,
         ("aerie:engines", "dead"): 0,
         ("aerie:steps_total",): 70,
+        ("aerie:shape_tokens_total", "plain"): 6,
+        ("aerie:shape_tokens_total", "3/1/4"): 9,
+        ("aerie:shape_steps_total", "3/1/4"): 3,
+        ("aerie:shape_reasons_total", "probe"): 1,
+        ("aerie:shape_expected_tokens_per_ms", "plain"): 0.75,
+        ("aerie:shape_expected_tokens_per_ms", "3/1/4"): 0.5,
         ("aerie:worker_restarts_total",): 1,
     }
     assert {key: values[key] for key in expected} == expected
@@ -123,9 +139,9 @@ def test_kv_usage_weighs_engines_by_their_pages() -> None:
 
 
 def test_every_metric_is_exported_under_its_name_with_its_type_and_label() -> None:
-    engine = EngineStats(
-        "a", "ready", scheduler=SchedulerStats(finished={"stop": 1}, accepted_histogram=[0, 1]), num_pages=1
-    )
+    by_label = ("finished", "tokens_by_shape", "steps_by_shape", "steps_by_reason", "expected_tokens_per_ms")
+    stats = SchedulerStats(**{name: {"one": 1} for name in by_label}, accepted_histogram=[0, 1])
+    engine = EngineStats("a", "ready", scheduler=stats, num_pages=1)
     found = {}
     for family in text_string_to_metric_families(prometheus_text([engine], "m").decode()):
         labels = set().union(*(sample.labels for sample in family.samples)) - {"model_name", "le"}

@@ -12,7 +12,7 @@ from cluster.transport.messages import EngineStats, FlushOutcome, SpeculationSta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config, events, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 
-ANSWER = says("hello", " wörld", cached_tokens=3, speculation=SpeculationStats(2, (0, 2), 1))
+ANSWER = says("hello", " wörld", cached_tokens=3, speculation=SpeculationStats(2, (0, 2), 1, 2))
 USAGE = {"stream_options": {"include_usage": True}}
 GENERATIONS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, HELLO),

@@ -21,7 +21,7 @@ def _client(url: str, **options: Any) -> openai.AsyncOpenAI:
 
 
 async def test_openai_client_chats() -> None:
-    engine = FakeEngine(says("hello", " wörld", cached_tokens=3, speculation=SpeculationStats(2, (0, 2), 1)))
+    engine = FakeEngine(says("hello", " wörld", cached_tokens=3, speculation=SpeculationStats(2, (0, 2), 1, 2)))
     async with served(engine) as url, _client(url) as client:
         reply = await client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2)
         assert reply.choices[0].message.content == "hello wörld"

@@ -18,7 +18,7 @@ def _letters(prompt: list[int], sampling: SamplingParams) -> Iterable[Step]:
     ids = small_tokenizer().encode("abcdefgh", add_special_tokens=False).ids
     for num_rounds in range(1, 1000):
         at = 2 * (num_rounds - 1) % len(ids)
-        stats = SpeculationStats(num_rounds, (0, num_rounds, 0), 2)
+        stats = SpeculationStats(num_rounds, (0, num_rounds, 0), 2, 2 * num_rounds)
         yield TokenDelta("", tuple(ids[at : at + 2]), cached_tokens=1, speculation=stats)
 
 

@@ -1,0 +1,219 @@
+"""Shapes that follow the load against every one of them for ever, and against an engine without a draft.
+
+    python -m tests.bench.adaptive [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 4 16 32 64 128 256]
+                                   [--contexts 1024 8192 32768] [--acceptances 1.3 2 3 4.5] [--tiny]
+
+Engines with dummy weights and synthetic acceptance (where a shape is not deep enough for it, as much as it holds), the
+scheduler in this process, costs as the start measures them. A cell is a number of requests that all run, with distinct
+prompts of one length; each shape is forced for some steps, then the scheduler chooses, having had `LEARNING` steps to
+learn what is accepted; the better of two passes counts for each. Cells that `--pool-tokens` do not hold are left out.
+Tokens per millisecond, what the choice reaches of the best shape, of plain rounds and of no draft at all, and which
+shapes it ran. A Markdown table, then one JSON line. Needs a GPU for figures that mean anything; `--tiny` tries it on a
+CPU.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from attention.config import CacheConfig
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from tests.bench.round import MODELS, add_engine_options, commit, hardware, model_of
+from tests.support.replica import write_config
+from workers.config import ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
+from workers.runner.local_engine import LocalEngine
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
+from workers.scheduling.shape_choice import ShapeChoice
+
+TREES = {"chain": (3, 1, 4), "tree": (5, 4, 16)}
+PAGE_SIZE = 16
+PASSES = 2
+SETTLING, LEARNING = 20, 150  # steps before those that are measured: of a forced shape, of the choice
+
+
+@dataclass(frozen=True)
+class Cell:
+    """tokens_per_ms: by arm. chosen: steps of each shape while the choice was measured."""
+
+    shapes: str
+    acceptance: float
+    batch: int
+    context: int
+    tokens_per_ms: dict[str, float]
+    chosen: dict[str, int]
+
+    @property
+    def best(self) -> float:
+        return max(rate for arm, rate in self.tokens_per_ms.items() if arm not in ("none", "adaptive"))
+
+    def of(self, rate: float) -> float:
+        """What the choice reaches of a rate."""
+        return self.tokens_per_ms["adaptive"] / rate
+
+
+def engine_spec(folder: Path, shapes: str | None, acceptance: float, arguments: argparse.Namespace) -> EngineSpec:
+    """shapes: None has no draft."""
+    most = max(arguments.batches)
+    max_len = max(arguments.contexts) + room(arguments.steps)
+    worker = WorkerConfig(
+        ModelSource(path=str(folder / "target"), load_format="dummy", max_model_len=max_len),
+        CacheConfig(PAGE_SIZE, num_pages=arguments.pool_tokens // PAGE_SIZE),
+        SchedulerConfig(max_running=most, max_step_tokens=64 if arguments.tiny else 8192),
+    )
+    if shapes is None:
+        return EngineSpec(worker)
+    draft = SpeculativeConfig(
+        str(folder / "draft"), "eagle3", *TREES[shapes], synthetic_acceptance_length=acceptance, adaptive=True
+    )
+    return EngineSpec(worker, draft)
+
+
+def room(num_steps: int) -> int:
+    """Tokens that a request may emit in an arm, and a margin for what rounds write after them."""
+    return 6 * (num_steps + LEARNING + SETTLING + 8) + 256
+
+
+def tokens_per_ms(engine: LocalEngine, prompts: Sequence[list[int]], settling: int, num_steps: int) -> float:
+    """Of steps in which all of these requests run rounds, after `settling` others."""
+    scheduler = engine.scheduler
+    names = [f"r{i}" for i in range(len(prompts))]
+    tokens = room(num_steps)
+    for name, prompt in zip(names, prompts, strict=True):
+        scheduler.submit(Request(name, prompt, SamplingParams(tokens, 0.0)))
+    while scheduler.num_waiting or scheduler.queues.prefilling:
+        engine.step()
+    for _ in range(settling):
+        engine.step()
+    before, started_s = scheduler.stats.generation_tokens, time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    elapsed_s = time.perf_counter() - started_s
+    rate = (scheduler.stats.generation_tokens - before) / elapsed_s / 1e3
+    for name in names:
+        assert scheduler.abort(name) is not None, "a request ended while it was measured"
+    while engine.executor.num_pending:
+        scheduler.apply(engine.executor.take())
+    return rate
+
+
+def forced(engine: LocalEngine, shape: int | None) -> None:
+    """From now on all rounds have this shape; None: the scheduler chooses."""
+    choose: Callable[[RoundShapes], int] | None = None if shape is None else lambda shapes: shape
+    engine.scheduler._choose_shape = choose
+
+
+def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Rates of every shape and of the choice, and what it chose. The first arm computes the prompts, all others find
+    them in the prefix cache."""
+    scheduler = engine.scheduler
+    shapes = scheduler._shapes
+    generator = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(10, 60, (batch, context), generator=generator).tolist()
+    found: dict[str, float] = {}
+    chosen: Counter[str] = Counter()
+
+    def better(name: str, rate: float) -> None:
+        found[name] = max(rate, found.get(name, 0.0))
+
+    forced(engine, 0)
+    tokens_per_ms(engine, prompts, 0, 2)
+    scheduler.shape_choice = ShapeChoice(shapes, scheduler._config.max_running)
+    for _ in range(PASSES):
+        for index, shape in enumerate(shapes.shapes):
+            forced(engine, index)
+            better(shape.name, tokens_per_ms(engine, prompts, SETTLING, num_steps))
+        if shapes.default:
+            forced(engine, None)
+            before = Counter(scheduler.stats.steps_by_shape)
+            better("adaptive", tokens_per_ms(engine, prompts, LEARNING, num_steps))
+            chosen += Counter(scheduler.stats.steps_by_shape) - before
+    scheduler.flush_prefix_cache()
+    return found, dict(chosen)
+
+
+def run(arguments: argparse.Namespace) -> list[Cell]:
+    cells: list[Cell] = []
+    none: dict[tuple[int, int], float] = {}
+    grid = [
+        (batch, context)
+        for batch in arguments.batches
+        for context in arguments.contexts
+        if batch * (context + room(arguments.steps)) <= arguments.pool_tokens
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        longest = max(arguments.contexts) + room(arguments.steps)
+        write_config(folder, MODELS[model_of(arguments)], max_position=2 * longest)
+        with local_engine(engine_spec(folder, None, 1.0, arguments)) as engine:
+            for batch, context in grid:
+                none[batch, context] = measure(engine, batch, context, arguments.steps)[0]["plain"]
+        for shapes in arguments.shapes:
+            for wanted in arguments.acceptances:
+                acceptance = min(wanted, TREES[shapes][0] + 1)
+                with local_engine(engine_spec(folder, shapes, acceptance, arguments)) as engine:
+                    for batch, context in grid:
+                        rates, chosen = measure(engine, batch, context, arguments.steps)
+                        rates["none"] = none[batch, context]
+                        cells.append(Cell(shapes, acceptance, batch, context, rates, chosen))
+                        print(row(cells[-1]), flush=True)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+    return cells
+
+
+def row(cell: Cell) -> str:
+    rates = ", ".join(f"{arm} {rate:.4g}" for arm, rate in cell.tokens_per_ms.items())
+    chosen = ", ".join(f"{shape} {count}" for shape, count in sorted(cell.chosen.items()))
+    plain, none = cell.tokens_per_ms["plain"], cell.tokens_per_ms["none"]
+    return (
+        f"| {cell.shapes} | {cell.acceptance:g} | {cell.batch} | {cell.context} | {rates} | {cell.of(cell.best):.3f} | "
+        f"{cell.of(plain):.3f} | {cell.of(none):.3f} | {chosen} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser, list(TREES), [1, 4, 16, 32, 64, 128, 256])
+    parser.set_defaults(shapes=list(TREES))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768])
+    parser.add_argument("--acceptances", nargs="+", type=float, default=[1.3, 2.0, 3.0, 4.5])
+    parser.add_argument("--steps", type=int, default=200, help="steps that are measured per arm and pass")
+    parser.add_argument("--pool-tokens", type=int, default=700_000, help="KV tokens of the pool: 131 KB each, of 8B")
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.batches, arguments.contexts, arguments.acceptances = [1, 4], [48], [1.3, 3.0]
+        arguments.steps, arguments.pool_tokens = 12, 24_576
+    cells = run(arguments)
+    print("\n| shapes | acceptance | batch | context | tokens/ms | of the best | of plain | of none | steps |")
+    print("| --- " * 9 + "|")
+    for cell in cells:
+        print(row(cell))
+    low = min(cell.of(cell.best) for cell in cells)
+    print(f"\nlowest of the best shape: {low:.3f}, of plain rounds: "
+          f"{min(cell.of(cell.tokens_per_ms['plain']) for cell in cells):.3f}")  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "bench": "adaptive",
+                "hardware": hardware(),
+                "commit": commit(),
+                "model": arguments.model,
+                "steps": arguments.steps,
+                "cells": [asdict(cell) for cell in cells],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Running estimates of acceptance against chances that are known."""
+
+import time
+
+import numpy as np
+import pytest
+
+from speculative.shapes import tree_shape
+from workers.config import PLAIN, RoundShapes
+from workers.scheduling.survival import Survival
+
+ONE, CHAIN, TREE = 1, 2, 3
+SHAPES = RoundShapes((PLAIN, tree_shape(1, 1, 2), tree_shape(3, 1, 4), tree_shape(5, 4, 16)), default=3, adaptive=True)
+DEPTH = {ONE: 1, CHAIN: 3, TREE: 5}
+
+
+class Rounds:
+    """Rounds of `count` requests whose drafts are accepted with these chances, by depth."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.survival = Survival(SHAPES, count + 3)
+        self.slots = np.arange(count)[::-1] + 2
+        self.users = self.slots * 10
+        self.random = np.random.default_rng(seed)
+
+    def run(self, shape: int, chances: list[float], num_steps: int, drafted: int | None = None) -> None:
+        drafted = shape if drafted is None else drafted
+        possible = min(DEPTH[shape], DEPTH[drafted])
+        for _ in range(num_steps):
+            held = self.random.random((len(self.slots), possible)) < chances[:possible]
+            accepted = held.cumprod(1).sum(1).astype(np.int32)
+            self.record(drafted, shape, accepted)
+
+    def record(self, drafted: int, shape: int, accepted: np.ndarray) -> None:
+        self.survival.record(self.slots, self.users, np.full(len(self.slots), drafted), shape, accepted)
+
+    def tokens(self) -> list[float]:
+        """Expected of each shape, per request."""
+        everyone = np.ones(len(self.slots), np.bool_)
+        whole = self.survival.expected_tokens(self.slots, self.users, everyone) / len(self.slots)
+        assert np.isfinite(whole).all() and (whole >= 1).all()
+        return whole.tolist()
+
+
+def tokens_of(chances: list[float], depth: int) -> float:
+    return 1 + sum(float(np.prod(chances[:k])) for k in range(1, depth + 1))
+
+
+@pytest.mark.parametrize("chances", [[0.9, 0.8, 0.7], [0.3, 0.3, 0.3], [1.0, 1.0, 0.0], [0.0, 0.5, 0.5]])
+@pytest.mark.parametrize("count", [1, 8, 100])
+def test_expected_tokens_become_what_rounds_emit(chances: list[float], count: int) -> None:
+    """Of the chain that runs and of the shorter one too."""
+    rounds = Rounds(count)
+    rounds.run(CHAIN, chances, 2000 // count + 60)
+    plain, one, chain, _ = rounds.tokens()
+    # 2,000 rounds, and the prior's few: standard error of a chance at most 0.012; one of it is added on purpose
+    assert plain == 1.0
+    assert one == pytest.approx(tokens_of(chances, 1), abs=0.06)
+    assert chain == pytest.approx(tokens_of(chances, 3), abs=0.12)
+
+
+def test_a_path_accepted_to_its_end_says_nothing_of_what_is_deeper() -> None:
+    """Short chains that always hold do not promise less of longer ones; what was drafted shorter than is verified
+    neither."""
+    for drafted, verified in ((ONE, ONE), (ONE, CHAIN), (CHAIN, ONE)):
+        rounds = Rounds(4)
+        rounds.run(CHAIN, [0.9, 0.9, 0.9], 200)
+        before = rounds.tokens()[CHAIN]
+        rounds.run(verified, [0.9], 50, drafted=drafted)
+        assert rounds.tokens()[CHAIN] == pytest.approx(before, abs=0.15)
+
+
+def test_estimates_follow_a_change() -> None:
+    rounds = Rounds(16)
+    rounds.run(CHAIN, [0.9] * 3, 300)
+    high = rounds.tokens()[CHAIN]
+    rounds.run(CHAIN, [0.2] * 3, 300)
+    assert high == pytest.approx(tokens_of([0.9] * 3, 3), abs=0.15)
+    assert rounds.tokens()[CHAIN] == pytest.approx(tokens_of([0.2] * 3, 3), abs=0.15)
+
+
+def test_requests_differ() -> None:
+    """Half of them accept everything, half nothing: each is known by itself, in shapes that did not run for it too."""
+    rounds = Rounds(20)
+    accepts = np.arange(20) % 2 == 0
+    for _ in range(100):
+        rounds.record(CHAIN, CHAIN, np.where(accepts, 3, 0).astype(np.int32))
+    survival, one = rounds.survival, np.ones(1, np.bool_)
+    for i in range(20):
+        _, short, chain, tree = survival.expected_tokens(rounds.slots[i : i + 1], rounds.users[i : i + 1], one)
+        # of trees, which never ran, the best is hoped for
+        high, low = chain > 3.2 and short > 1.7 and tree > 4, chain < 1.8 and short < 1.3 and tree < 3.5
+        assert high if accepts[i] else low
+
+
+def test_a_slot_s_next_request_is_not_its_last_one() -> None:
+    rounds = Rounds(2)
+    for _ in range(100):
+        rounds.record(CHAIN, CHAIN, np.array([3, 0], np.int32))
+    new = rounds.survival.expected_tokens(rounds.slots, rounds.users + 1, np.ones(2, np.bool_))[CHAIN]
+    ones = np.ones(1, np.bool_)
+    each = [rounds.survival.expected_tokens(s, u, ones)[CHAIN] for s, u in zip(
+        rounds.slots[:, None], rounds.users[:, None] + 1, strict=True)]  # fmt: skip
+    assert each[0] == each[1] == pytest.approx(new / 2)
+
+
+def test_requests_without_drafts_count_one_token() -> None:
+    rounds = Rounds(4)
+    rounds.run(CHAIN, [0.9] * 3, 200)
+    rounds.record(CHAIN, CHAIN, np.full(4, -1, np.int32))
+    some = np.array([True, False, False, True])
+    tokens = rounds.survival.expected_tokens(rounds.slots, rounds.users, some)
+    assert tokens[CHAIN] == pytest.approx(2 + 2 * rounds.tokens()[CHAIN], abs=0.1)
+    assert rounds.survival.expected_tokens(rounds.slots, rounds.users, ~(some | True)).tolist() == [4.0] * 4
+    assert rounds.survival.expected_tokens(rounds.slots[:0], rounds.users[:0], some[:0]).tolist() == [0.0] * 4
+
+
+def test_a_tree_is_guessed_from_a_chain_and_then_known() -> None:
+    rounds = Rounds(8)
+    rounds.run(CHAIN, [0.6] * 3, 200)
+    guessed = rounds.tokens()[TREE]
+    assert tokens_of([0.6] * 5, 5) < guessed < tokens_of([0.95] * 5, 5)  # and hoped for
+    rounds.run(TREE, [0.75] * 5, 300)
+    assert rounds.tokens()[TREE] == pytest.approx(tokens_of([0.75] * 5, 5), abs=0.2)
+    assert rounds.tokens()[CHAIN] == pytest.approx(tokens_of([0.6] * 3, 3), abs=0.3)
+
+
+def test_a_step_takes_microseconds() -> None:
+    """As a multiple of what numpy takes for one comparison, 0.4 us or so on a machine that does nothing else; the best
+    of many, so that others' load does not count."""
+    count = 128
+    rounds = Rounds(count)
+    accepted = np.arange(count, dtype=np.int32) % 4
+    drafted = np.full(count, CHAIN)
+
+    def best_s(function: object, repeats: int = 30) -> float:
+        times = []
+        for _ in range(repeats):
+            started_s = time.perf_counter()
+            for _ in range(20):
+                function()  # type: ignore[operator]
+            times.append((time.perf_counter() - started_s) / 20)
+        return min(times)
+
+    one = best_s(lambda: rounds.slots < 5)
+    whole = best_s(lambda: rounds.survival.record(rounds.slots, rounds.users, drafted, CHAIN, accepted))
+    assert whole < 100 * one, f"{whole * 1e6:.0f} us, one comparison {one * 1e6:.2f} us"
