@@ -9,6 +9,7 @@ backends        which attention backend serves which mode
 deterministic   what `deterministic: true` promises, and what cannot keep it
 layout          what is known before anything is loaded, and what speculation adds
 build           from configuration to a rank; warm_up: its first steps
+memory          how a rank's memory is divided while it is built; device_memory: how much there is
 executor        the interface of whoever sends plans
 local_engine    an engine in this process, without transport; rank_processes: its ranks, if it has several
 graph_inputs    what a captured step reads
