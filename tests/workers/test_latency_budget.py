@@ -5,7 +5,7 @@ out or written to another's page.
 """
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.simulation import Simulation
@@ -16,6 +16,7 @@ from workers.scheduling.plan import StepPlan, unpack_i32
 from workers.scheduling.request import Request, RequestState
 from workers.scheduling.sequence import Sequence
 
+QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other work may slow this machine
 ROUND = RoundCosts(num_requests=(1, 8), ms=(5.0, 6.0), ms_per_kv_token=(0.0, 0.0))
 TABLE = CostTable(  # a chunk adds a millisecond and one more for every ten tokens
     rounds=(ROUND, ROUND),
@@ -24,12 +25,13 @@ TABLE = CostTable(  # a chunk adds a millisecond and one more for every ten toke
     chunk_ms=((2.0, 12.0), (7.0, 17.0), (8.0, 18.0)),
     default=1,
 )
+ROUNDING_MS = 1e-6
 steps_up = st.floats(0.0, 10.0)
 
 
 @st.composite
 def cost_tables(draw: st.DrawFn) -> CostTable:
-    """More work never costs less in it."""
+    """More work never costs less in it; as far as 50 requests."""
 
     def rising(count: int, least: float = 0.1) -> tuple[float, ...]:
         values = [least + draw(steps_up)]
@@ -37,10 +39,10 @@ def cost_tables(draw: st.DrawFn) -> CostTable:
             values.append(values[-1] + draw(steps_up))
         return tuple(values)
 
-    rounds = RoundCosts((1, 4, 8), rising(3), (draw(st.floats(0.0, 0.02)),) * 3)
+    rounds = RoundCosts((1, 4, 50), rising(3), (draw(st.floats(0.0, 0.02)),) * 3)
     alone = rising(3)
     beside = tuple(ms + rounds.ms[-1] for ms in rising(3))
-    return CostTable((rounds, rounds), (0, 8), (1, 16, 17), (alone, beside), 1, draw(st.floats(0.0, 0.01)))
+    return CostTable((rounds, rounds), (0, 50), (1, 16, 17), (alone, beside), 1, draw(st.floats(0.0, 0.01)))
 
 
 @st.composite
@@ -81,7 +83,7 @@ class Watched(Simulation):
             most_ms = max(budget.limit_ms, budget.step_limit_ms(rounds, 0))
             context = sum(count * start for count, start in counts) / tokens
             ms = budget.costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, tokens, context)
-            assert ms <= most_ms + 1e-9
+            assert ms <= most_ms + ROUNDING_MS
 
     def rounds(self, plan: StepPlan) -> StepRounds:
         slots = unpack_i32(plan.slots)
@@ -116,7 +118,7 @@ class Watched(Simulation):
 
 
 @given(costs=cost_tables(), target=st.one_of(st.just("auto"), st.floats(0.5, 60.0)), history=histories())
-@settings(max_examples=40, deadline=None)
+@settings(QUIET, max_examples=40)
 def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, history):
     sim = Watched(num_pages=1600, max_running=50, max_step_tokens=64, costs=costs, itl_target_ms=target)
     for request in sim.play(history):
@@ -124,7 +126,7 @@ def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, 
 
 
 @given(costs=cost_tables(), history=histories(), max_running=st.integers(1, 8), page_size=st.sampled_from((1, 4)))
-@settings(max_examples=40, deadline=None)
+@settings(QUIET, max_examples=40)
 def test_where_pages_and_slots_are_short_every_request_still_ends(costs, history, max_running, page_size):
     sim = Watched(page_size, num_pages=110 // page_size, max_running=max_running, max_step_tokens=32, costs=costs)
     sim.is_roomy = False
@@ -136,11 +138,11 @@ def test_where_pages_and_slots_are_short_every_request_still_ends(costs, history
     costs=cost_tables(),
     target_ms=st.floats(0.1, 50.0),
     stretch=st.floats(1.0, 4.0),
-    rounds=st.builds(StepRounds, st.just(1), st.integers(0, 12), st.integers(0, 500)),
+    rounds=st.builds(StepRounds, st.just(1), st.integers(0, 50), st.integers(0, 500)),
     backlog=st.integers(0, 10_000),
     wanted=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 400)), min_size=1, max_size=6),
 )
-@settings(max_examples=200, deadline=None)
+@settings(QUIET, max_examples=200)
 def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds, backlog, wanted):
     budget = LatencyBudget(costs, target_ms, stretch * target_ms, 256)
     limit_ms = budget.step_limit_ms(rounds, backlog)
@@ -157,9 +159,9 @@ def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds
         if room:
             step.take(room, context)
             pairs += room * context
-            assert step.tokens == 1 or ms(step.tokens, 0) <= limit_ms
+            assert step.tokens == 1 or ms(step.tokens, 0) <= limit_ms + ROUNDING_MS
         if room < count:
-            assert step.tokens == 256 or ms(step.tokens + 1, context) > limit_ms
+            assert step.tokens == 256 or ms(step.tokens + 1, context) > limit_ms - ROUNDING_MS
             assert step.room(count, context) == 0, "what is left was offered again"
             break
 

@@ -106,24 +106,19 @@ class StepBudget:
 
     def step_ms(self, rounds: StepRounds) -> float | None:
         """What the step takes with what it was given, beside the rounds that it has in the end; None without costs."""
-        return None if self._costs is None else self._step_ms(self._costs, rounds, self.tokens, self._pairs)
+        if self._costs is None:
+            return None
+        context = self._pairs / self.tokens if self.tokens else 0.0
+        return self._costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, self.tokens, context)
 
     def _most(self, count: int, context: int) -> int:
         """How many of `count` tokens keep the step within its limit; of a step's first prompt at least one."""
-        if count <= 0 or self._costs is None or self._fits(count, context):
+        costs, rounds = self._costs, self._rounds
+        if count <= 0 or costs is None:
             return count
-        fits, too_many = 0 if self.tokens else 1, count
-        while fits + 1 < too_many:
-            middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if self._fits(middle, context) else (fits, middle)
-        return fits
-
-    def _fits(self, count: int, context: int) -> bool:
-        assert self._costs is not None
-        tokens, pairs = self.tokens + count, self._pairs + count * context
-        return self._step_ms(self._costs, self._rounds, tokens, pairs) <= self._limit_ms
-
-    @staticmethod
-    def _step_ms(costs: CostTable, rounds: StepRounds, tokens: int, pairs: int) -> float:
-        context = pairs / tokens if tokens else 0.0
-        return costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, tokens, context)
+        # what was taken has another context, which the limit makes up for
+        limit_ms = self._limit_ms - costs.ms_per_chunk_kv * (self._pairs - self.tokens * context)
+        fitting = costs.chunk_tokens_within(
+            limit_ms, rounds.shape, rounds.num_requests, rounds.kv_tokens, self.tokens + count, context
+        )
+        return max(fitting - self.tokens, 0 if self.tokens else 1)

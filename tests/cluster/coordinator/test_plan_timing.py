@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.coordinator.plan_timing import FIRST_MARGIN_S, PlanTiming
@@ -67,7 +67,7 @@ class Device:
     receive_s=st.floats(0.0, 0.001),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_device_hardly_waits_whatever_is_not_known_of_it(ratio, noise, send_s, receive_s, seed):
     """Next to plans that leave as soon as there is room, which wait for a device that is quicker than they are."""
     device, at_once = (Device(PlanTiming(2), ratio, noise, send_s, receive_s, seed) for _ in range(2))
