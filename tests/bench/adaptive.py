@@ -9,7 +9,7 @@ prompts of one length; each shape is forced for some steps, then the scheduler c
 learn what is accepted; the better of two passes counts for each. Cells that `--pool-tokens` do not hold are left out.
 Tokens per millisecond, what the choice reaches of the best shape, of plain rounds and of no draft at all, and which
 shapes it ran. A Markdown table, then one JSON line. Needs a GPU for figures that mean anything; `--tiny` tries it on a
-CPU.
+CPU, in one thread.
 """
 
 import argparse
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--pool-tokens", type=int, default=700_000, help="KV tokens of the pool: 131 KB each, of 8B")
     arguments = parser.parse_args()
     if arguments.tiny:
+        torch.set_num_threads(1)
         arguments.batches, arguments.contexts, arguments.acceptances = [1, 3], [48], [3.0]
         arguments.steps, arguments.pool_tokens = 10, 8192
     cells = run(arguments)
