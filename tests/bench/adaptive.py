@@ -5,11 +5,11 @@
 
 Engines with dummy weights and synthetic acceptance (where a shape is not deep enough for it, as much as it holds), the
 scheduler in this process, costs as the start measures them. A cell is a number of requests that all run, with distinct
-prompts of one length; each shape is forced for some steps, then the scheduler chooses, having had `LEARNING` steps to
+prompts of one length; each shape is forced for some steps, then the scheduler chooses, which first has as many steps to
 learn what is accepted; the better of two passes counts for each. Cells that `--pool-tokens` do not hold are left out.
 Tokens per millisecond, what the choice reaches of the best shape, of plain rounds and of no draft at all, and which
 shapes it ran. A Markdown table, then one JSON line. Needs a GPU for figures that mean anything; `--tiny` tries it on a
-CPU.
+CPU, in one thread.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from workers.scheduling.shape_choice import ShapeChoice
 TREES = {"chain": (3, 1, 4), "tree": (5, 4, 16)}
 PAGE_SIZE = 16
 PASSES = 2
-SETTLING, LEARNING = 20, 150  # steps before those that are measured: of a forced shape, of the choice
+SETTLING = 20  # steps of a forced shape before those that are measured
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def engine_spec(folder: Path, shapes: str | None, acceptance: float, arguments: 
 
 def room(num_steps: int) -> int:
     """Tokens that a request may emit in an arm, and a margin for what rounds write after them."""
-    return 6 * (num_steps + LEARNING + SETTLING + 8) + 256
+    return 6 * (2 * num_steps + SETTLING + 8) + 256
 
 
 def tokens_per_ms(engine: LocalEngine, prompts: Sequence[list[int]], settling: int, num_steps: int) -> float:
@@ -135,7 +135,7 @@ def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tu
         if shapes.default:
             forced(engine, None)
             before = Counter(scheduler.stats.steps_by_shape)
-            better("adaptive", tokens_per_ms(engine, prompts, LEARNING, num_steps))
+            better("adaptive", tokens_per_ms(engine, prompts, num_steps, num_steps))
             chosen += Counter(scheduler.stats.steps_by_shape) - before
     scheduler.flush_prefix_cache()
     return found, dict(chosen)
@@ -191,8 +191,9 @@ def main() -> None:
     parser.add_argument("--pool-tokens", type=int, default=700_000, help="KV tokens of the pool: 131 KB each, of 8B")
     arguments = parser.parse_args()
     if arguments.tiny:
-        arguments.batches, arguments.contexts, arguments.acceptances = [1, 4], [48], [1.3, 3.0]
-        arguments.steps, arguments.pool_tokens = 12, 24_576
+        torch.set_num_threads(1)
+        arguments.batches, arguments.contexts, arguments.acceptances = [1, 3], [48], [3.0]
+        arguments.steps, arguments.pool_tokens = 10, 8192
     cells = run(arguments)
     print("\n| shapes | acceptance | batch | context | tokens/ms | of the best | of plain | of none | steps |")
     print("| --- " * 9 + "|")

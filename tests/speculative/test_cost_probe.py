@@ -69,7 +69,8 @@ class ModelOfCosts:
 
 
 def fake_engine(pair: Pair, max_running: int, max_step_tokens: int, pages: int = 400) -> tuple[EngineLayout, SlotTable]:
-    spec = pair.spec(pair.tree(), CacheConfig(PAGE, num_pages=pages), SchedulerConfig(max_running, max_step_tokens))
+    tree = dataclasses.replace(pair.tree(), adaptive=False)  # two shapes
+    spec = pair.spec(tree, CacheConfig(PAGE, num_pages=pages), SchedulerConfig(max_running, max_step_tokens))
     layout = plan_layout(spec)
     return layout, SlotTable(max_running, -(-layout.max_position // PAGE), layout.target.vocab_size, CPU)
 

@@ -79,6 +79,7 @@ class ShapeChoice:
         self._shapes = shapes
         self._current = shapes.default
         self._rates: _Rates | None = None
+        self._costs: CostTable | None = None
         self._allowed: tuple[int, ...] = ()
         self._num_requests = 0
         self._until_evaluation = 0
@@ -106,7 +107,8 @@ class ShapeChoice:
         allowed = self._allowed_shapes(load)
         self._until_evaluation -= 1
         moved = abs(num_requests - self._num_requests) * 8 > self._num_requests
-        if self._rates is None or self._until_evaluation <= 0 or moved or allowed != self._allowed:
+        if self._until_evaluation <= 0 or moved or allowed != self._allowed or costs is not self._costs:
+            self._costs = costs
             self._evaluate(load, costs, allowed)
         assert self._rates is not None
         self._credit_ms = min(self._credit_ms + PROBING_SHARE * float(self._rates.ms[self._current]), 1e3)

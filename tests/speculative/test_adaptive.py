@@ -1,0 +1,123 @@
+"""Shapes that change while requests run: the same answers as without drafts, and every step a graph."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from tests.speculative.conftest import EOS, Pair
+from tests.support.eager_graphs import EagerRecorder
+from workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from workers.distributed.tp_group import SOLO
+from workers.runner.batch import StepBatch, StepTensors
+from workers.runner.cuda_graph import CHUNK_NEEDS, GraphedDecoding, bucket_sizes
+from workers.runner.local_engine import LocalEngine
+from workers.runner.worker import Worker
+from workers.scheduling.cost_table import CostTable, RoundCosts
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
+
+GREEDY = SamplingParams(44, 0.0, stop_token_ids=(EOS,))
+RANDOM = replace(GREEDY, temperature=0.9, seed=11)
+MIX = (GREEDY, RANDOM, replace(RANDOM, top_p=0.8, seed=12), replace(GREEDY, speculative=False))
+RARE = replace(GREEDY, frequency_penalty=0.3, max_tokens=20)
+TOKENS = (8, 64)
+
+
+def cheap(shapes: RoundShapes, favourite: int) -> CostTable:
+    """Costs by which one shape is the best, whatever is accepted."""
+    rounds = tuple(
+        RoundCosts((1, 16), (1.0, 1.0) if index == favourite else (9.0, 9.0), (0.0, 0.0))
+        for index in range(len(shapes))
+    )
+    return CostTable(rounds, (0,), (16,), ((1.0,),), shapes.default)
+
+
+def answers(engine: LocalEngine, prompts: list[list[int]], with_rare: bool = False) -> list[list[int]]:
+    """Requests come in three waves, so that prompts run beside rounds. The costs change every two steps, if the engine
+    has several shapes."""
+    scheduler = engine.scheduler
+    shapes = scheduler._shapes
+    requests = [Request(f"r{i}", prompt, MIX[i % len(MIX)]) for i, prompt in enumerate(prompts)]
+    if with_rare:
+        requests[-1] = Request("rare", prompts[-1], RARE)
+    favourites = itertools.cycle(range(len(shapes)))
+    waiting = requests[::-1]
+    for step in itertools.count():
+        if step % 13 == 0:
+            for _ in range(min(5, len(waiting))):
+                scheduler.submit(waiting.pop())
+        if step % 2 == 0 and shapes.adaptive:
+            scheduler.use_costs(cheap(shapes, next(favourites)))
+        engine.step()
+        if not waiting and scheduler.num_running == scheduler.num_waiting == engine.executor.num_pending == 0:
+            return [request.output for request in requests]
+    raise AssertionError
+
+
+def spec(pair: Pair, speculative: SpeculativeConfig | None) -> EngineSpec:
+    return pair.spec(speculative, scheduler=SchedulerConfig(max_running=10, max_step_tokens=64))
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[list[int]]:
+    with local_engine(spec(pair, None)) as engine:
+        return answers(engine, pair.prompts, with_rare=True)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_answers_do_not_change_when_shapes_do(pair: Pair, plain: list[list[int]], shape: str) -> None:
+    speculative = pair.chain() if shape == "chain" else pair.tree()
+    with local_engine(spec(pair, speculative)) as engine:
+        assert answers(engine, pair.prompts, with_rare=True) == plain
+        stats, shapes = engine.scheduler.stats, engine.scheduler._shapes
+    assert len(shapes) == (3 if shape == "chain" else 4)
+    assert set(stats.steps_by_shape) == {s.name for s in shapes.shapes}
+    assert all(tokens >= stats.steps_by_shape[name] for name, tokens in stats.tokens_by_shape.items())
+    assert {"best", "prompts", "sampling"} <= set(stats.steps_by_reason)
+    assert set(stats.expected_tokens_per_ms) == set(stats.steps_by_shape)
+    accepted = sum(k * n for k, n in enumerate(stats.accepted_histogram))
+    assert stats.num_draft_tokens > accepted > 0.2 * stats.num_drafts
+    with local_engine(spec(pair, dataclasses.replace(speculative, adaptive=False))) as engine:
+        assert answers(engine, pair.prompts, with_rare=True) == plain
+        assert set(engine.scheduler.stats.steps_by_reason) <= {"static", "nobody"}
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) -> None:
+    """All rounds, and all steps with prompt chunks that are captured for any shape."""
+    speculative = pair.chain() if shape == "chain" else pair.tree()
+    with local_engine(spec(pair, speculative)) as engine:
+        expected = answers(engine, pair.prompts)
+    with local_engine(spec(pair, speculative)) as engine:
+        worker, recorder = engine.executor, EagerRecorder()
+        assert isinstance(worker, Worker)
+        graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(10), 256, recorder, TOKENS)
+        with torch.inference_mode():
+            graphs.capture(GraphCapture(), SOLO)
+        worker._strategy = graphs
+        eager: list[StepBatch] = []
+        seen: set[tuple[int, bool]] = set()
+        step = graphs.step
+
+        def noted(batch: StepBatch) -> StepTensors:
+            before = recorder.num_replays
+            out = step(batch)
+            if recorder.num_replays == before:
+                eager.append(batch)
+            seen.add((batch.shape, batch.chunks is not None))
+            return out
+
+        graphs.step = noted  # type: ignore[method-assign]
+        assert answers(engine, pair.prompts) == expected
+        shapes = engine.scheduler._shapes
+    assert {shape for shape, with_chunks in seen if not with_chunks} == set(range(len(shapes)))
+    assert (shapes.default, True) in seen
+    for batch in eager:
+        assert batch.chunks is not None, f"a round of shape {batch.shape} ran without a graph"
+        assert not CHUNK_NEEDS.covers(batch.needs) or batch.chunks.batch.num_rows > max(TOKENS)
