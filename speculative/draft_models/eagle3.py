@@ -176,4 +176,4 @@ class FinalStateEagle3Model(Eagle3Model):
         return output.hidden
 
     def project(self, features: Tensor) -> Tensor:
-        return features
+        return features.clone()  # the layer adds to its residual stream in place

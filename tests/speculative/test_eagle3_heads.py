@@ -19,9 +19,10 @@ from speculative.drafter import DraftRunner
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.eagle3_reference import Head, Reference, save_head
+from tests.support.thread_group import on_ranks
 from tests.support.tiny_models import VOCAB
 from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
+from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import Attending
 from workers.models.loading import load_target, read_target_config
 from workers.scheduling.plan import SamplingParams
@@ -57,14 +58,14 @@ def speculators(head: Head, kind: str = "llama", **more: Any) -> dict[str, Any]:
     }
 
 
-def served(draft: Path, target: Path) -> DraftRunner:
+def served(draft: Path, target: Path, group: TPGroup = SOLO) -> DraftRunner:
     """The head in `draft` as an engine loads it, with a pool and the oracle's attention."""
     source = ModelSource(path=str(target), device="cpu")
-    config = read_target_config(source, 1)
+    config = read_target_config(source, group.size)
     method = read_draft("eagle3", str(draft), str(target), config)
-    decoder = load_target(source, config, SOLO, CPU, 64, method.capture)
-    model = load_draft(method, source, decoder, SOLO, CPU, 64)
-    pool = KVPool(method.model.kv_groups(1, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
+    decoder = load_target(source, config, group, CPU, 64, method.capture)
+    model = load_draft(method, source, decoder, group, CPU, 64)
+    pool = KVPool(method.model.kv_groups(group.size, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
     return DraftRunner(model, pool, dict.fromkeys(Mode, TorchBackend()))
 
 
@@ -236,3 +237,24 @@ def test_answers_are_those_without_a_draft(pair: Pair, tmp_path: Path, head: Hea
 
     drafted = answers(SpeculativeConfig(str(draft), "eagle3", *shape))
     assert [request.output for request in drafted] == [request.output for request in answers(None)]
+
+
+@pytest.mark.parametrize("head", [Head(draft_vocab=41, own_embedding=True), Head(layers=3, norm_output=True)])
+def test_two_ranks_compute_what_one_does(pair: Pair, tmp_path: Path, head: Head) -> None:
+    folder = save_head(tmp_path / "d", flat(head), head.tensors())
+    generator = torch.Generator().manual_seed(6)
+    ids = torch.randint(0, VOCAB, (LENGTH + STEPS,), generator=generator)
+    features = torch.randn(LENGTH, 3 * head.target_hidden, generator=generator)
+
+    def run(group: TPGroup) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            runner = served(folder, pair.target, group)
+            states, logits = drafted(runner, features, ids[:LENGTH], ids[LENGTH:])
+            shard = runner.model.lm_head.shard
+            return torch.stack(states), shard.gather_logits(torch.stack(logits))
+
+    alone = run(SOLO)
+    for ours in on_ranks(2, run):
+        for values, expected in zip(ours, alone, strict=True):
+            # float32, sums in another order: within 1e-5 of values of about 1
+            torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
