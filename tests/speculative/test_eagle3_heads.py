@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attention.backends.torch_backend import TorchBackend
+from attention.config import DraftAttention
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from speculative.backends import draft_backends
 from speculative.config import SpeculativeConfig
 from speculative.draft_models.loading import load_draft
 from speculative.draft_models.registry import read_draft
@@ -25,6 +26,7 @@ from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import Attending
 from workers.models.loading import load_target, read_target_config
+from workers.runner.backends import ModelShape
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
@@ -58,20 +60,22 @@ def speculators(head: Head, kind: str = "llama", **more: Any) -> dict[str, Any]:
     }
 
 
-def served(draft: Path, target: Path, group: TPGroup = SOLO) -> DraftRunner:
-    """The head in `draft` as an engine loads it, with a pool and the oracle's attention."""
-    source = ModelSource(path=str(target), device="cpu")
+def served(draft: Path, target: Path, group: TPGroup = SOLO, device: torch.device = CPU) -> DraftRunner:
+    """The head in `draft` in float32 as an engine loads it, with a pool and the device's attention."""
+    source = ModelSource(path=str(target), dtype="float32")
     config = read_target_config(source, group.size)
     method = read_draft("eagle3", str(draft), str(target), config)
-    decoder = load_target(source, config, group, CPU, 64, method.capture)
-    model = load_draft(method, source, decoder, group, CPU, 64)
-    pool = KVPool(method.model.kv_groups(group.size, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
-    return DraftRunner(model, pool, dict.fromkeys(Mode, TorchBackend()))
+    decoder = load_target(source, config, group, device, 64, method.capture)
+    model = load_draft(method, source, decoder, group, device, 64)
+    pool = KVPool(method.model.kv_groups(group.size, torch.float32), NUM_PAGES, PAGE_SIZE, device)
+    shape = ModelShape(method.model, group.size, torch.float32, PAGE_SIZE, device)
+    return DraftRunner(model, pool, draft_backends(DraftAttention(), shape, tree=True))
 
 
 def drafted(runner: DraftRunner, features: Tensor, ids: Tensor, chain: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """What `Reference.draft` gives, in two chunks of which the last row alone attends, then one token a step."""
-    table = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32)[None]
+    device = features.device
+    table = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32, device=device)[None]
     split = 5
     for first, end in ((0, split), (split, LENGTH)):
         chunks = PrefillBatch.from_lists([first], [end - first], table)
@@ -80,9 +84,9 @@ def drafted(runner: DraftRunner, features: Tensor, ids: Tensor, chain: Tensor) -
         state = runner.model.extend(ids[first:end], features[first:end], context)
     assert state.shape[0] == 1
     states, logits = [state[0]], [runner.model.logits(state)[0]]
-    length = torch.tensor([LENGTH], dtype=torch.int32)
+    length = torch.tensor([LENGTH], dtype=torch.int32, device=device)
     for step, token in enumerate(chain, start=1):
-        mask = causal_mask(1, step, CPU)[:, -1:]
+        mask = causal_mask(1, step, device)[:, -1:]
         decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, table, LENGTH + step)
         state = runner.model.step(token[None], state.clone(), runner.context(decode))
         states.append(state[0])
@@ -90,19 +94,25 @@ def drafted(runner: DraftRunner, features: Tensor, ids: Tensor, chain: Tensor) -
     return states, logits
 
 
-def check(pair: Pair, head: Head, draft: Path, tensors: dict[str, Tensor]) -> None:
+def check(
+    pair: Pair,
+    head: Head,
+    draft: Path,
+    tensors: dict[str, Tensor],
+    device: torch.device = CPU,
+    tolerance: float = 1e-4,  # float32, sums in another order: within 1e-5 of values of about 1
+) -> None:
     """States and logits after a text and along a chain are the reference's."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCAB, (LENGTH + STEPS,), generator=generator)
     features = torch.randn(LENGTH, max(head.num_captured, 1) * head.target_hidden, generator=generator)
     embedding = load_file(str(pair.target / "model.safetensors"))["model.embed_tokens.weight"]
-    runner = served(draft, pair.target)
+    runner = served(draft, pair.target, device=device)
     with torch.inference_mode():
-        ours = drafted(runner, features, ids[:LENGTH], ids[LENGTH:])
+        ours = drafted(runner, features.to(device), ids[:LENGTH].to(device), ids[LENGTH:].to(device))
         theirs = Reference(head, tensors, embedding).draft(features, ids[:LENGTH], ids[LENGTH:])
     for states, expected in zip(ours, theirs, strict=True):
-        # float32, sums in another order: within 1e-5 of values of about 1
-        torch.testing.assert_close(torch.stack(states), torch.stack(expected), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.stack(states).cpu(), torch.stack(expected), atol=tolerance, rtol=tolerance)
 
 
 HEADS: dict[str, tuple[Head, Callable[..., dict[str, Any]]]] = {
@@ -129,14 +139,19 @@ HEADS: dict[str, tuple[Head, Callable[..., dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_states_and_logits_are_those_of_the_published_module(pair: Pair, tmp_path: Path, name: str) -> None:
+    head, tensors = HEADS[name][0], HEADS[name][0].tensors()
+    check(pair, head, save_head(tmp_path / "d", config_of(name), tensors), tensors)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """config.json of one of HEADS."""
     head, layout = HEADS[name]
     config = layout(head)
     if head.num_captured != 3:
         config["eagle_config"] = {"use_aux_hidden_state": bool(head.num_captured)}
         if head.num_captured:
             config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 5][: head.num_captured]
-    tensors = head.tensors()
-    check(pair, head, save_head(tmp_path / "d", config, tensors), tensors)
+    return config
 
 
 def test_layers_of_qwen3_have_norms_on_their_heads(pair: Pair, tmp_path: Path) -> None:
