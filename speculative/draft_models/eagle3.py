@@ -37,12 +37,14 @@ from workers.models.name_map import NameMap
 class Eagle3(DraftMethod):
     """capture: empty if the head reads the target's final hidden state, of which it has no projection.
     projection_bias: whether the projection of the captured layers has a bias; published ones have none.
-    target_hidden_size: the width of a captured layer; the head's own is `model.hidden_size`."""
+    target_hidden_size: the width of a captured layer; the head's own is `model.hidden_size`.
+    reads_last_layer: whether it reads what the target's last layer gives of a row, normalised or not."""
 
     name: ClassVar[str] = "eagle3"
     model: LlamaConfig
     projection_bias: bool
     target_hidden_size: int
+    reads_last_layer: bool = False
     flags: HeadFlags = field(default_factory=HeadFlags)
 
     @classmethod
@@ -77,11 +79,14 @@ class Eagle3(DraftMethod):
             capture,
             bool(raw.get("bias", False)),
             target.hidden_size,
+            not capture or target.num_layers in capture,
             flags,
         )
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "Eagle3Model":
-        kind = Eagle3Model if self.capture else FinalStateEagle3Model
+        if not self.capture:
+            return FinalStateEagle3Model(self, group, max_position, device)
+        kind = LastLayerEagle3Model if self.reads_last_layer else Eagle3Model
         return kind(self, group, max_position, device)
 
     @property
@@ -167,10 +172,14 @@ class Eagle3Model(DraftModel):
         return logits
 
 
-class FinalStateEagle3Model(Eagle3Model):
-    """One that reads the target's final hidden state in place of projected features (NVIDIA's Llama-4 head)."""
+class LastLayerEagle3Model(Eagle3Model):
+    """One for which what leaves the target's last layer is captured too (NVIDIA's third gpt-oss head)."""
 
     reads_last_layer: ClassVar[bool] = True
+
+
+class FinalStateEagle3Model(LastLayerEagle3Model):
+    """One that reads the target's final hidden state in place of projected features (NVIDIA's Llama-4 head)."""
 
     def features(self, output: DecoderOutput) -> Tensor:
         return output.hidden

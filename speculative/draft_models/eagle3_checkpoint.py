@@ -31,7 +31,8 @@ def layer_ids(capture: tuple[int, ...]) -> list[int]:
 
 
 def captured_layers(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers of a target of `num_layers` whose input a draft with this config.json reads. Raises ValueError.
+    """The layers of a target of `num_layers` whose input a draft with this config.json reads; `num_layers` is what
+    leaves the last one. Raises ValueError.
 
     Checkpoints name layers in two ways: by those whose output is meant, and (all of `speculators`, some others) by
     those whose input is. The first layer's output is the lowest that anyone reads, so that ids that begin with 1 are
@@ -45,7 +46,7 @@ def captured_layers(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple
     else:
         capture = default_capture(num_layers)
     count = int(raw.get("num_aux_hidden_states") or len(capture))
-    if len(capture) != count or len(set(capture)) != count or not all(0 <= i < num_layers for i in capture):
+    if len(capture) != count or len(set(capture)) != count or not all(0 <= i <= num_layers for i in capture):
         raise ValueError(
             f"draft {path}: captures the input of layers {capture}, which the target of {num_layers} layers does "
             f"not have {count} of; set eagle_config.eagle_aux_hidden_state_layer_ids in the draft's config, or use the "

@@ -88,6 +88,7 @@ def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder
         f"hidden_size={model.hidden_size} beside its target's {method.target_hidden_size}": model.hidden_size
         != method.target_hidden_size,
         "use_aux_hidden_state=false": not method.capture,
+        "the output of the target's last layer among those captured": method.reads_last_layer and bool(method.capture),
         "attention_bias=true": model.qkv_bias or model.o_bias,
         "norms on the heads of its attention": model.qk_norm,
     }

@@ -21,7 +21,7 @@ from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.eagle3_reference import Head, Reference, save_head
 from tests.support.thread_group import on_ranks
-from tests.support.tiny_models import VOCAB
+from tests.support.tiny_models import LAYERS, VOCAB
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import Attending
@@ -238,12 +238,17 @@ def test_speculators_files_that_do_not_say_normalise_before_the_residual(pair: P
 
 
 @pytest.mark.parametrize(
-    "head", [Head(layers=2, fc_norm=True, norm_output=True), Head(num_captured=0)], ids=["two layers", "final state"]
+    "head,ids",
+    [(Head(layers=2, fc_norm=True, norm_output=True), [1, 4, 5]), (Head(num_captured=0), []), (Head(), [2, 5, LAYERS])],
+    ids=["two layers", "final state", "last layer"],
 )
 @pytest.mark.parametrize("shape", [(3, 1, 4), (4, 3, 10)], ids=["chain", "tree"])
-def test_answers_are_those_without_a_draft(pair: Pair, tmp_path: Path, head: Head, shape: tuple[int, int, int]) -> None:
+def test_answers_are_those_without_a_draft(
+    pair: Pair, tmp_path: Path, head: Head, ids: list[int], shape: tuple[int, int, int]
+) -> None:
     """Greedy, float32, whatever the head proposes, with prompts in several chunks."""
-    config = flat(head, eagle_config={"use_aux_hidden_state": bool(head.num_captured)})
+    given = {"use_aux_hidden_state": bool(head.num_captured), "eagle_aux_hidden_state_layer_ids": ids}
+    config = flat(head, eagle_config=given)
     draft = save_head(tmp_path / "d", config, head.tensors())
 
     def answers(speculative: SpeculativeConfig | None) -> list[Request]:

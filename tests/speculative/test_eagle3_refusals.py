@@ -43,7 +43,7 @@ WITHOUT = r"use a head without it"
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quant_method='compressed-tensors' is not"),
         ({"target_hidden_size": 32}, r"made for a target of hidden_size=32, the target .* hidden_size=64"),
         ({"num_aux_hidden_states": 2}, "does not have 2 of; set eagle_config.eagle_aux_hidden_state_layer_ids"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "which the target of 8 layers does not have 3 of"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "which the target of 8 layers does not have 3 of"),
         (
             {"hidden_size": 32, "eagle_config": {"use_aux_hidden_state": False}},
             "hidden_size=32 of its own, the target has 64; use_aux_hidden_state=false means",

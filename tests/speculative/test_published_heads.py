@@ -255,13 +255,13 @@ HEADS = {
         (5120, 48, 202048),
         (),
     ),
-    "NVIDIA gpt-oss-120b, flags in eagle_config": Published(
+    "NVIDIA gpt-oss-120b, flags in eagle_config, the last layer's output": Published(
         flat(
             layer(2880, 17280, 64, 8, 201088, 64),
-            eagle_config=NVIDIA | {"eagle_aux_hidden_state_layer_ids": [24, 30, 33], "norm_before_fc": True},
+            eagle_config=NVIDIA | {"eagle_aux_hidden_state_layer_ids": [24, 30, 36], "norm_before_fc": True},
         ),
         (2880, 36, 201088),
-        (24, 30, 33),
+        (24, 30, 36),
         HeadFlags(norm_before_fc=True),
         more={"input_norm.weight": (3 * 2880,)},
     ),
@@ -325,4 +325,5 @@ def test_published_heads_load_as_they_are(name: str, tmp_path: Path, monkeypatch
     layers = head.config.get("transformer_layer_config", head.config)
     theta = layers.get("rope_theta") or layers.get("rope_parameters", {}).get("rope_theta", 10000.0)
     assert method.model.rope.theta == theta
+    assert model.reads_last_layer == (not head.capture or head.target[1] in head.capture)
     assert (model.target_ids is None) == (method.vocab_size == method.model.vocab_size)

@@ -103,6 +103,10 @@ def test_every_flag_of_a_head_can_be_trained() -> None:
         ({"attention_bias": True}, "has attention_bias=true, which is served but cannot"),
         ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "has norms on the heads of its attention, which is served"),
         ({"hidden_size": 64}, "has hidden_size=64 beside its target's 32, which is served"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 7]}},
+            "the output of the target's last layer among",
+        ),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "has use_aux_hidden_state=false, which is served"),
     ],
 )
