@@ -5,17 +5,18 @@ suffix, and nothing of that outlives the round. A random request's scores carry 
 (`workers.sampling.sampler`) and its filters, so that the draft proposes what the target would draw.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, Mode, causal_mask
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.draft_models.method import DraftModel
 from speculative.shapes import TreeShape
 from speculative.tree import Candidates, Children, candidate_depths, chain
 from speculative.tree_growth import grow
 from speculative.tree_table import TreeTable
+from workers.layers.forward_context import Attending, ForwardContext
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
 from workers.slots.slot_table import SlotTable
@@ -23,6 +24,20 @@ from workers.slots.slot_table import SlotTable
 
 class DraftRunner(ModelRunner[DraftModel]):
     """The draft with its own pool; page ids are the target's."""
+
+    def context(
+        self,
+        decode: DecodeBatch | None,
+        decode_positions: Tensor | None = None,
+        chunks: PrefillBatch | None = None,
+        attending: Attending | None = None,
+    ) -> ForwardContext:
+        """As every runner's; of a draft of several layers only the last is `attending`'s, since the KV of the others'
+        successors is made of their output."""
+        if attending is None or self.model.num_layers == 1:
+            return super().context(decode, decode_positions, chunks, attending)
+        last = super().context(decode, decode_positions, chunks, attending)
+        return replace(super().context(decode, decode_positions, chunks), last=last)
 
 
 @dataclass(frozen=True)

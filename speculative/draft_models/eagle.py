@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from speculative.draft_models.config import check_fit, draft_architecture, read_layer
+from speculative.draft_models.config import check_target, check_width, draft_architecture, read_layer
 from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
@@ -19,6 +19,8 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
 from workers.models.llama import LlamaConfig
 from workers.models.name_map import NameMap
+
+_EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,23 @@ class Eagle(DraftMethod):
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
         """Its config.json is that of a decoder of one layer, which says nothing of EAGLE."""
         architecture = draft_architecture(raw)
+        if "speculators_model_type" in raw:
+            return False
         is_decoder = architecture.endswith("ForCausalLM") or "Eagle" in architecture
         return is_decoder and "eagle3" not in architecture.lower() and "draft_vocab_size" not in raw
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
         model = read_layer(path, raw)
-        check_fit(path, model, raw, target)
+        check_target(path, model, int(raw.get("target_hidden_size") or model.hidden_size), target)
+        check_width(path, model, target, "an EAGLE head reads the target's hidden state beside the embedding")
+        flags = {**raw, **(raw.get("eagle_config") or {})}
+        set_flags = [name for name in _EAGLE3_FLAGS if flags.get(name)]
+        if set_flags:
+            raise ValueError(
+                f"draft {path}: {', '.join(set_flags)} is of EAGLE-3 heads; set speculative.method: eagle3 if it is "
+                "one, else use a head without it"
+            )
         return cls(path, model, target.vocab_size, (), bool(raw.get("bias", True)))
 
     @property

@@ -1,56 +1,97 @@
-"""EAGLE-3 heads (arXiv 2503.01840): three captured layers of the target, a vocabulary of their own, and a recurrent
-state from before the final norm."""
+"""EAGLE-3 heads (arXiv 2503.01840) and those of EAGLE-3.1 (2605.09992): captured layers of the target, a vocabulary of
+their own, and a recurrent state from before the final norm. `eagle3_config.HeadFlags` are the ways in which published
+ones differ."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from speculative.draft_models.config import check_fit, draft_architecture, read_layer
-from speculative.draft_models.eagle3_checkpoint import captured_layers
-from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, joined_input, layer_names
+from speculative.draft_models.checkpoint_files import tensor_names
+from speculative.draft_models.config import check_target, check_width
+from speculative.draft_models.eagle3_checkpoint import captured_layers, count_layers, weight_names
+from speculative.draft_models.eagle3_config import (
+    HeadFlags,
+    is_eagle3,
+    layers_config,
+    read_flags,
+    reads_captured_layers,
+)
+from speculative.draft_models.layers import DraftLayer, joined_input
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryTable
+from workers.layers.rotary import Angles, RotaryTable
 from workers.layers.vocab import VocabEmbedding
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
-from workers.models.llama import LlamaConfig
+from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.name_map import NameMap
 
 
 @dataclass(frozen=True)
 class Eagle3(DraftMethod):
-    """projection_bias: whether the projection of the captured layers has a bias; published ones have none."""
+    """capture: empty if the head reads the target's final hidden state, of which it has no projection.
+    projection_bias: whether the projection of the captured layers has a bias; published ones have none.
+    target_hidden_size: the width of a captured layer; the head's own is `model.hidden_size`.
+    reads_last_layer: whether it reads what the target's last layer gives of a row, normalised or not."""
 
     name: ClassVar[str] = "eagle3"
     model: LlamaConfig
     projection_bias: bool
+    target_hidden_size: int
+    reads_last_layer: bool = False
+    flags: HeadFlags = field(default_factory=HeadFlags)
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return "eagle3" in draft_architecture(raw).lower() or "draft_vocab_size" in raw
+        return is_eagle3(raw)
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
-        model = read_layer(path, raw)
-        check_fit(path, model, raw, target)
-        vocab_size = int(raw.get("draft_vocab_size") or raw["vocab_size"])
-        capture = captured_layers(path, raw, target.num_layers)
-        return cls(path, model, vocab_size, capture, bool(raw.get("bias", False)))
+        layers = layers_config(path, raw)
+        layers["num_hidden_layers"] = int(layers.get("num_hidden_layers") or 1)
+        # SafeAILab's Vicuna head has its target's num_hidden_layers, but the one layer that its module always has
+        if layers["num_hidden_layers"] > 1 and count_layers(tensor_names(path)) == 1:
+            layers["num_hidden_layers"] = 1
+        model = read_config(layers, f"draft {path}")
+        check_target(path, model, int(raw.get("target_hidden_size") or model.hidden_size), target)
+        flags = read_flags(path, raw)
+        capture: tuple[int, ...] = ()
+        if reads_captured_layers(raw):
+            capture = captured_layers(path, raw, target.num_layers)
+        else:
+            check_width(path, model, target, "use_aux_hidden_state=false means that it reads the target's hidden state")
+            if flags.norm_before_fc or flags.fc_norm:
+                raise ValueError(
+                    f"draft {path}: norm_before_fc and fc_norm are of captured layers, but use_aux_hidden_state=false "
+                    "says that it reads none; correct the draft's config"
+                )
+        vocab_size = int(raw.get("draft_vocab_size") or model.vocab_size)
+        return cls(
+            path,
+            model,
+            vocab_size,
+            capture,
+            bool(raw.get("bias", False)),
+            target.hidden_size,
+            not capture or target.num_layers in capture,
+            flags,
+        )
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "Eagle3Model":
-        return Eagle3Model(self, group, max_position, device)
+        if not self.capture:
+            return FinalStateEagle3Model(self, group, max_position, device)
+        kind = LastLayerEagle3Model if self.reads_last_layer else Eagle3Model
+        return kind(self, group, max_position, device)
 
     @property
     def weight_names(self) -> NameMap:
-        """Some published heads call their layer layers.0."""
-        return NameMap(layer_names("midlayer"), (("model.", ""), ("layers.0.", "midlayer.")), IGNORED_WEIGHTS)
+        return weight_names(self.model.num_layers)
 
 
 class Eagle3Layer(DraftLayer):
@@ -76,10 +117,15 @@ class Eagle3Model(DraftModel):
 
     def __init__(self, method: Eagle3, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)
-        self.rotary = RotaryTable(method.model.rope, method.model.head_dim, max_position, device)
-        model = method.model
-        self.fc = ReplicatedLinear(len(method.capture) * model.hidden_size, model.hidden_size, method.projection_bias)
+        model, flags, width = method.model, method.flags, len(method.capture) * method.target_hidden_size
+        self.flags = flags
+        self.rotary = RotaryTable(model.rope, model.head_dim, max_position, device)
+        self.fc = ReplicatedLinear(width, model.hidden_size, method.projection_bias) if width else None
+        self.input_norm = RMSNorm(width, model.rms_eps) if flags.norm_before_fc else None
+        per_layer = method.capture if flags.fc_norm else ()
+        self.fc_norm = nn.ModuleList([RMSNorm(method.target_hidden_size, model.rms_eps) for _ in per_layer])
         self.midlayer = Eagle3Layer(model, group)
+        self.layers = nn.ModuleDict({str(i): make_layer(model, i, group) for i in range(1, model.num_layers)})
         self.norm = RMSNorm(model.hidden_size, model.rms_eps)
 
     def features(self, output: DecoderOutput) -> Tensor:
@@ -87,13 +133,56 @@ class Eagle3Model(DraftModel):
         return output.captured
 
     def extend(self, ids: Tensor, features: Tensor, context: ForwardContext) -> Tensor:
-        return self.step(ids, self.fc(features), context)
+        return self.step(ids, self.project(features), context)
+
+    def project(self, features: Tensor) -> Tensor:
+        """[rows, hidden_size] of captured layers [rows, F]."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        assert self.fc is not None, "a head without a projection has its own `project`"
+        projected: Tensor = self.fc(features)
+        return projected
 
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         both = self.midlayer.input(ids, hidden, self.embed_tokens)
-        out: Tensor = self.midlayer(both, hidden, self.rotary.at(context.positions), context)
-        return out
+        residual = both[:, both.shape[1] // 2 :] if self.flags.norm_before_residual else hidden
+        angles = self.rotary.at(context.positions)
+        out: Tensor = self.midlayer(both, residual, angles, context)
+        if self.layers:
+            out = self._deeper_layers(out, angles, context)
+        return self.norm(out) if self.flags.norm_output else out
+
+    def _deeper_layers(self, residual: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """From the residual stream after the first layer to that after the last, of the rows that attend there."""
+        added: Tensor | None = None
+        for i, layer in enumerate(self.layers.values(), start=2):
+            norm: RMSNorm = layer.input_layernorm  # type: ignore[assignment]
+            normed, residual = (norm(residual), residual) if added is None else norm.add(added, residual, self.group)
+            if i == self.num_layers and context.last is not None:
+                context = context.last
+            added, residual = layer(normed, residual, angles, context)
+        assert added is not None
+        return residual + self.group.all_reduce(added)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(hidden if self.flags.norm_output else self.norm(hidden))
         return logits
+
+
+class LastLayerEagle3Model(Eagle3Model):
+    """One for which what leaves the target's last layer is captured too (NVIDIA's third gpt-oss head)."""
+
+    reads_last_layer: ClassVar[bool] = True
+
+
+class FinalStateEagle3Model(LastLayerEagle3Model):
+    """One that reads the target's final hidden state in place of projected features (NVIDIA's Llama-4 head)."""
+
+    def features(self, output: DecoderOutput) -> Tensor:
+        return output.hidden
+
+    def project(self, features: Tensor) -> Tensor:
+        return features.clone()  # the layer adds to its residual stream in place

@@ -24,6 +24,16 @@ def layer_names(layer: str) -> dict[str, str]:
     }
 
 
+def deeper_layer_names() -> dict[str, str]:
+    """The same for the decoder layers after the first, which both sides call layers.1 and so on."""
+    return {
+        "layers.{layer}.self_attn.qkv": "layers.{layer}.self_attn.{part}",
+        "layers.{layer}.mlp.gate_up": "layers.{layer}.mlp.{part}",
+        "layers.{layer}.{block}.{module}": "layers.{layer}.{block}.{module}",
+        "layers.{layer}.{norm}": "layers.{layer}.{norm}",
+    }
+
+
 def joined_input(embedding: Tensor, feature: Tensor) -> Tensor:
     """[.., 2 * hidden]: what the attention of an EAGLE-3 head reads, of the normalised embedding of the next token and
     the normalised feature, both [.., hidden]. Also in training."""
@@ -44,7 +54,7 @@ class DraftLayer(nn.Module):
         """[n, hidden] of the rows that attend: residual, what attention makes of x [rows, input_size], and what the MLP
         makes of both. On a GPU `residual` is changed in place."""
         attended = self.self_attn.partial(x, angles, context)
-        residual = context.attending_rows(residual)
+        residual = context.attending_rows(residual).contiguous()
         normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
         out: Tensor = residual + self.mlp(normed)
         return out

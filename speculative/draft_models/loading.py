@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from speculative.draft_models.eagle3_checkpoint import target_ids
+from speculative.draft_models.checkpoint_files import draft_tensors
 from speculative.draft_models.method import DraftMethod, DraftModel
+from speculative.draft_models.vocabulary import take_target_ids
 from workers.config import ModelSource
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import finish_weights
+from workers.layers.vocab import LMHead
 from workers.layers.weighted import WeightKey
 from workers.models.decoder import Decoder
 from workers.models.loading import allocate
@@ -35,33 +37,13 @@ def load_draft(
         fill_dummy(model, source.seed + 1)
         model.target_ids = _dummy_target_ids(method, device)
     else:
-        tensors = {names.canonical(name): tensor for name, tensor in checkpoint_tensors(method.path)}
-        model.target_ids = _target_ids(tensors, method, device)
+        tensors = {names.canonical(name): tensor for name, tensor in draft_tensors(method.path)}
+        ids = take_target_ids(tensors, method)
+        model.target_ids = None if ids is None else ids.to(device)
         shared = _share_with_target(model, tensors, method, source, target)
         load_weights(model, tensors.items(), names, f"draft {method.path}", elsewhere=shared)
     finish_weights(model)
     return model.eval()
-
-
-def _target_ids(tensors: dict[str, Tensor], method: DraftMethod, device: torch.device) -> Tensor | None:
-    """[draft vocab] int64 from the offsets d2t (target id = draft id + d2t); removes d2t from `tensors`."""
-    source, vocab_size, target_size = f"draft {method.path}", method.vocab_size, method.model.vocab_size
-    offsets = tensors.pop("d2t", None)
-    if vocab_size == target_size and offsets is None:
-        return None
-    if offsets is None:
-        raise ValueError(
-            f"{source}: has its own vocabulary of {vocab_size} but no d2t, so nothing says which of the target's "
-            "tokens these are; use a checkpoint that has d2t"
-        )
-    if offsets.shape != (vocab_size,):
-        raise ValueError(f"{source}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size={vocab_size}")
-    ids = target_ids(offsets)
-    if int(ids.min()) < 0 or int(ids.max()) >= target_size:
-        raise ValueError(
-            f"{source}: d2t points outside the target's vocabulary of {target_size}; it belongs to another target"
-        )
-    return ids.to(device)
 
 
 def _dummy_target_ids(method: DraftMethod, device: torch.device) -> Tensor | None:
@@ -79,8 +61,18 @@ def _share_with_target(
             f"draft {method.path}: has its own vocabulary of {method.vocab_size} but no lm_head.weight; "
             "use a checkpoint that is whole"
         )
+    width = method.model.hidden_size
+    if lacking and width != target.config.hidden_size and not _ties_head(method, lacking):
+        raise ValueError(
+            f"draft {method.path}: has hidden_size={width} of its own but no {lacking[0]}.weight, and the target's has "
+            f"{target.config.hidden_size}; use a checkpoint that is whole"
+        )
     if not lacking:
         return frozenset()
+    if _ties_head(method, lacking):
+        shard = model.lm_head.shard
+        model.lm_head = LMHead(shard.vocab_size, width, shard.group, tied=model.embed_tokens)
+        return frozenset(lacking)
     if model.group == target.group:
         if "embed_tokens" in lacking:
             model.embed_tokens = target.embed_tokens
@@ -99,3 +91,8 @@ def _share_with_target(
         module = model.embed_tokens if name == "embed_tokens" else model.lm_head
         module.load(WeightKey("weight"), full)
     return frozenset(lacking)
+
+
+def _ties_head(method: DraftMethod, lacking: list[str]) -> bool:
+    """Whether the vocabulary head is the checkpoint's own embedding."""
+    return lacking == ["lm_head"] and method.model.tie_embeddings

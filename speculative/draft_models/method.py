@@ -90,6 +90,7 @@ class DraftModel(nn.Module, ABC):
     token i + 2.
 
     group: the ranks that share it.
+    num_layers: of its own; where they are several, all but the last compute every row of `extend`.
     embed_tokens: over the target's vocabulary; `loading` makes it the target's if the checkpoint has none.
     lm_head: over the draft's; the same.
     target_ids: [draft vocabulary] int64, the target's id of each of its ids; None if they are equal.
@@ -105,6 +106,7 @@ class DraftModel(nn.Module, ABC):
         super().__init__()
         model = method.model
         self.group = group
+        self.num_layers = model.num_layers
         self.embed_tokens = VocabEmbedding(model.vocab_size, model.hidden_size, group)
         self.lm_head = LMHead(method.vocab_size, model.hidden_size, group)
         self.target_ids = None

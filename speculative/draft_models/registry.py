@@ -32,6 +32,8 @@ def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
     """Run as what it is not, a draft would load or nearly so, and then accept nothing and say nothing."""
     draft, architecture = f"speculative.method={name}: draft {path}", draft_architecture(raw)
     right = [other.name for other in METHODS.values() if other.recognises(raw)]
+    if not right and "speculators_model_type" in raw:
+        architecture = f"{architecture}, speculators_model_type {raw['speculators_model_type']}"
     if not right:
         return f"{draft} (architecture {architecture}) is of no method that exists; those are {', '.join(METHODS)}"
     return f"{draft} is an {right[0]} head (architecture {architecture}); set method: {right[0]}"

@@ -18,6 +18,10 @@ def _run_target(arguments: argparse.Namespace) -> int:
     return run_train_target(arguments)
 
 
+# The fields of `speculative.draft_models.eagle3_config.HeadFlags`; a test compares them.
+HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
 def _run_draft(arguments: argparse.Namespace) -> int:
     from speculative.training.commands import run_train_draft
 
@@ -60,6 +64,7 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     draft = parser.add_argument_group("head")
     draft.add_argument("--draft-vocab", type=int, default=32000, help="tokens the draft may propose")
     draft.add_argument("--intermediate-size", type=int, help="width of its MLP; the target's when not given")
+    draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="how it differs from EAGLE-3's paper")
     draft.add_argument("--ttt-length", type=int, default=7, help="steps it is unrolled on its own outputs")
     draft.add_argument("--ttt-decay", type=float, default=0.8, help="step s of the loss weighs decay**s")
     text = parser.add_argument_group("training text")

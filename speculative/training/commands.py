@@ -112,7 +112,7 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
     train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
     tokenizer, target = load_target(arguments.target, device, dtype)
     draft_vocab = min(arguments.draft_vocab, target.config.vocab_size)
-    config = draft_config(target, draft_vocab, arguments.intermediate_size)
+    config = draft_config(target, draft_vocab, arguments.intermediate_size, arguments.head_flags or ())
     method = read_draft_config(config, target, arguments.output)
     samples = training_samples(arguments, target, tokenizer, train)
     held_samples = greedy_answers(arguments, target, tokenizer, held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from workers.models.llama import read_config
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
-def draft_config(target: PreTrainedModel, vocab_size: int, intermediate_size: int | None = None) -> dict[str, Any]:
+def draft_config(
+    target: PreTrainedModel, vocab_size: int, intermediate_size: int | None = None, flags: Sequence[str] = ()
+) -> dict[str, Any]:
     """The config.json of a head for the target, which captures the layers that are usual. vocab_size: of the head's own
-    vocabulary. intermediate_size: of its MLP, the target's if None.
+    vocabulary. intermediate_size: of its MLP, the target's if None. flags: those of `HeadFlags` that are true.
 
     Raises `TrainingError` for a target of an architecture or depth that is not supported.
     """
@@ -69,16 +71,33 @@ def draft_config(target: PreTrainedModel, vocab_size: int, intermediate_size: in
             "eagle_aux_hidden_state_layer_ids": layer_ids(default_capture(config.num_hidden_layers)),
             "use_aux_hidden_state": True,
         },
+        **dict.fromkeys(flags, True),
     }
 
 
 def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> Eagle3:
     """What the engine makes of a head with this config.json in `folder` for the target. Raises `TrainingError` for what
-    it would refuse."""
+    it would refuse, and for what it serves but training does not know."""
     try:
-        return Eagle3.read(str(folder), config, read_config(target.config.to_dict(), "target"))
+        method = Eagle3.read(str(folder), config, read_config(target.config.to_dict(), "target"))
     except ValueError as error:
         raise TrainingError(str(error)) from None
+    model = method.model
+    untrained = {
+        f"num_hidden_layers={model.num_layers}": model.num_layers > 1,
+        f"hidden_size={model.hidden_size} beside its target's {method.target_hidden_size}": model.hidden_size
+        != method.target_hidden_size,
+        "use_aux_hidden_state=false": not method.capture,
+        "the output of the target's last layer among those captured": method.reads_last_layer and bool(method.capture),
+        "attention_bias=true": model.qkv_bias or model.o_bias,
+        "norms on the heads of its attention": model.qk_norm,
+    }
+    for what, found in untrained.items():
+        if found:
+            raise TrainingError(
+                f"draft={folder}: has {what}, which is served but cannot be trained; use a head without"
+            )
+    return method
 
 
 def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, config: Mapping[str, Any], folder: Path) -> None:

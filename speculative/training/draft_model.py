@@ -105,10 +105,12 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """The one decoder layer: it reads embedding and feature side by side, its residual stream is the feature."""
+    """The one decoder layer: it reads embedding and feature side by side, its residual stream is the feature.
+    norm_before_residual: as in `speculative.draft_models.eagle3_config.HeadFlags`."""
 
-    def __init__(self, model: LlamaConfig) -> None:
+    def __init__(self, model: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.self_attn = DraftAttention(model)
         self.mlp = DraftMLP(model)
         self.input_layernorm = RMSNorm(model.hidden_size, eps=model.rms_eps)
@@ -118,8 +120,10 @@ class DraftLayer(nn.Module):
     def forward(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
         """`embedding`, `feature` [B, T, H], `cos`, `sin` [T, head_dim / 2] -> the residual stream's sum after the
         layer, [B, T, H]."""
-        joined = joined_input(self.input_layernorm(embedding), self.hidden_norm(feature))
-        hidden: Tensor = feature + self.self_attn(joined, cos, sin, cache)
+        normed = self.hidden_norm(feature)
+        joined = joined_input(self.input_layernorm(embedding), normed)
+        residual = normed if self.norm_before_residual else feature
+        hidden: Tensor = residual + self.self_attn(joined, cos, sin, cache)
         hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return hidden
 
@@ -132,32 +136,48 @@ class Eagle3Head(nn.Module):
     def __init__(self, method: Eagle3) -> None:
         super().__init__()
         self.method = method
-        model = method.model
-        self.fc = nn.Linear(len(method.capture) * model.hidden_size, model.hidden_size, bias=method.projection_bias)
-        self.midlayer = DraftLayer(model)
+        model, flags, width = method.model, method.flags, len(method.capture) * method.target_hidden_size
+        self.fc = nn.Linear(width, model.hidden_size, bias=method.projection_bias)
+        self.input_norm = RMSNorm(width, eps=model.rms_eps) if flags.norm_before_fc else None
+        per_layer = method.capture if flags.fc_norm else ()
+        self.fc_norm = nn.ModuleList([RMSNorm(method.target_hidden_size, eps=model.rms_eps) for _ in per_layer])
+        self.midlayer = DraftLayer(model, flags.norm_before_residual)
         self.norm = RMSNorm(model.hidden_size, eps=model.rms_eps)
         self.lm_head = nn.Linear(model.hidden_size, method.vocab_size, bias=False)
         self.register_buffer("frequencies", frequencies(model.rope, model.head_dim), persistent=False)
 
     def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
-        """The recurrent hidden state of every step, before the final norm: `num_steps` tensors [B, T, H].
+        """The recurrent hidden state of every step, before the final norm unless the head has norm_output: `num_steps`
+        tensors [B, T, H].
 
         `embeddings` [B, T, H] holds the embedding of token n in row n, `captured` [B, T, 3H] the target's three
         captured streams of position n. Rows n > T - s - 2 of step s read past the sequence and are meaningless.
         """
-        hidden = self.fc(captured)
+        hidden = self.project(captured)
         cache = BranchCache([], [])
         positions = torch.arange(embeddings.shape[1], dtype=torch.float32, device=embeddings.device)[:, None]
         steps = []
         for step in range(num_steps):
             angles = (positions + step) * self.frequencies
             hidden = self.midlayer(shift_left(embeddings, step + 1), hidden, angles.cos(), angles.sin(), cache)
+            if self.method.flags.norm_output:
+                hidden = self.norm(hidden)
             steps.append(hidden)
         return steps
 
+    def project(self, captured: Tensor) -> Tensor:
+        """[.., 3H] captured streams, side by side -> [.., H]."""
+        if self.input_norm is not None:
+            captured = self.input_norm(captured)
+        if self.fc_norm:
+            parts = captured.chunk(len(self.fc_norm), dim=-1)
+            captured = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        projected: Tensor = self.fc(captured)
+        return projected
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] recurrent hidden states -> [.., draft_vocab] logits."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(hidden if self.method.flags.norm_output else self.norm(hidden))
         return logits
 
 

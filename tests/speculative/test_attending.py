@@ -13,6 +13,7 @@ from speculative.config import SpeculativeConfig
 from speculative.draft_models.layers import DraftLayer
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
+from tests.support.tiny_models import LAYERS
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.layers.decoder_layer import DecoderLayer
@@ -26,10 +27,10 @@ CPU = torch.device("cpu")
 NUM_PAGES, PAGE_SIZE = 40, 4
 
 
-def target_runner(pair: Pair) -> TargetRunner:
+def target_runner(pair: Pair, capture: tuple[int, ...] = (1,)) -> TargetRunner:
     source = ModelSource(path=str(pair.target), device="cpu")
     config = read_target_config(source, 1)
-    model = load_target(source, config, SOLO, CPU, 128, capture=(1,))
+    model = load_target(source, config, SOLO, CPU, 128, capture)
     pool = KVPool(config.kv_groups(1, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
     return TargetRunner(model, pool, dict.fromkeys(Mode, TorchBackend()))
 
@@ -55,6 +56,16 @@ def test_a_chunks_last_row_is_what_it_is_among_all_rows(pair: Pair, running: int
     for layer in range(len(last.model.layers)):
         ours, theirs = last.pool.layer(layer), whole.pool.layer(layer)
         assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)
+
+
+def test_what_leaves_the_last_layer_can_be_captured(pair: Pair) -> None:
+    """Before the final norm: normalised, it is the hidden state."""
+    runner = target_runner(pair, capture=(1, LAYERS))
+    chunks = PrefillBatch.from_lists([0], [9], torch.arange(1, 4, dtype=torch.int32)[None])
+    out = runner.forward(torch.arange(2, 11), None, None, chunks, every_row=True)
+    assert out.captured is not None
+    first, last = out.captured.view(9, 2, -1).unbind(1)
+    assert torch.equal(runner.model.norm(last), out.hidden) and not torch.equal(first, last)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

@@ -1,11 +1,14 @@
 """Drafts and draft KV under random scheduling are those of the same text alone (see `tests.support.draft_oracle`)."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
 from tests.support.draft_oracle import SHAPES, Case, Oracle, run_case, tiny_spec
+from tests.support.eagle3_reference import Head, save_head
 
 
 @pytest.fixture(scope="module")
@@ -34,5 +37,17 @@ CASES = [
 def test_drafts_are_those_of_the_text_alone(spec: EngineSpec, arm: tuple[str, Oracle], seed: int) -> None:
     name, oracle = arm
     rank = run_case(spec, oracle, replace(CASES[seed], num_requests=8), SHAPES[name], seed)
+    assert rank.num_kv > 30 and rank.num_drafts > 0
+    assert not rank.faults, "\n".join(rank.faults[:5])
+
+
+def test_drafts_of_a_head_of_several_layers_are_those_of_the_text_alone(spec: EngineSpec, tmp_path: Path) -> None:
+    """The KV of its deeper layers is made of every row's output, of which only the newest goes through the last."""
+    head = Head(layers=2, draft_vocab=96, fc_norm=True, norm_output=True, norm_before_residual=True)
+    config = head.layer_config() | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96}
+    config |= {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
+    folder = save_head(tmp_path / "head", config, head.tensors())
+    deep, shapes = replace(spec, speculative=SpeculativeConfig(str(folder), "eagle3", 3, 1, 4)), SHAPES["changing"]
+    rank = run_case(deep, Oracle(deep, shapes), replace(CASES[0], num_requests=3), shapes, seed=0)
     assert rank.num_kv > 30 and rank.num_drafts > 0
     assert not rank.faults, "\n".join(rank.faults[:5])

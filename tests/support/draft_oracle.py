@@ -46,8 +46,8 @@ ORACLE_PAGE, ORACLE_PAGES = 64, 4
 
 @dataclasses.dataclass(frozen=True)
 class Drafted:
-    """tokens: of the tree, its root first. parents: of its nodes. k, v: [length, kv_heads, head_dim], the draft's
-    KV."""
+    """tokens: of the tree, its root first. parents: of its nodes. k, v: [length, layers, kv_heads, head_dim], the
+    draft's KV."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -63,8 +63,10 @@ def observe(worker: Worker, slot: int) -> Drafted:
     pool, slots = strategy._draft.pool, worker._slots
     positions = torch.arange(int(slots.seq_len[slot]), device=slots.device).unsqueeze(0)
     where = token_indices(slots.page_table[slot : slot + 1], positions, pool.page_size).flatten()
-    layer = pool.layer(0)
-    return Drafted(tuple(tokens), tuple(parents), layer.k.flatten(0, 1)[where], layer.v.flatten(0, 1)[where])
+    layers = [pool.layer(i) for i in range(strategy._draft.model.num_layers)]
+    k = torch.stack([layer.k.flatten(0, 1)[where] for layer in layers], dim=1)
+    v = torch.stack([layer.v.flatten(0, 1)[where] for layer in layers], dim=1)
+    return Drafted(tuple(tokens), tuple(parents), k, v)
 
 
 def layout_with(spec: EngineSpec, shapes: RoundShapes) -> EngineLayout:

@@ -19,7 +19,7 @@ from workers.models.config import ModelConfig
 class DecoderOutput:
     """hidden: [n, hidden_size] after the final norm, of the rows that attend in the last layer. captured: the residual
     stream that enters each layer named in `capture`, side by side: [rows, len(capture) * hidden_size]; None if none was
-    asked for."""
+    asked for. The number of layers names what leaves the last one, before the final norm."""
 
     hidden: Tensor
     captured: Tensor | None
@@ -27,7 +27,7 @@ class DecoderOutput:
 
 class Decoder(nn.Module):
     """rotary: what the layers' attention is given angles of. capture: layers whose input is returned beside the hidden
-    states (what an EAGLE-3 head reads)."""
+    states (what an EAGLE-3 head reads); for the stream that leaves the last layer every row must attend there."""
 
     def __init__(
         self,
@@ -63,5 +63,7 @@ class Decoder(nn.Module):
                 context = context.last
             added, residual = layer(normed, residual, angles, context)
         assert added is not None, "a model has layers"
-        hidden, _ = self.norm.add(added, residual, self.group)
+        hidden, residual = self.norm.add(added, residual, self.group)
+        if len(self.layers) in self.capture:
+            captured[:, self.capture.index(len(self.layers))] = residual
         return DecoderOutput(hidden, captured.flatten(1) if self.capture else None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from transformers import PreTrainedModel
 from attention.backends.torch_backend import TorchBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.draft_models.eagle3 import Eagle3
+from speculative.draft_models.eagle3_config import HeadFlags
 from speculative.draft_models.loading import load_draft as load_served
 from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
+from speculative.training.cli import HEAD_FLAGS
 from speculative.training.draft import build_head
-from speculative.training.draft_files import draft_config, load_draft, save_draft
+from speculative.training.draft_files import draft_config, load_draft, read_draft_config, save_draft
+from speculative.training.errors import TrainingError
 from speculative.training.vocabulary import DraftVocabulary
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
@@ -38,20 +42,26 @@ def served(draft: Path, target: Path) -> DraftRunner:
     return DraftRunner(model, pool, dict.fromkeys(Mode, TorchBackend()))
 
 
-@pytest.mark.parametrize("rope", ["default", "llama3"])
+EAGLE31 = ("fc_norm", "norm_output")
+EVERY = ("norm_before_residual", "norm_before_fc", *EAGLE31)
+
+
+@pytest.mark.parametrize("rope,flags", [("default", ()), ("llama3", ()), ("default", EAGLE31), ("default", EVERY)])
 def test_training_and_serving_compute_the_same_states_and_logits(
-    tmp_path: Path, target: PreTrainedModel, method: Eagle3, rope: str
+    tmp_path: Path, target: PreTrainedModel, rope: str, flags: tuple[str, ...]
 ) -> None:
     """A text read in one pass, then a chain drafted from its last row with the text's own tokens."""
     if rope == "llama3":
         factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         target.config.rope_parameters |= {"rope_type": "llama3", "original_max_position_embeddings": 16, **factors}
+    config = draft_config(target, 64, flags=flags)
+    method = read_draft_config(config, target, tmp_path / "draft")
     vocabulary = DraftVocabulary.of(torch.arange(64) * 3, method.model.vocab_size)
     head = build_head(target, method, vocabulary, seed=0)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     target.save_pretrained(tmp_path / "target")
-    save_draft(head, vocabulary, draft_config(target, 64), tmp_path / "draft")
+    save_draft(head, vocabulary, config, tmp_path / "draft")
     head, _ = load_draft(tmp_path / "draft", target)
     assert head.method.model.rope.kind == rope
     runner = served(tmp_path / "draft", tmp_path / "target")
@@ -77,3 +87,31 @@ def test_training_and_serving_compute_the_same_states_and_logits(
             torch.testing.assert_close(runner.model.logits(state), head.logits(state), atol=1e-4, rtol=1e-4)
     ids = torch.arange(64)
     assert torch.equal(runner.model.to_target(ids), vocabulary.target_ids)
+
+
+def test_every_flag_of_a_head_can_be_trained() -> None:
+    assert set(HEAD_FLAGS) == {flag.name for flag in fields(HeadFlags)}
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (
+            {"num_hidden_layers": 2},
+            "has num_hidden_layers=2, which is served but cannot be trained; use a head without",
+        ),
+        ({"attention_bias": True}, "has attention_bias=true, which is served but cannot"),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "has norms on the heads of its attention, which is served"),
+        ({"hidden_size": 64}, "has hidden_size=64 beside its target's 32, which is served"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 7]}},
+            "the output of the target's last layer among",
+        ),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "has use_aux_hidden_state=false, which is served"),
+    ],
+)
+def test_what_is_served_but_not_trained_is_refused(
+    target: PreTrainedModel, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        read_draft_config(draft_config(target, 64) | changes, target, tmp_path)

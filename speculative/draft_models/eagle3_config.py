@@ -1,0 +1,161 @@
+"""What the config.json of a published EAGLE-3 head says, in the spellings that are in use: the flat one of SafeAILab
+and SpecForge, NVIDIA's with more in `eagle_config`, and that of RedHat's `speculators`, which nests the layers' keys in
+`transformer_layer_config`. Read by `speculative.draft_models.eagle3` alone; what would be ignored is refused here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speculative.draft_models.config import draft_architecture
+
+# The family of the layers by transformer_layer_config.model_type.
+_SPECULATORS_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Keys that change the module, and the one value with which it is the module that we have.
+_ONLY: dict[str, Any] = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "eh_proj_before_attn": False,
+    "parallel_draft_step": 1,
+    "parallel_drafting": False,
+    "logit_scale": 1.0,
+    "partial_rotary_factor": 1.0,
+    "is_causal": True,
+    "mask_token_id": None,
+    "block_size": None,
+    "kv_lora_rank": None,
+    "num_experts": None,
+    "num_local_experts": None,
+    "n_routed_experts": None,
+}
+
+# Keys that may be true, an object or a list: read here or by `workers.models.llama`, or of no matter to inference.
+_KNOWN = {
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "return_hidden_post_norm"),
+    *("use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "eagle_config", "transformer_layer_config"),
+    *("architectures", "attention_bias", "mlp_bias", "bias", "tie_word_embeddings", "use_sliding_window"),
+    *("layer_types", "rope_scaling", "rope_parameters", "quantization_config", "eos_token_id"),
+    *("speculators_config", "embed_requires_grad", "has_no_defaults_at_init", "has_lm_head", "use_cache"),
+    *("return_dict", "auto_map", "id2label", "label2id", "parallel_draft_heads_num_layers"),
+}
+
+
+@dataclass(frozen=True)
+class HeadFlags:
+    """How a head differs from the paper's.
+
+    norm_before_residual: the residual stream begins with the normalised feature, not with the feature (speculators).
+    norm_before_fc: one norm over all captured layers, side by side, before their projection (gpt-oss heads).
+    fc_norm: one norm per captured layer before the projection (EAGLE-3.1, arXiv 2605.09992).
+    norm_output: the recurrent state is what left the final norm, which the vocabulary head then reads as it is
+        (EAGLE-3.1).
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+def is_eagle3(raw: Mapping[str, Any]) -> bool:
+    """Whether this config.json is of an EAGLE-3 head."""
+    if "speculators_model_type" in raw:
+        return bool(raw["speculators_model_type"] == "eagle3")
+    return "eagle3" in draft_architecture(raw).lower() or "draft_vocab_size" in raw
+
+
+def is_speculators(raw: Mapping[str, Any]) -> bool:
+    return "transformer_layer_config" in raw
+
+
+def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the head's layers, as a model of that family has it. Raises ValueError that names key and remedy
+    for layers of another family, and for what would be ignored."""
+    source = f"draft {path}"
+    _refuse_unknown(source, raw)
+    _refuse_unknown(source, raw.get("eagle_config") or {}, "eagle_config.", strict=True)
+    if not is_speculators(raw):
+        _refuse_other_family(source, draft_architecture(raw))
+        _refuse_windows(source, raw)
+        return {**raw, "architectures": [_flat_architecture(raw)]}
+    nested = raw["transformer_layer_config"]
+    _refuse_unknown(source, nested, "transformer_layer_config.")
+    _refuse_windows(source, nested)
+    kind = nested.get("model_type", "llama")
+    if kind not in _SPECULATORS_LAYERS:
+        raise ValueError(
+            f"{source}: transformer_layer_config.model_type={kind!r} is not supported; use a head whose layers are of "
+            f"{' or '.join(_SPECULATORS_LAYERS)}"
+        )
+    outer = {key: raw[key] for key in ("quantization_config", "torch_dtype", "dtype") if key in raw}
+    return {**nested, **outer, "architectures": [_SPECULATORS_LAYERS[kind]], "tie_word_embeddings": False}
+
+
+def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
+    """`eagle_config` is asked before the keys beside it, as NVIDIA's heads have it. Raises ValueError for a flag that
+    is neither true nor false."""
+    given = {**raw, **(raw.get("eagle_config") or {})}
+
+    def flag(name: str, *others: str, default: bool = False) -> bool:
+        values = [(key, given[key]) for key in (name, *others) if given.get(key) is not None]
+        for key, value in values:
+            if not isinstance(value, bool):
+                raise ValueError(f"draft {path}: {key}={value!r} must be true or false; set what it was trained with")
+        return any(value for _, value in values) if values else default
+
+    return HeadFlags(
+        # speculators files that do not say were trained with it, and are so served by vLLM
+        norm_before_residual=flag("norm_before_residual", default=is_speculators(raw)),
+        norm_before_fc=flag("norm_before_fc"),
+        fc_norm=flag("fc_norm", "use_aux_norm"),
+        norm_output=flag("norm_output", "return_hidden_post_norm"),
+    )
+
+
+def reads_captured_layers(raw: Mapping[str, Any]) -> bool:
+    """Whether the head reads layers of the target, as EAGLE-3's do, or its final hidden state alone."""
+    given = {**raw, **(raw.get("eagle_config") or {})}
+    return given.get("use_aux_hidden_state") is not False
+
+
+def _flat_architecture(raw: Mapping[str, Any]) -> str:
+    """Of the layers: a head for Qwen3 has Llama's layers unless its architecture says otherwise."""
+    architecture = draft_architecture(raw)
+    has_qk_norm = "qwen3" in architecture.lower() and "qwen3vl" not in architecture.lower()
+    return "Qwen3ForCausalLM" if has_qk_norm else "LlamaForCausalLM"
+
+
+def _refuse_other_family(source: str, architecture: str) -> None:
+    known = ("llama", "qwen", "eagle3speculator", "eagle3draftmodel", "eagle3model")
+    if not any(name in architecture.lower() for name in known):
+        raise ValueError(
+            f"{source}: architectures={[architecture]} has layers of a family that EAGLE-3 heads are not supported "
+            "with; use a head with Llama's or Qwen3's layers"
+        )
+
+
+def _refuse_windows(source: str, layers: Mapping[str, Any]) -> None:
+    kinds = set(layers.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ValueError(
+            f"{source}: layer_types has {', '.join(sorted(kinds))}, which is not supported; use a head with full "
+            "attention in every layer"
+        )
+
+
+def _refuse_unknown(source: str, given: Mapping[str, Any], prefix: str = "", strict: bool = False) -> None:
+    """Flags, objects and lists that nobody here knows may change the module; numbers and strings are bookkeeping
+    wherever we met them, but in `eagle_config` (strict) no key is."""
+    for key, value in given.items():
+        if key in _ONLY:
+            only = _ONLY[key]
+            works = value is None or value == only or (only is None and not value)
+            remedy = "use a head without it" if only is None else f"only {only!r} is; use a head with that"
+        else:
+            meaningful = value is True or isinstance(value, dict | list) or strict
+            works = key in _KNOWN or not value or not meaningful
+            remedy = "use a head without it, or take the key out of config.json if the head does not depend on it"
+        if not works:
+            raise ValueError(f"{source}: {prefix}{key}={value!r} is not supported; {remedy}")

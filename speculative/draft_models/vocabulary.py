@@ -1,0 +1,53 @@
+"""Which of the target's tokens a draft's vocabulary has, in the forms that checkpoints publish."""
+
+import torch
+from torch import Tensor
+
+from speculative.draft_models.eagle3_checkpoint import target_ids
+from speculative.draft_models.method import DraftMethod
+
+
+def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor | None:
+    """[draft vocabulary] int64: the target's id of each of a draft's, None if they are equal; removes `d2t` and `t2d`
+    from `tensors`.
+
+    d2t: [draft vocabulary] integers, what to add to a draft's id; some checkpoints have the target's ids themselves,
+        which is told by t2d.
+    t2d: [target vocabulary] bool, whether the draft has a token. It does not say in which order, so that it cannot
+        stand in for a d2t that is missing.
+    Raises ValueError if the vocabularies differ and nothing says how, or if what says it is of another target.
+    """
+    source, vocab_size, target_size = f"draft {method.path}", method.vocab_size, method.model.vocab_size
+    given, members = tensors.pop("d2t", None), _members(tensors.pop("t2d", None), vocab_size)
+    if given is None:
+        if vocab_size == target_size:
+            return None
+        raise ValueError(
+            f"{source}: has its own vocabulary of {vocab_size} but no d2t, so nothing says which of the target's "
+            "tokens these are; use a checkpoint that has d2t"
+        )
+    if given.shape != (vocab_size,):
+        raise ValueError(f"{source}: d2t has shape {tuple(given.shape)}, draft_vocab_size={vocab_size}")
+    ids = target_ids(given)
+    if members is not None and torch.equal(given.long().sort().values, members):
+        ids = given.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= target_size:
+        raise ValueError(
+            f"{source}: d2t points outside the target's vocabulary of {target_size}; it belongs to another target"
+        )
+    if members is not None and not torch.equal(ids.sort().values, members):
+        raise ValueError(
+            f"{source}: d2t and t2d name different tokens of the target, whether d2t has offsets or ids; use a "
+            "checkpoint whose d2t and t2d are of one vocabulary"
+        )
+    same = vocab_size == target_size and torch.equal(ids, torch.arange(vocab_size))
+    return None if same else ids
+
+
+def _members(mask: Tensor | None, vocab_size: int) -> Tensor | None:
+    """[draft vocabulary] int64, ascending: the target's ids that t2d names; None if it names not so many, as that of a
+    head whose vocabulary is the target's, which is left all false."""
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    ids = mask.nonzero().flatten()
+    return ids if ids.shape[0] == vocab_size else None
