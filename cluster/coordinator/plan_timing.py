@@ -9,8 +9,10 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-LEAD_S = 0.001  # a plan should be at rank 0 this long before the step before it ends: unpacked and launched by then
-FIRST_MARGIN_S = 0.0015
+LEAD_S = (
+    0.002  # a plan should be at rank 0 this long before the step before it ends: on a GPU it takes 1.3 ms to launch
+)
+FIRST_MARGIN_S = 0.0025
 MIN_MARGIN_S = 0.0005
 _MAX_CORRECTION_S = 0.001  # by one result, which may be late for reasons that say nothing about plans
 _RELAXING = 0.02  # share of what was spare that the margin gives back; a quarter of a second until it is found

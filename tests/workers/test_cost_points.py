@@ -4,7 +4,7 @@ import pytest
 
 from workers.config import PLAIN, RoundShape, RoundShapes
 from workers.runner.cost_points import Point, ProbeExtent, table_of, wanted
-from workers.runner.cuda_graph import bucket_sizes, buckets_of, token_buckets
+from workers.runner.cuda_graph import TOKEN_BUCKETS, bucket_sizes, buckets_of, token_buckets
 from workers.sampling.sampler import CAPTURED_NEEDS
 
 CHAIN = RoundShape(name="3/1/4", width=4, max_new_tokens=4, draft_tokens=2)
@@ -47,7 +47,7 @@ def test_what_is_measured_is_captured_and_fits() -> None:
     points = [point for group in wanted(of) for point in group.points]
     assert len(points) == len(set(points)), "no point is measured twice in a pass"
     assert {p.num_requests for p in points} <= {0, *bucket_sizes(40)}
-    assert {p.chunk_tokens for p in points} == {0, 16, 64, 128, 256, 512, 1024, 1040, 2048, 4096, 8192}
+    assert {p.chunk_tokens for p in points} == {0, *TOKEN_BUCKETS, 1040, 2048, 4096, 8192}
     assert {p.num_requests for p in points if p.chunk_tokens > 1024} == {0}
     for p in points:
         assert p.num_requests * p.context <= 1 << 17 and p.context + min(p.chunk_tokens, 1000) <= 1000

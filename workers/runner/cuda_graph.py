@@ -33,10 +33,10 @@ from workers.runner.recorder import Recorder
 from workers.sampling.sampler import CAPTURED_NEEDS, Logprobs, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
-TOKEN_BUCKETS = (16, 64, 128, 256, 512, 1024)
+TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 768, 1024)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
 BETWEEN_NEEDS = (SamplingNeeds(random=True), CHUNK_NEEDS)  # of shapes between plain decoding and the default
-_EAGER_RUNS = 2  # before capture: they compile kernels, choose algorithms and make workspaces
+_EAGER_RUNS = 1  # before capture: it compiles kernels, chooses algorithms and makes workspaces
 
 
 @dataclass(frozen=True)
