@@ -231,7 +231,9 @@ def test_drafts_are_those_of_a_draft_computed_from_scratch(pair: Pair, shape: st
             engine.executor.submit(plan)
             engine.scheduler.apply(engine.executor.take())
         strategy = engine.executor._strategy  # type: ignore[attr-defined]
-        tree = strategy._trees.read(torch.tensor([0]), strategy.shapes[1], strategy._slots.seq_len).tree
+        tree = strategy._trees.read(
+            torch.tensor([0]), strategy.shapes[strategy.shapes.default], strategy._slots.seq_len
+        ).tree
     expected = reference_chain(pair, request.prompt + request.output, speculative.num_steps)
     assert sum(request.acceptance_histogram[1:]) > 0
     paths = [
