@@ -11,18 +11,34 @@ from torch import Tensor
 VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS, MLP = 96, 40, 64, 8, 96
 
 
-def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any) -> Path:
-    """A random Llama-like target; overrides go to its configuration (architecture "qwen2" and "qwen3" too). calm: the
-    weight of what layers add to the embedding; small values make the next token a function of the last one mostly,
-    which `make_eagle` with `copying` guesses well."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+MOE: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 4,
+}
+# What an architecture has beside what all have.
+FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": MOE | {"num_experts": 6, "norm_topk_prob": True, "num_hidden_layers": 3},
+    "DeepseekV2": MOE | LATENT | {"n_routed_experts": 6, "n_shared_experts": 2, "topk_method": "greedy"},
+    "DeepseekV3": MOE | LATENT | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+}
 
-    kinds = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
-    config_class, model_class = kinds[overrides.pop("architecture", "llama")]
+
+def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any) -> Path:
+    """A random target; overrides go to its configuration, but for architecture: "Llama", or another prefix of
+    transformers' classes. calm: the weight of what layers add to the embedding; small values make the next token a
+    function of the last one mostly, which `make_eagle` with `copying` guesses well."""
+    import transformers
+
+    architecture = overrides.pop("architecture", "Llama")
+    config_class = getattr(transformers, f"{architecture}Config")
+    model_class = getattr(transformers, f"{architecture}ForCausalLM")
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -35,10 +51,14 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
         "eos_token_id": 1,
         "bos_token_id": 0,
         "initializer_range": 0.2,
+        **FAMILY_SETTINGS.get(architecture, {}),
         **overrides,
     }
     torch.manual_seed(seed)
     model = model_class(config_class(**settings)).eval()
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            torch.nn.init.uniform_(buffer, -0.2, 0.2)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 
 
@@ -20,6 +21,11 @@ class QuantMethod(ABC):
         each part of `shape`; some may be left as they were, for instance the vocabulary head. Raises ValueError if
         they do not agree, or if the shape cannot be held."""
 
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        """For the routed experts of a layer, all of which are kept alike; names: of the first one's matrices
+        ("model.layers.3.mlp.experts.0.gate_proj", ...). Raises ValueError where there is no such thing."""
+        raise ValueError(f"{names[0]}: experts quantised like this are not supported; use the checkpoint in bf16")
+
 
 @dataclass(frozen=True)
 class Unquantized(QuantMethod):
@@ -27,6 +33,9 @@ class Unquantized(QuantMethod):
 
     def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
         return UnquantizedLinearMethod(shape)
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        return UnquantizedExperts(shape)
 
 
 # From quantization_config and what it is of, for errors.

@@ -13,6 +13,7 @@ from attention.kv_cache.pool import bytes_per_page
 from workers.config import ModelSource
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
+from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
 from workers.layers.quantization import QuantMethod
 from workers.models.config import ModelConfig, architecture_of, read_config_json
@@ -54,6 +55,7 @@ def load_target(
     family = family_of(config.architecture, name)
     names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
+    config.check_device(device, dtype, name)
     model = allocate(
         lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
     )
@@ -76,6 +78,9 @@ def allocate(
             if isinstance(layer, LinearBase) and layer.method.kinds:  # a tied head has none
                 modules = [names.module_name(path, part.name) for part in layer.shape.parts]
                 layer.method = quant.linear_method(modules, layer.shape)
+            elif isinstance(layer, Experts):
+                modules = [names.module_name(path, part.name, 0) for part in layer.shape.parts]
+                layer.method = quant.experts_method(modules, layer.shape)
     return model.to_empty(device=device)
 
 
