@@ -17,6 +17,7 @@ LATENT: dict[str, Any] = {
     "q_lora_rank": 40,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
+    "head_dim": 8,  # transformers takes it for the rotated part
     "v_head_dim": 20,
     "num_key_value_heads": 4,
     "first_k_dense_replace": 1,
@@ -24,7 +25,7 @@ LATENT: dict[str, Any] = {
 }
 # What an architecture has beside what all have.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": MOE | {"num_experts": 6, "norm_topk_prob": True, "num_hidden_layers": 3},
+    "Qwen3Moe": MOE | {"num_experts": 6, "norm_topk_prob": True, "num_hidden_layers": 4},
     "DeepseekV2": MOE | LATENT | {"n_routed_experts": 6, "n_shared_experts": 2, "topk_method": "greedy"},
     "DeepseekV3": MOE | LATENT | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
 }

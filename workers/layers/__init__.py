@@ -9,6 +9,7 @@ gemm             which GEMM runs for weights of 16 and 32 bits; `kernels.skinny_
 weighted         `WeightedModule`: what the loader of weights knows of any layer
 decoder_layer    the pre-norm block, and the interfaces of its attention and its MLP
 attention, mlp   grouped-query attention over a `ForwardContext`; the gated MLP
+latent_attention multi-head latent attention, absorbed
 forward_context  what the layers of one pass may see: positions, where KV goes, who attends to what
 rotary, norm, activation, vocab (embedding, logits and reductions over vocabulary shards), log_softmax
 kernels          Triton kernels of the above, each with its torch reference; imported on GPUs only
