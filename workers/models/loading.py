@@ -1,5 +1,6 @@
 """From a checkpoint folder to a target on this rank: configuration, checks, weights, and the pages that fit."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -15,12 +16,14 @@ from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
-from workers.layers.quantization import QuantMethod
+from workers.layers.quant_method import QuantMethod
 from workers.models.config import ModelConfig, architecture_of, read_config_json
 from workers.models.decoder import Decoder
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+
+logger = logging.getLogger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -56,6 +59,8 @@ def load_target(
     names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
     config.check_device(device, dtype, name)
+    if config.quant.fallback is not None and group.rank == 0:
+        logger.warning("%s: %s", name, config.quant.fallback)
     model = allocate(
         lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
     )
