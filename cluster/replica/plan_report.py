@@ -45,13 +45,13 @@ def cost_line(layout: Layout, costs: CostTable) -> str:
     most, target_ms = layout.scheduler.max_running, layout.scheduler.itl_target_ms
     sizes = sorted({1, min(8, most), most})
     rounds = [
-        f"{shape.name} {' / '.join(f'{costs.round_ms(index, n):.3g}' for n in sizes)}"
+        f"{shape.name} {' / '.join(_ms(costs.round_ms(index, n)) for n in sizes)}"
         for index, shape in enumerate(layout.shapes.shapes)
     ]
-    target = f"{default_itl_target_ms(costs):.3g} (auto)" if target_ms == "auto" else f"{target_ms:g}"
+    target = f"{_ms(default_itl_target_ms(costs))} (auto)" if target_ms == "auto" else f"{target_ms:g}"
     return (
         f"ms of a round of {' / '.join(map(str, sizes))}: {', '.join(rounds)}; of 512 prompt tokens "
-        f"{costs.step_ms(costs.default, 0, 0, 512):.3g}; prompts stretch steps to itl_target_ms {target}"
+        f"{_ms(costs.step_ms(costs.default, 0, 0, 512))}; prompts stretch steps to itl_target_ms {target}"
     )
 
 
@@ -75,6 +75,10 @@ def _draft(config: AerieConfig) -> str:
         return "none: plain decoding"
     kind = "chain" if draft.top_k == 1 else f"tree of top {draft.top_k}"
     return f"{draft.path} ({draft.method}, {kind}, depth {draft.num_steps}, {draft.num_draft_tokens} nodes verified)"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _target(scheduler: SchedulerConfig) -> str:

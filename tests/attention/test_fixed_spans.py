@@ -91,7 +91,7 @@ def test_contexts_are_cut_at_the_same_places_in_every_batch() -> None:
         assert items.requests.tolist() == [[0, 1], [each, 1], [2 * each, 2], [3 * each, 4]]
 
 
-@pytest.mark.parametrize("rows,suffix_len", [(1, 1), (4, 4), (5, 9), (21, 21)])
+@pytest.mark.parametrize("rows,suffix_len", [(1, 1), (5, 9)] if INTERPRETED else [(1, 1), (4, 4), (5, 9), (21, 21)])
 @pytest.mark.parametrize("mode", [Mode.VERIFY, Mode.DRAFT_EXTEND])
 def test_attention_is_right(rows: int, suffix_len: int, mode: Mode) -> None:
     torch.manual_seed(rows)
@@ -102,7 +102,7 @@ def test_attention_is_right(rows: int, suffix_len: int, mode: Mode) -> None:
     assert_close(attend(pool, batch, q), decode.reference(q, pool.layer(0), batch, SCALE), DTYPE)
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.parametrize("rows", [4] if INTERPRETED else [2, 4, 8])
 def test_rows_of_a_chain_equal_rows_of_their_own(rows: int) -> None:
     torch.manual_seed(7)
     for prefix in PREFIXES:
@@ -137,7 +137,7 @@ def token_place(table: Tensor, position: int) -> tuple[int, int]:
     return int(table[0, position // PAGE]), position % PAGE
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [4] if INTERPRETED else [1, 4])
 def test_rows_do_not_depend_on_the_other_requests(rows: int) -> None:
     """Nor on what an earlier pass left in the workspace, or on how long requests may be."""
     torch.manual_seed(9)
@@ -168,7 +168,8 @@ def test_prompts_equal_decoding_however_they_are_cut() -> None:
     length = SPAN + 90
     text = Text(length)
     whole = text.chunks([0, length])
-    for cuts in ([0, 1, 20, length], [0, 64, SPAN + 1, length], [0, 31, 32, 64, SPAN - 5, length]):
+    cuts_of_text = [[0, 1, 20, length], [0, 64, SPAN + 1, length], [0, 31, 32, 64, SPAN - 5, length]]
+    for cuts in cuts_of_text[2:] if INTERPRETED else cuts_of_text:
         assert torch.equal(text.chunks(cuts), whole), cuts
     for position in (0, 5, 63, 64, SPAN - 1, SPAN, length - 1):
         assert torch.equal(text.plain(position)[0], whole[position]), position

@@ -99,16 +99,17 @@ def test_the_table_is_what_the_steps_took(pair: Pair, max_running: int, max_step
 
 def test_a_slow_device_measures_only_what_must_be_known(pair: Pair) -> None:
     table, model = measured(pair, 0.0, 64, 512)
-    assert len(model.batches) == 6  # both shapes alone and full, two chunks
+    assert len(model.batches) == 8  # both shapes alone, twice, and full, two chunks
     assert table.rounds[1].num_requests == (1, 64) and table.chunk_tokens == (16, 128, 512)
     assert table.step_ms(1, 0, 0, 512) == pytest.approx(model.ms(0, 0, 0, 512, 0)), "on as from 16 to 128"
     assert table.step_ms(1, 64, 0, 512) >= model.ms(1, 64, 0, 512, 0), "costs that were not measured are not too low"
 
 
 def test_the_limit_is_kept(pair: Pair) -> None:
+    """But for points that are larger than all that were measured before, which may take more than those."""
     needed_s = measured(pair, 0.0, 64, 512)[1].clock()
     for limit_s in (0.2, 0.4, 1.0):
-        assert needed_s < measured(pair, limit_s, 64, 512)[1].clock() <= limit_s
+        assert needed_s < measured(pair, limit_s, 64, 512)[1].clock() <= 1.05 * limit_s
 
 
 def test_ranks_with_different_clocks_run_the_same_steps_and_make_the_same_table(pair: Pair) -> None:
@@ -133,7 +134,8 @@ def test_ranks_with_different_clocks_run_the_same_steps_and_make_the_same_table(
 
 def test_a_step_is_expected_to_take_what_smaller_ones_took(pair: Pair) -> None:
     layout, _ = fake_engine(pair, 16, 512)
-    points = wanted(probe_extent(layout, PAGE, (), CPU))[0].points
+    alone, full, *_ = wanted(probe_extent(layout, PAGE, (), CPU))
+    points = alone.points + full.points
     found = {point: 1.0 + point.num_requests for point in points}
     largest = dataclasses.replace(points[0], num_requests=16, chunk_tokens=128)
     assert expected_ms(points[0], found) == 2.0 and expected_ms(largest, found) == 17.0

@@ -53,6 +53,26 @@ def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
     assert TABLE.step_ms(1, 8, 0, TABLE.chunk_tokens_within(limit_ms, 1, 8, 0, 4096)) <= max(limit_ms, 5.4)
 
 
+@pytest.mark.parametrize("num_requests", [0, 1, 8, 20, 32, 40])
+@pytest.mark.parametrize("context_tokens", [0, 3000])
+def test_a_budget_is_filled_to_the_last_token(num_requests: int, context_tokens: int) -> None:
+    """By any limit; in tables with jumps, where sizes are padded, with flat parts, and with a single size."""
+    stairs = msgspec.structs.replace(
+        TABLE,
+        chunk_tokens=(16, 17, 512, 600, 1024),
+        chunk_ms=((5.0, 13.0, 13.0, 18.0, 23.0), (6.0, 15.4, 15.4, 20.4, 25.4), (10.0, 18.0, 18.0, 23.0, 28.0)),
+        ms_per_chunk_kv=1e-6,
+    )
+    single = msgspec.structs.replace(TABLE, chunk_tokens=(64,), chunk_ms=((5.0,), (7.0,), (9.0,)), ms_per_chunk_kv=1e-6)
+    for table in (TABLE, stairs, single):
+        for limit_ms in (4.0, 8.0, 10.3, 13.05, 15.4, 19.99, 26.0, 40.0):
+            found = table.chunk_tokens_within(limit_ms, 1, num_requests, 5000, 3000, context_tokens)
+            ms = [table.step_ms(1, num_requests, 5000, tokens, context_tokens) for tokens in range(3001)]
+            fitting = [tokens for tokens in range(1, 3001) if ms[tokens] <= limit_ms]
+            assert found == pytest.approx(max(fitting, default=0), abs=1)
+            assert found == 0 or ms[found] <= limit_ms + 1e-9
+
+
 def test_it_travels_as_a_message() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(TABLE), type=CostTable) == TABLE
 

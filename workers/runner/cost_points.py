@@ -12,7 +12,7 @@ from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS, CostTable, RoundC
 SMALLEST_CHUNK = 16
 CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 1024)  # tokens of chunks, next to the smallest, that run beside rounds too
 _QUICK_CHUNK = 128  # tokens of the largest chunk that is measured whatever that takes
-_CAPTURED_OR_NOT = 16  # rows after the largest captured step: a multiple, so that kernels are compiled for it already
+_EAGER_ROWS = 16  # after the largest captured size: by a multiple of what kernels are compiled for
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Point:
 
 @dataclass(frozen=True)
 class PointGroup:
-    """Points that are measured together. required: whatever that takes."""
+    """Points that are measured together. required: times, whatever that takes."""
 
     points: tuple[Point, ...]
-    required: bool = False
+    required: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class ProbeExtent:
         return 1 << max(self.max_running // 2, 1).bit_length() - 1
 
     @property
+    def next_to_last(self) -> int:
+        """The largest number of requests below all of them that steps with prompt tokens are captured for."""
+        return 1 << max(self.max_running - 1, 1).bit_length() - 1
+
+    @property
     def chunk_tokens(self) -> tuple[int, ...]:
         """Captured sizes, then 16 tokens more, by which steps run eagerly, then twice as many and again."""
         if not self.token_buckets:
@@ -76,7 +81,7 @@ class ProbeExtent:
         last = self.token_buckets[-1]
         if last >= self.max_step_tokens:
             return self.token_buckets
-        eager = {min(last + _CAPTURED_OR_NOT, self.max_step_tokens), *_ladder(2 * last, self.max_step_tokens, 2)}
+        eager = {min(last + _EAGER_ROWS, self.max_step_tokens), *_ladder(2 * last, self.max_step_tokens, 2)}
         return (*self.token_buckets, *sorted(eager))
 
     def context_of(self, num_requests: int) -> int:
@@ -93,7 +98,7 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         max((t for t in tokens if t <= limit), default=tokens[0])
         for limit in (_QUICK_CHUNK, TARGET_CHUNK_TOKENS if extent.token_buckets else _QUICK_CHUNK)
     )
-    ends, between = sorted({1, most}), [n for n in sizes if n not in (1, most)]
+    between = [n for n in sizes if n not in (1, most)]
     captured = [t for t in tokens if not extent.token_buckets or t <= extent.token_buckets[-1]]
     beside = [t for t in tokens if t in CHUNKS_BESIDE]
 
@@ -107,10 +112,13 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         numbers = [n for n in sorted({1, extent.middle, most}) if n in sizes and extent.context_of(n) > 0]
         return PointGroup(tuple(Point(shape, n, context=extent.context_of(n)) for shape in which for n in numbers))
 
-    required = [rounds([default, *others], ends), chunks(0, sorted({tokens[0], quick}))]
+    alone, full = rounds([default, *others], [1]), rounds([default, *others], [most] if most > 1 else [])
+    smallest = chunks(0, sorted({tokens[0], quick}))
     before = min(extent.max_context, extent.num_kv_tokens) - long
     groups = [
-        *(PointGroup(group.points, required=True) for group in required),
+        PointGroup(alone.points, required=2),  # a first run may be the slower one
+        PointGroup(full.points, required=1),
+        PointGroup(smallest.points, required=1),
         chunks(most, tokens[:1]),
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
@@ -148,6 +156,10 @@ def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
     if extent.max_running not in requests:
         requests = [0]  # else what lies between two of them would be drawn on for more
     rows = [_chunk_row(found, default, n, alone) for n in requests]
+    padded = extent.next_to_last + 1
+    if extent.token_buckets and requests[-1] > padded > requests[-2]:
+        requests.insert(-1, padded)  # and so are the requests of captured steps, from here on to as many as can run
+        rows.insert(-1, rows[-1])
     at, source = _steps(sorted(alone), extent.token_buckets)
     return CostTable(
         rounds=rounds,

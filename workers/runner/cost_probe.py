@@ -75,14 +75,14 @@ class CostProbe:
     def measure(self, groups: Sequence[PointGroup], limit_s: float) -> dict[Point, float]:
         """Milliseconds of each point, on the slowest rank; the same on all ranks. Measures a group of points after the
         other, all of them up to `PASSES` times, and leaves out those with which all steps together would take more than
-        `limit_s` seconds, unless a group is required and not measured yet."""
+        `limit_s` seconds, unless a group is required more often than it has been measured."""
         found: dict[Point, float] = {}
         spent_ms = 0.0
         try:
             for number in range(PASSES):
                 for group in groups:
                     due_ms = spent_ms + sum(expected_ms(point, found) for point in group.points)
-                    if due_ms >= limit_s * 1e3 and not (group.required and number == 0):
+                    if due_ms >= limit_s * 1e3 and number >= group.required:
                         continue
                     for point, ms in zip(group.points, self._run(group.points), strict=True):
                         found[point] = min(ms, found.get(point, ms))

@@ -4,7 +4,7 @@ How many prompt tokens a step takes, and which shape is drafted, are decided by 
 without a GPU. `workers.runner.cost_probe` measures it.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import msgspec
@@ -65,11 +65,8 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
 
     def chunk_added_ms(self, num_requests: int, chunk_tokens: int, context_tokens: float = 0.0) -> float:
         """What `chunk_tokens` > 0 prompt tokens add to a step in which `num_requests` run a round."""
-        added = [
-            max(0.0, _interpolated(self.chunk_tokens, ms, chunk_tokens) - self.round_ms(self.default, requests))
-            for requests, ms in zip(self.chunk_requests, self.chunk_ms, strict=True)
-        ]
-        return _interpolated(self.chunk_requests, added, num_requests) + self.chunk_kv_ms(chunk_tokens, context_tokens)
+        added = _interpolated(self.chunk_tokens, self._added(num_requests), chunk_tokens)
+        return added + self.chunk_kv_ms(chunk_tokens, context_tokens)
 
     def chunk_kv_ms(self, chunk_tokens: int, context_tokens: float) -> float:
         """Of that, what attention over `context_tokens` before the chunk takes."""
@@ -85,14 +82,29 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         context_tokens: float = 0.0,
     ) -> int:
         """The most prompt tokens, at most `most`, that keep a step within `limit_ms`; 0 if not even one does."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.step_ms(shape, num_requests, kv_tokens, middle, context_tokens) <= limit_ms:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        room_ms = limit_ms - self.round_ms(shape, num_requests, kv_tokens)
+        added, at = self._added(num_requests), self.chunk_tokens
+        after = [ms + self.chunk_kv_ms(tokens, context_tokens) for ms, tokens in zip(added, at, strict=True)]
+        # a chunk smaller than the smallest costs as much, but for its context
+        sizes, costs = (0, *at), (added[0], *after)
+        num_fitting = bisect_right(costs, room_ms)
+        if num_fitting == 0:
+            return 0
+        left = min(num_fitting, len(costs) - 1) - 1  # after the last point as between the last two
+        rise = (costs[left + 1] - costs[left]) / (sizes[left + 1] - sizes[left])
+        return most if rise == 0.0 else min(most, int(sizes[left] + (room_ms - costs[left]) / rise))
+
+    def _added(self, num_requests: int) -> list[float]:
+        """By `chunk_tokens`: milliseconds that a chunk adds beside so many requests."""
+        at = self.chunk_requests
+        right = min(bisect_left(at, num_requests), len(at) - 1)
+        left = max(right - 1, 0)
+        share = 0.0 if left == right else (num_requests - at[left]) / (at[right] - at[left])
+        low_ms, high_ms = self.round_ms(self.default, at[left]), self.round_ms(self.default, at[right])
+        return [
+            max(0.0, low - low_ms) + share * (max(0.0, high - high_ms) - max(0.0, low - low_ms))
+            for low, high in zip(self.chunk_ms[left], self.chunk_ms[right], strict=True)
+        ]
 
 
 def default_itl_target_ms(costs: CostTable) -> float:

@@ -1,0 +1,59 @@
+"""Which steps are measured, and what table their times make, with the padding of captured steps."""
+
+import pytest
+
+from workers.config import PLAIN, RoundShape, RoundShapes
+from workers.runner.cost_points import Point, ProbeExtent, table_of, wanted
+from workers.runner.cuda_graph import bucket_sizes, buckets_of, token_buckets
+from workers.sampling.sampler import CAPTURED_NEEDS
+
+CHAIN = RoundShape(name="3/1/4", width=4, max_new_tokens=4, draft_tokens=2)
+SHAPES = RoundShapes((PLAIN, CHAIN), default=1)
+
+
+def extent(max_running: int, max_step_tokens: int, max_context: int = 8192) -> ProbeExtent:
+    tokens = token_buckets(max_step_tokens)
+    return ProbeExtent(SHAPES, max_running, max_step_tokens, tokens, max_context, 1 << 17, growth=2, page_size=16)
+
+
+def padded(sizes: tuple[int, ...], count: int) -> int:
+    return next((size for size in sizes if size >= count), count)
+
+
+def captured_ms(of: ProbeExtent, point: Point) -> float:
+    """Of steps whose prompt tokens and, beside those, requests are padded to captured sizes."""
+    requests, tokens = point.num_requests, padded(of.token_buckets, point.chunk_tokens)
+    if tokens and tokens in of.token_buckets:
+        requests = padded((0, *buckets_of(CAPTURED_NEEDS[-1], bucket_sizes(of.max_running))), requests)
+    return 5.0 + 0.1 * (1 + point.shape) * requests + 0.02 * tokens
+
+
+@pytest.mark.parametrize(("max_running", "max_step_tokens"), [(64, 8192), (128, 1024), (24, 300), (2, 8192), (1, 40)])
+def test_chunks_cost_what_the_captured_size_does(max_running: int, max_step_tokens: int) -> None:
+    of = extent(max_running, max_step_tokens)
+    table = table_of({point: captured_ms(of, point) for group in wanted(of) for point in group.points}, of)
+    for tokens in (1, 16, 17, 64, 65, 200, 300, 512, 513, 1000, 1024, 1040, 3000, 8192):
+        if tokens <= max_step_tokens:
+            assert table.step_ms(1, 0, 0, tokens) == pytest.approx(captured_ms(of, Point(1, 0, tokens)))
+    for requests in {1, max_running // 2 + 1, max_running - 1, max_running}:
+        for tokens in (16, 100, 300, 1024):
+            if requests > 0 and tokens <= max_step_tokens and of.next_to_last < requests:
+                step = Point(1, requests, tokens)
+                assert table.step_ms(1, requests, 0, tokens) == pytest.approx(captured_ms(of, step)), step
+
+
+def test_what_is_measured_is_captured_and_fits() -> None:
+    of = extent(40, 8192, max_context=1000)
+    points = [point for group in wanted(of) for point in group.points]
+    assert len(points) == len(set(points)), "no point is measured twice in a pass"
+    assert {p.num_requests for p in points} <= {0, *bucket_sizes(40)}
+    assert {p.chunk_tokens for p in points} == {0, 16, 64, 128, 256, 512, 1024, 1040, 2048, 4096, 8192}
+    assert {p.num_requests for p in points if p.chunk_tokens > 1024} == {0}
+    for p in points:
+        assert p.num_requests * p.context <= 1 << 17 and p.context + min(p.chunk_tokens, 1000) <= 1000
+        assert p.num_requests == 0 or p.context % 16 == 0, "pages of their own, and no more than there are"
+    required = [point for group in wanted(of) if group.required for point in group.points]
+    assert {(p.shape, p.num_requests, p.chunk_tokens) for p in required} == {
+        *((shape, n, 0) for shape in (0, 1) for n in (1, 40)),
+        *((1, 0, tokens) for tokens in (16, 128)),
+    }
