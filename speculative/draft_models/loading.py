@@ -35,7 +35,8 @@ def load_draft(
         fill_dummy(model, source.seed + 1)
         model.target_ids = _dummy_target_ids(method, device)
     else:
-        tensors = {names.canonical(name): tensor for name, tensor in checkpoint_tensors(method.path)}
+        named = ((names.canonical(name), tensor) for name, tensor in checkpoint_tensors(method.path))
+        tensors = {name: tensor for name, tensor in named if not names.ignores(name)}
         model.target_ids = _target_ids(tensors, method, device)
         shared = _share_with_target(model, tensors, method, source, target)
         load_weights(model, tensors.items(), names, f"draft {method.path}", elsewhere=shared)

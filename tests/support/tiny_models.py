@@ -69,6 +69,47 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
     return folder
 
 
+def add_mtp(target: Path, seed: int = 1, copying: bool = False) -> torch.nn.Module:
+    """Gives a DeepSeek-V3 target a random module for multi-token prediction, in its own checkpoint and by the published
+    names; returns transformers' module with the same weights. copying: it passes the newest token's embedding on almost
+    unchanged."""
+    from transformers import DeepseekV3Config
+    from transformers.modeling_layers import MtpLayer
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+
+    config = DeepseekV3Config.from_pretrained(target, attn_implementation="eager")
+    index, path = config.num_hidden_layers, target / "model.safetensors"
+    torch.manual_seed(seed)
+    module = MtpLayer(config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, index).eval().requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(parameter, 0.0, 0.2)
+    tensors = load_file(str(path))
+    if copying:
+        eye = torch.eye(config.hidden_size)
+        module.enorm.weight.fill_(1.0)
+        module.eh_proj.weight.copy_(torch.cat((eye, 0.01 * eye), dim=1))
+        module.post_norm.weight.copy_(tensors["model.norm.weight"])
+        for name, parameter in module.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter *= 0.02
+    theirs = f"model.layers.{index}"
+    for name, tensor in module.state_dict().items():
+        ours = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        if "mlp.experts." in name:
+            parts = {"down_proj": tensor}
+            if "gate_up_proj" in name:
+                parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True))
+            for part, stacked in parts.items():
+                for expert, matrix in enumerate(stacked):
+                    tensors[f"{theirs}.mlp.experts.{expert}.{part}.weight"] = matrix
+        else:
+            tensors[f"{theirs}.{ours}"] = tensor
+    tensors[f"{theirs}.embed_tokens.weight"] = tensors[f"{theirs}.shared_head.head.weight"] = torch.zeros(3, 3)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors, str(path), metadata={"format": "pt"})
+    return module
+
+
 def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> Path:
     """A random EAGLE-3 head for `target`, sharing its embedding, with its own vocabulary."""
     config = json.loads((target / "config.json").read_text())

@@ -36,8 +36,8 @@ class DeepseekConfig(ModelConfig):
     attention_scale see `LatentAttention`.
 
     intermediate_size: of layers without experts. expert_width: intermediate size of an expert. shared_width: of all
-    shared experts of a layer together. moe_layers: those with experts. num_mtp_layers: modules for drafting that the
-    checkpoint has after its layers.
+    shared experts of a layer together. first_moe_layer, moe_layer_step: layers from the first on have experts whose
+    number the step divides. num_mtp_layers: modules for drafting that the checkpoint has after its layers.
     """
 
     rope: RopeConfig
@@ -51,12 +51,16 @@ class DeepseekConfig(ModelConfig):
     routing: Routing
     expert_width: int
     shared_width: int
-    moe_layers: frozenset[int]
+    first_moe_layer: int
+    moe_layer_step: int
     num_mtp_layers: int
+
+    def has_experts(self, layer: int) -> bool:
+        return layer >= self.first_moe_layer and layer % self.moe_layer_step == 0
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
         cut = {"num_attention_heads": self.num_heads, "moe_intermediate_size": self.expert_width}
-        if len(self.moe_layers) < self.num_layers:
+        if not all(self.has_experts(layer) for layer in range(self.num_layers)):
             cut["intermediate_size"] = self.intermediate_size
 
         def fits(size: int) -> bool:
@@ -95,13 +99,12 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
     _refuse_unsupported(config, source)
     latent = required_int(config, "kv_lora_rank", source)
     key_dim, rotated_dim = (required_int(config, f"qk_{part}_head_dim", source) for part in ("nope", "rope"))
-    num_layers, width = (required_int(config, key, source) for key in ("num_hidden_layers", "moe_intermediate_size"))
-    first, every = int(config.get("first_k_dense_replace") or 0), int(config.get("moe_layer_freq") or 1)
+    width = required_int(config, "moe_intermediate_size", source)
     rope = rope_of(config, source)
     return DeepseekConfig(
         architecture=architecture_of(config),
         hidden_size=required_int(config, "hidden_size", source),
-        num_layers=num_layers,
+        num_layers=required_int(config, "num_hidden_layers", source),
         num_heads=required_int(config, "num_attention_heads", source),
         num_kv_heads=1,
         head_dim=latent + rotated_dim,
@@ -123,7 +126,8 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
         routing=_read_routing(config, source),
         expert_width=width,
         shared_width=int(config.get("n_shared_experts") or 0) * width,
-        moe_layers=frozenset(i for i in range(num_layers) if i >= first and i % every == 0),
+        first_moe_layer=int(config.get("first_k_dense_replace") or 0),
+        moe_layer_step=int(config.get("moe_layer_freq") or 1),
         num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
     )
 
@@ -185,17 +189,16 @@ class DeepseekForCausalLM(Decoder):
         super().__init__(config, group, rotary, layers, capture)
 
 
-def make_layer(config: DeepseekConfig, layer: int, group: TPGroup, pool_layer: int | None = None) -> DecoderLayer:
-    """layer: decides whether it has experts. pool_layer: its number in the KV pool, if that is another one."""
+def make_layer(config: DeepseekConfig, layer: int, group: TPGroup) -> DecoderLayer:
     mlp: FeedForward
-    if layer in config.moe_layers:
+    if config.has_experts(layer):
         mlp = MixtureOfExperts(
             config.hidden_size, config.expert_width, config.routing, group, shared_width=config.shared_width
         )
     else:
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, group)
     attention = LatentAttention(
-        layer if pool_layer is None else pool_layer,
+        layer,
         group,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
