@@ -18,6 +18,7 @@ from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.test_loading import edited
 from tests.support.tiny_models import HIDDEN, VOCAB, add_mtp, make_target
+from tests.workers.test_block_fp8 import quantised
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.layers.forward_context import make_context
@@ -95,6 +96,25 @@ def test_it_changes_no_token(tmp_path: Path, pair: Pair) -> None:
         histogram = torch.tensor([request.acceptance_histogram for request in drafted]).sum(0).tolist()
         accepted = sum(k * rounds for k, rounds in enumerate(histogram)) / sum(histogram)
         assert accepted > 0.5, f"rounds by accepted drafts: {histogram}"
+
+
+def test_its_weights_may_be_fp8(tmp_path: Path) -> None:
+    """But for its projection, which is published in bf16."""
+    target = make_target(tmp_path / "t", num_hidden_layers=2, **V3)
+    add_mtp(target)
+    folder = quantised(target, tmp_path / "q")
+    states = []
+    for path in (folder, folder / "plain"):
+        source, method = ModelSource(path=str(path), device="cpu"), read(path)
+        draft = load_draft(
+            method, source, load_target(source, read_target_config(source, 1), SOLO, CPU, 8), SOLO, CPU, 8
+        )
+        pool = KVPool(method.model.kv_groups(1, torch.float32), 2, 4, CPU)
+        batch = PrefillBatch.from_lists((0,), (5,), torch.tensor([[1, 2]], dtype=torch.int32))
+        context = make_context(pool, {Mode.PREFILL: TorchBackend()}, None, None, batch)
+        features = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
+        states.append(draft.extend(torch.arange(5), features, context))
+    torch.testing.assert_close(states[0], states[1])
 
 
 def test_a_target_without_one_is_refused(tmp_path: Path, pair: Pair) -> None:

@@ -22,7 +22,7 @@ def quantised(source: Path, folder: Path, block: tuple[int, int] = BLOCK, **quan
     tensors, plain = load_file(str(source / "model.safetensors")), {}
     for name, weight in list(tensors.items()):
         plain[name] = weight
-        if name.endswith(("_proj.weight", "_with_mqa.weight")):
+        if name.endswith(("_proj.weight", "_with_mqa.weight")) and "eh_proj" not in name:
             shape = [-(-size // step) for size, step in zip(weight.shape, block, strict=True)]
             padded = torch.zeros(shape[0] * block[0], shape[1] * block[1])
             padded[: weight.shape[0], : weight.shape[1]] = weight

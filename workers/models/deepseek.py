@@ -26,7 +26,7 @@ from workers.models.config import (
 )
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
-from workers.models.moe import check_experts_device, moe_rules, num_experts_of
+from workers.models.moe import DETERMINISTIC_REFUSAL, check_experts_device, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
 
 
@@ -78,7 +78,7 @@ class DeepseekConfig(ModelConfig):
 
     @property
     def deterministic_refusal(self) -> str | None:
-        return "a mixture of experts, whose products compute a row by who is beside it; serve a dense model"
+        return DETERMINISTIC_REFUSAL
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         layout = LatentLayout(self.latent, self.rotated_dim, dtype)

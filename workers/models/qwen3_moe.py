@@ -15,7 +15,7 @@ from workers.models.config import required_int
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
-from workers.models.moe import check_experts_device, moe_rules, num_experts_of
+from workers.models.moe import DETERMINISTIC_REFUSAL, check_experts_device, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
 
 
@@ -38,7 +38,7 @@ class Qwen3MoeConfig(LlamaConfig):
 
     @property
     def deterministic_refusal(self) -> str | None:
-        return "a mixture of experts, whose products compute a row by who is beside it; serve a dense model"
+        return DETERMINISTIC_REFUSAL
 
 
 def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
