@@ -5,13 +5,12 @@ allocates per layer what it could prepare.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from attention.metadata import DecodeBatch, PrefillBatch
-from attention.views import LayerKV
 
 
 class Prepared(ABC):
@@ -20,7 +19,7 @@ class Prepared(ABC):
     For each layer `plan` may be called, then the layer's KV is stored, then `forward` is called.
     """
 
-    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:  # noqa: B027  many have nothing to launch
+    def plan(self, q: Tensor, kv: Any, scale: float) -> None:  # noqa: B027  many have nothing to launch
         """Launch what `forward` reads beside q and KV, as far as it hangs on shapes that only layers know.
 
         Called with the arguments of `forward`, of whose tensors no value is read, before the layer's KV is stored: the
@@ -29,10 +28,12 @@ class Prepared(ABC):
         """
 
     @abstractmethod
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: Any, scale: float) -> Tensor:
         """Attention of rows q [rows, q_heads, head_dim] over `kv`, whose rows of this pass are already written.
 
-        scale: the factor on q . k before the softmax. Returns [rows, q_heads, head_dim] in q's dtype.
+        kv: the layer's view (`attention.views`), of a kind that the backend's row in the registry names. scale: the
+        factor on q . k before the softmax. Returns [rows, q_heads, head_dim] in q's dtype; of latent rows [rows,
+        q_heads, latent].
         """
 
 

@@ -63,7 +63,7 @@ def _trtllm() -> AttentionBackend:
 
 
 BACKENDS: dict[str, BackendFacts] = {
-    "torch": BackendFacts(_torch, torch_refusal),
+    "torch": BackendFacts(_torch, torch_refusal, layouts=frozenset({"heads", "latent rows"})),
     "triton": BackendFacts(_triton, triton_refusal, chunks_on_device=True, package="triton"),
     "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, package="flashinfer"),
     "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),

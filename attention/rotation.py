@@ -1,5 +1,5 @@
-"""Rotary position embedding (arXiv 2104.09864), in the half-split layout of Hugging Face checkpoints, in torch: what
-layouts do on CPUs, and what the kernel `attention.kernels.rope_store` is compared with."""
+"""Rotary position embedding (arXiv 2104.09864) in torch, in the half-split order of most checkpoints and in DeepSeek's:
+what layouts do on CPUs, and what the kernel `attention.kernels.rope_store` is compared with."""
 
 import torch
 from torch import Tensor
@@ -11,3 +11,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same of neighbours: dimensions 2 i and 2 i + 1 are turned by angle i, and stay where they are."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.float()[..., 0::2], x.float()[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)

@@ -14,3 +14,16 @@ class LayerKV:
 
     k: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True)
+class LatentKV:
+    """One layer that keeps latent rows, as backends see it.
+
+    rows: [num_pages + 1, page_size, latent + rotated], contiguous, what q [rows, q_heads, latent + rotated] is
+        multiplied with.
+    latent: the leading dimensions, whose weighted sums [rows, q_heads, latent] `forward` returns.
+    """
+
+    rows: Tensor
+    latent: int

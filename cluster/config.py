@@ -231,7 +231,8 @@ def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
     model = dataclasses.replace(config.model, path=_folder("model.path", config.model.path, base))
     changes: dict[str, Any] = {"model": model}
     if config.speculative is not None:
-        path = _folder("speculative.path", config.speculative.path, base)
+        with_target = config.speculative.method == "mtp" and not config.speculative.path
+        path = model.path if with_target else _folder("speculative.path", config.speculative.path, base)
         changes["speculative"] = dataclasses.replace(config.speculative, path=path)
     return config.model_copy(update=changes)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Method = Literal["eagle", "eagle3"]
+Method = Literal["eagle", "eagle3", "mtp"]
 
 MAX_TREE_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integer
 
@@ -12,7 +12,8 @@ MAX_TREE_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integ
 class SpeculativeConfig:
     """EAGLE speculation (EAGLE arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840).
 
-    method: "eagle" for EAGLE and EAGLE-2 heads, "eagle3" for EAGLE-3 heads. path: folder of the draft's checkpoint.
+    method: "eagle" for EAGLE and EAGLE-2 heads, "eagle3" for EAGLE-3 heads, "mtp" for the module that comes with the
+    target. path: folder of the draft's checkpoint; for "mtp" the target's if it is empty.
     num_steps: depth of the draft tree. top_k: children per expanded node; 1 drafts a chain. num_draft_tokens: nodes
     verified per round, the root (the bonus token) included. draft_tp: ranks that share the draft; 1 replicates it.
     synthetic_acceptance_length: for benchmarks with dummy weights; accept so that 1 + accepted/rounds has this mean

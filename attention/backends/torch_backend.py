@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
 from attention.metadata import DecodeBatch, PrefillBatch
-from attention.views import LayerKV
+from attention.views import LatentKV, LayerKV
 
 
 class TorchBackend(AttentionBackend):
@@ -30,14 +30,14 @@ class _PreparedDecode(Prepared):
     pages: Tensor
     hidden_of: dict[int, Tensor]
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
         batch = self.batch
-        page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+        page_size = page_size_of(kv)
         num_pages = -(-batch.max_kv_len // page_size)
-        pages = self.pages[:, :num_pages].flatten()
         length = num_pages * page_size
-        k = kv.k.index_select(0, pages).view(batch.num_requests, length, num_kv_heads, head_dim)
-        v = kv.v.index_select(0, pages).view(batch.num_requests, length, num_kv_heads, head_dim)
+        k, v = _keys_and_values(kv, self.pages[:, :num_pages].flatten())
+        num_kv_heads, head_dim = k.shape[1:]
+        k, v = (x.view(batch.num_requests, length, num_kv_heads, -1) for x in (k, v))
         group = q.shape[1] // num_kv_heads
         # [B, kv_heads, group * R, head_dim]: all rows of a request that share a KV head read it once
         rows = q.view(batch.num_requests, batch.rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
@@ -47,8 +47,8 @@ class _PreparedDecode(Prepared):
         scores = scores.masked_fill(self._hidden(length), float("-inf"))
         weights = torch.softmax(scores.float(), dim=-1).to(q.dtype)
         out = weights.view(batch.num_requests, num_kv_heads, group * batch.rows, length) @ v.permute(0, 2, 1, 3)
-        out = out.view(batch.num_requests, num_kv_heads, group, batch.rows, head_dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(batch.num_rows, q.shape[1], head_dim)
+        out = out.view(batch.num_requests, num_kv_heads, group, batch.rows, -1).permute(0, 3, 1, 2, 4)
+        return out.reshape(batch.num_rows, q.shape[1], -1)
 
     def _hidden(self, length: int) -> Tensor:
         if length not in self.hidden_of:
@@ -73,8 +73,9 @@ def _hidden_positions(batch: DecodeBatch, length: int) -> Tensor:
 class _PreparedPrefill(Prepared):
     batch: PrefillBatch
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        out, end, chunks = torch.empty_like(q), 0, self.batch.known
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
+        value_dim = kv.latent if isinstance(kv, LatentKV) else kv.v.shape[-1]
+        out, end, chunks = q.new_empty(*q.shape[:2], value_dim), 0, self.batch.known
         for c, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
             first, end = end, end + count
             if count:
@@ -83,18 +84,30 @@ class _PreparedPrefill(Prepared):
         return out
 
 
-def _attend_chunk(q: Tensor, kv: LayerKV, pages: Tensor, start: int, scale: float) -> Tensor:
+def _attend_chunk(q: Tensor, kv: LayerKV | LatentKV, pages: Tensor, start: int, scale: float) -> Tensor:
     """Causal attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1."""
-    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     length = start + q.shape[0]
-    ids = pages[: -(-length // page_size)].long()
-    k = kv.k.index_select(0, ids).view(-1, num_kv_heads, head_dim)[:length].transpose(0, 1)
-    v = kv.v.index_select(0, ids).view(-1, num_kv_heads, head_dim)[:length].transpose(0, 1)
+    k, v = _keys_and_values(kv, pages[: -(-length // page_size_of(kv))].long())
+    k, v = k[:length].transpose(0, 1), v[:length].transpose(0, 1)
+    num_kv_heads, head_dim = k.shape[0], k.shape[2]
     group = q.shape[1] // num_kv_heads
     rows = q.view(q.shape[0], num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
     scores = ((rows * scale) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)
     position = torch.arange(length, device=q.device)
     scores = scores.masked_fill(position > position[start:].unsqueeze(1), float("-inf"))
     weights = torch.softmax(scores.float(), dim=-1).to(q.dtype).view(num_kv_heads, -1, length)
-    out = (weights @ v).view(num_kv_heads, group, q.shape[0], head_dim)
-    return out.permute(2, 0, 1, 3).reshape(q.shape)
+    out = (weights @ v).view(num_kv_heads, group, q.shape[0], -1)
+    return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
+
+
+def page_size_of(kv: LayerKV | LatentKV) -> int:
+    return (kv.rows if isinstance(kv, LatentKV) else kv.k).shape[1]
+
+
+def _keys_and_values(kv: LayerKV | LatentKV, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """[tokens, kv_heads, dim] each, of all tokens of pages [n] int64. Latent rows are one head, whose values are a part
+    of its keys."""
+    if isinstance(kv, LatentKV):
+        rows = kv.rows.index_select(0, pages).flatten(0, 1).unsqueeze(1)
+        return rows, rows[..., : kv.latent]
+    return kv.k.index_select(0, pages).flatten(0, 1), kv.v.index_select(0, pages).flatten(0, 1)

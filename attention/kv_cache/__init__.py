@@ -4,5 +4,6 @@ page_allocator   who holds which page (pure Python)
 prefix_cache     which pages an earlier prompt with the same beginning left (pure Python)
 layout           how layers keep their KV: the interface
 heads            the layout of keys and values by heads
+latent           the layout of latent rows, one for all heads
 pool             the memory of one model on one rank
 """

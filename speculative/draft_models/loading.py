@@ -37,7 +37,8 @@ def load_draft(
         fill_dummy(model, source.seed + 1)
         model.target_ids = _dummy_target_ids(method, device)
     else:
-        tensors = {names.canonical(name): tensor for name, tensor in draft_tensors(method.path)}
+        named = ((names.canonical(name), tensor) for name, tensor in draft_tensors(method.path))
+        tensors = {name: tensor for name, tensor in named if not names.ignores(name)}
         ids = take_target_ids(tensors, method)
         model.target_ids = None if ids is None else ids.to(device)
         shared = _share_with_target(model, tensors, method, source, target)

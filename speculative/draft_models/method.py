@@ -4,13 +4,7 @@ acceptance, commit and the growth of trees are the same for every method.
 `DraftMethod`: what a checkpoint says of itself; a plain value, made before anything is loaded.
 `DraftModel`: the module that drafts on one rank.
 
-What other families would fill in (`docs/add-a-draft-method.md` has EAGLE as the example):
-
-MTP (DeepSeek's NextN and its like): `folder` is the target's, `recognises` asks for num_nextn_predict_layers,
-`weight_names` maps the names under model.layers.<num_hidden_layers> and ignores all others and the copies of embedding
-and head, which are then the target's. `features` are the target's final hidden states; `step` is
-norm(layer(eh_proj(enorm(embedding), hnorm(hidden)))), one module for every step, and its state is what left that last
-norm, so that `logits` is the vocabulary head alone.
+What another family would fill in (`docs/add-a-draft-method.md` has EAGLE as the example):
 
 Block drafts (DFlash and its like), one pass that yields all tokens of a block: `capture` names the layers read;
 `extend` projects the features into the draft's own KV, where no row attends, and `lookahead` is 0, since no embedding

@@ -7,9 +7,10 @@ from speculative.draft_models.config import draft_architecture
 from speculative.draft_models.eagle import Eagle
 from speculative.draft_models.eagle3 import Eagle3
 from speculative.draft_models.method import DraftMethod
+from speculative.draft_models.mtp import Mtp
 from workers.models.config import ModelConfig, read_config_json
 
-METHODS: dict[str, type[DraftMethod]] = {method.name: method for method in (Eagle, Eagle3)}
+METHODS: dict[str, type[DraftMethod]] = {method.name: method for method in (Eagle, Eagle3, Mtp)}
 
 
 def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig) -> DraftMethod:

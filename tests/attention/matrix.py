@@ -41,7 +41,7 @@ def matrix() -> str:
     ]
     lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
     lines += ["", "Refused, in the words of a refused start:", ""]
-    lines += [f"- `{name}`: {'; '.join(_refusals(name))}" for name in BACKENDS]
+    lines += [f"- `{name}`: {'; '.join(_refusals(name)) or 'nothing'}" for name in BACKENDS]
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
-"""The seam of `KVLayout`, by layouts that do not exist yet beside the one that does: what a layout must say, and that
-pool, context and path moves need to know no more."""
+"""The seam of `KVLayout`, by one that does not exist yet beside those that do: what a layout must say, and that pool,
+context and path moves need to know no more."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -8,61 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import Prepared
+from attention.backends.torch_backend import TorchBackend
 from attention.config import CacheConfig
 from attention.kv_cache.heads import HeadsLayout
+from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
 from attention.kv_cache.pool import KVPool, bytes_per_page
-from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, decode_places
 from attention.registry import BACKENDS, limit
 from attention.rotation import rotate
 from attention.views import LayerKV
 from tests.support.attention_cases import WORKS, Shape, use_of
-from workers.layers.forward_context import ForwardContext
+from workers.layers.forward_context import ForwardContext, make_context
 from workers.layers.rotary import Angles
 from workers.runner.layout import pages_asked
 
 CPU = torch.device("cpu")
 PAGE = 4
 HEADS = HeadsLayout(2, 8, torch.float32)
+LATENT = LatentLayout(24, 8, torch.float32)
 FP8 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True)
-class LatentLayout(KVLayout[Tensor]):
-    """One row for all heads, as multi-head latent attention has it: `latent` values, then `rotated` ones."""
-
-    latent: int
-    rotated: int
-
-    kind: ClassVar[str] = "latent rows"
-
-    @property
-    def per_token(self) -> tuple[PerToken, ...]:
-        return (PerToken((self.latent + self.rotated,), torch.float32),)
-
-    def view(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return tensors[0]
-
-    def store(
-        self,
-        view: Tensor,
-        q: Tensor,
-        rows: tuple[Tensor, ...],
-        cos: Tensor,
-        sin: Tensor,
-        index: Tensor,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        (row,) = rows
-        view.view(-1, row.shape[1]).index_copy_(
-            0, slot_mapping, self._turned(row[:, None], cos[index], sin[index])[:, 0]
-        )
-        return self._turned(q, cos[index], sin[index])
-
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        latent, rotated = x.split([self.latent, self.rotated], dim=-1)
-        return torch.cat((latent, rotate(rotated, cos, sin)), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -114,72 +79,85 @@ class ScaledLayout(KVLayout[ScaledView]):
         return rotate(q, cos, sin)
 
 
-class LatentAttention(Prepared):
-    """Of the rows of one request, causal, with weights over latent rows."""
-
-    def __init__(self, batch: DecodeBatch, latent: int) -> None:
-        self.batch, self.latent = batch, latent
-
-    def forward(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:  # type: ignore[override]
-        start, rows = int(self.batch.prefix_len), self.batch.rows
-        text = kv[self.batch.page_table[0].long()].flatten(0, 1)[: start + rows]
-        hidden = torch.ones(rows, start + rows, dtype=torch.bool).triu(start + 1)
-        scores = torch.einsum("rhd,nd->hrn", q, text) * scale
-        return torch.einsum(
-            "hrn,nd->rhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), text[:, : self.latent]
-        )
-
-
 def angles(positions: Tensor, dims: int) -> Angles:
     table = torch.arange(64.0).unsqueeze(1) * torch.tensor([0.3**i for i in range(dims // 2)])
     return Angles(table.cos(), table.sin(), positions)
 
 
 def test_a_pool_takes_what_its_layouts_say() -> None:
-    latent, scaled = LatentLayout(24, 8), ScaledLayout(2, 8)
+    scaled = ScaledLayout(2, 8)
     assert HEADS.bytes_per_token == 2 * 2 * 8 * 4
-    assert latent.bytes_per_token == 32 * 4
+    assert LATENT.bytes_per_token == 32 * 4
     assert scaled.bytes_per_token == 2 * 2 * (8 + 4)
-    groups = [LayerGroup((0, 2, 5), HEADS), LayerGroup((1,), latent), LayerGroup((3, 4), scaled)]
+    groups = [LayerGroup((0, 2, 5), HEADS), LayerGroup((1,), LATENT), LayerGroup((3, 4), scaled)]
     pool = KVPool(groups, 6, PAGE, CPU)
     each = PAGE * (3 * 128 + 128 + 2 * 48)
     assert bytes_per_page(groups, PAGE) == each
     assert sum(tensor.nbytes for tensors in pool.tensors for tensor in tensors) == (6 + 1) * each
     assert pages_asked(CacheConfig(PAGE, None, 10.5 * each / 1e9), each, 0) == 9  # and page 0
     assert isinstance(pool.layer(5), LayerKV) and isinstance(pool.layer(4), ScaledView)
-    assert pool.layer(1).shape == (7, PAGE, 32)
+    assert pool.layer(1).rows.shape == (7, PAGE, 32)
+
+
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    """x [rows, ..., 32] with neighbours of its last 8 dimensions turned, as complex numbers."""
+    at = angles(positions, 8)
+    turns = torch.complex(at.cos[positions], at.sin[positions])
+    turns = turns.view(-1, *[1] * (x.dim() - 2), 4)
+    pairs = torch.view_as_complex(x[..., 24:].unflatten(-1, (-1, 2)).contiguous()) * turns
+    return torch.cat((x[..., :24], torch.view_as_real(pairs).flatten(-2)), -1)
 
 
 def test_latent_rows_are_stored_attended_to_and_moved() -> None:
     """Beside a layer of heads: the rows of a tree, of which 0, 2, 3 are accepted and come to the front."""
     torch.manual_seed(0)
-    latent = LatentLayout(24, 8)
-    pool = KVPool([LayerGroup((0,), HEADS), LayerGroup((1,), latent)], 6, PAGE, CPU)
+    pool = KVPool([LayerGroup((0,), HEADS), LayerGroup((1,), LATENT)], 6, PAGE, CPU)
     table, length = torch.tensor([[5, 2, 6]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     history = torch.randn(3, 32)
-    pool.layer(1)[5, :3] = history
-    batch = DecodeBatch(Mode.VERIFY, 5, 5, length, causal_mask(1, 5, CPU), table, 8)
-    positions = batch.kv_positions().flatten()
+    pool.layer(1).rows[5, :3] = history
+    parents = [None, 0, 0, 2, 1]
+    sees = torch.eye(5, dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent is not None:
+            sees[row] |= sees[parent]
+    mask = (sees.long() << torch.arange(5)).sum(1).unsqueeze(0)
+    batch = DecodeBatch(Mode.VERIFY, 5, 5, length, mask, table, 8)
+    depths = torch.tensor([3, 4, 4, 5, 5])
     slots = decode_places(batch, PAGE)[1]
-    context = ForwardContext(pool, positions, slots, 5, LatentAttention(batch, 24), None)
+    context = ForwardContext(pool, depths, slots, 5, TorchBackend().prepare(batch), None)
     q, row = torch.randn(5, 3, 32), torch.randn(5, 32)
-    out = context.attend(1, q, (row,), angles(positions, 8), 0.2)
+    out = context.attend(1, q, (row,), angles(depths, 8), 0.2)
 
-    def turned(x: Tensor) -> Tensor:
-        at = angles(positions, 8)
-        return torch.cat((x[..., :24], rotate(x[..., 24:], at.cos[positions], at.sin[positions])), -1)
-
-    text = torch.cat((history, turned(row[:, None])[:, 0]))
+    text = torch.cat((history, turned(row, depths)))
     for r in range(5):
-        weights = torch.softmax(turned(q)[r] @ text[: 4 + r].T * 0.2, -1)
-        torch.testing.assert_close(out[r], weights @ text[: 4 + r, :24])
+        seen = text[[0, 1, 2, *(3 + sees[r].nonzero().flatten()).tolist()]]
+        weights = torch.softmax(turned(q, depths)[r] @ seen.T * 0.2, -1)
+        torch.testing.assert_close(out[r], weights @ seen[:, :24])
 
     k = torch.randn(5, 2, 8)
-    pool.store(0, torch.randn(5, 4, 8), (k, -k), *vars(angles(positions, 8)).values(), slots)
-    kept = [pool.layer(0).v.view(-1, 2, 8)[slots].clone(), pool.layer(1).view(-1, 32)[slots].clone()]
+    pool.store(0, torch.randn(5, 4, 8), (k, -k), *vars(angles(depths, 8)).values(), slots)
+    kept = [pool.layer(0).v.view(-1, 2, 8)[slots].clone(), pool.layer(1).rows.view(-1, 32)[slots].clone()]
     pool.move_path(table, length, torch.tensor([[0, 2, 3, 0]]))
-    for now, before in zip((pool.layer(0).v.view(-1, 2, 8), pool.layer(1).view(-1, 32)), kept, strict=True):
+    for now, before in zip((pool.layer(0).v.view(-1, 2, 8), pool.layer(1).rows.view(-1, 32)), kept, strict=True):
         assert torch.equal(now[slots[:3]], before[[0, 2, 3]])
+
+
+def test_prompt_chunks_attend_to_latent_rows() -> None:
+    """Of two requests, one of which has a beginning; two padding rows get zeros."""
+    torch.manual_seed(2)
+    pool = KVPool([LayerGroup((0,), LATENT)], 6, PAGE, CPU)
+    history = torch.randn(6, 32)
+    table = torch.tensor([[3, 1, 4], [2, 6, 0]], dtype=torch.int32)
+    pool.layer(0).rows[[3] * 4 + [1] * 2, [0, 1, 2, 3, 0, 1]] = history
+    batch = PrefillBatch.from_lists((6, 0), (3, 5), table, 10)
+    context = make_context(pool, {Mode.PREFILL: TorchBackend()}, None, None, batch)
+    q, row = torch.randn(10, 3, 32), torch.randn(10, 32)
+    out = context.attend(0, q, (row,), angles(context.positions, 8), 0.2)
+    assert out.shape == (10, 3, 24) and not out[8:].any()
+    q, row = turned(q, context.positions), turned(row, context.positions)
+    for r in range(8):
+        seen = torch.cat((history, row[: r + 1])) if r < 3 else row[3 : r + 1]
+        torch.testing.assert_close(out[r], torch.softmax(q[r] @ seen.T * 0.2, -1) @ seen[:, :24])
 
 
 def test_scaled_heads_keep_their_scales_where_they_move() -> None:
@@ -198,5 +176,5 @@ def test_scaled_heads_keep_their_scales_where_they_move() -> None:
 def test_a_layout_that_a_backend_does_not_read_is_refused(name: str) -> None:
     use = use_of(WORKS[1], Shape())
     assert limit(BACKENDS[name], use) is None
-    reason = limit(BACKENDS[name], replace(use, layout=LatentLayout.kind))
-    assert reason == "it reads KV kept as heads, not as latent rows"
+    reason = limit(BACKENDS[name], replace(use, layout=ScaledLayout.kind))
+    assert reason == f"it reads KV kept as {', '.join(sorted(BACKENDS[name].layouts))}, not as scaled heads"

@@ -40,6 +40,14 @@ def test_sections_become_the_layers_dataclasses(base: Path) -> None:
     assert config.worker.deterministic and not parse(_args(), base).worker.deterministic
 
 
+def test_a_draft_that_comes_with_its_target_needs_no_path(base: Path) -> None:
+    for given, path in (({}, "target"), ({"path": "draft"}, "draft")):
+        config = parse(_args(speculative={"method": "mtp", **given}), base)
+        assert config.speculative is not None and config.speculative.path == str(base / path)
+    with pytest.raises(ConfigError, match=r"speculative.path: is missing"):
+        parse(_args(speculative={"method": "eagle3"}), base)
+
+
 def test_replica_takes_more_calls_than_are_ever_sent(base: Path) -> None:
     scheduler = {"max_running": 7, "max_waiting": 1100}
     assert parse(_args(scheduler=scheduler), base).max_ongoing_requests > 1107

@@ -38,9 +38,10 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            "quant_method='gptq' is not .*: none yet; use",
+            "quant_method='gptq' is not .*: fp8; use",
         ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported; it is one of default"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not supported; it is one of default"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "needs 'original_max_position_embeddings'"),
         ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
     ],
 )

@@ -11,18 +11,35 @@ from torch import Tensor
 VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS, MLP = 96, 40, 64, 8, 96
 
 
-def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any) -> Path:
-    """A random Llama-like target; overrides go to its configuration (architecture "qwen2" and "qwen3" too). calm: the
-    weight of what layers add to the embedding; small values make the next token a function of the last one mostly,
-    which `make_eagle` with `copying` guesses well."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+MOE: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # transformers takes it for the rotated part
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 4,
+}
+# What an architecture has beside what all have.
+FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": MOE | {"num_experts": 6, "norm_topk_prob": True, "num_hidden_layers": 4},
+    "DeepseekV2": MOE | LATENT | {"n_routed_experts": 6, "n_shared_experts": 2, "topk_method": "greedy"},
+    "DeepseekV3": MOE | LATENT | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+}
 
-    kinds = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
-    config_class, model_class = kinds[overrides.pop("architecture", "llama")]
+
+def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any) -> Path:
+    """A random target; overrides go to its configuration, but for architecture: "Llama", or another prefix of
+    transformers' classes. calm: the weight of what layers add to the embedding; small values make the next token a
+    function of the last one mostly, which `make_eagle` with `copying` guesses well."""
+    import transformers
+
+    architecture = overrides.pop("architecture", "Llama")
+    config_class = getattr(transformers, f"{architecture}Config")
+    model_class = getattr(transformers, f"{architecture}ForCausalLM")
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -35,10 +52,14 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
         "eos_token_id": 1,
         "bos_token_id": 0,
         "initializer_range": 0.2,
+        **FAMILY_SETTINGS.get(architecture, {}),
         **overrides,
     }
     torch.manual_seed(seed)
     model = model_class(config_class(**settings)).eval()
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            torch.nn.init.uniform_(buffer, -0.2, 0.2)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -46,6 +67,47 @@ def make_target(folder: Path, seed: int = 0, calm: float = 1.0, **overrides: Any
             parameter.data /= calm
     model.save_pretrained(folder)
     return folder
+
+
+def add_mtp(target: Path, seed: int = 1, copying: bool = False) -> torch.nn.Module:
+    """Gives a DeepSeek-V3 target a random module for multi-token prediction, in its own checkpoint and by the published
+    names; returns transformers' module with the same weights. copying: it passes the newest token's embedding on almost
+    unchanged."""
+    from transformers import DeepseekV3Config
+    from transformers.modeling_layers import MtpLayer
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+
+    config = DeepseekV3Config.from_pretrained(target, attn_implementation="eager")
+    index, path = config.num_hidden_layers, target / "model.safetensors"
+    torch.manual_seed(seed)
+    module = MtpLayer(config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, index).eval().requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(parameter, 0.0, 0.2)
+    tensors = load_file(str(path))
+    if copying:
+        eye = torch.eye(config.hidden_size)
+        module.enorm.weight.fill_(1.0)
+        module.eh_proj.weight.copy_(torch.cat((eye, 0.01 * eye), dim=1))
+        module.post_norm.weight.copy_(tensors["model.norm.weight"])
+        for name, parameter in module.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter *= 0.02
+    theirs = f"model.layers.{index}"
+    for name, tensor in module.state_dict().items():
+        ours = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        if "mlp.experts." in name:
+            parts = {"down_proj": tensor}
+            if "gate_up_proj" in name:
+                parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True))
+            for part, stacked in parts.items():
+                for expert, matrix in enumerate(stacked):
+                    tensors[f"{theirs}.mlp.experts.{expert}.{part}.weight"] = matrix
+        else:
+            tensors[f"{theirs}.{ours}"] = tensor
+    tensors[f"{theirs}.embed_tokens.weight"] = tensors[f"{theirs}.shared_head.head.weight"] = torch.zeros(3, 3)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors, str(path), metadata={"format": "pt"})
+    return module
 
 
 def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> Path:

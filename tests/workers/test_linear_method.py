@@ -18,7 +18,8 @@ from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
-from workers.layers.quantization import QUANT_METHODS, QuantMethod
+from workers.layers.quant_method import QuantMethod
+from workers.layers.quantization import QUANT_METHODS
 from workers.layers.weighted import WrongTensorError, check_shape
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
@@ -206,5 +207,7 @@ def test_an_unknown_quantisation_names_those_that_exist(tmp_path: Path) -> None:
     folder = quantised(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", (1, WHOLE))
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="quant_method='awq' is not supported; supported: int8; use the checkpoint in"):
+    with pytest.raises(
+        ValueError, match="quant_method='awq' is not supported; supported: fp8, int8; use the checkpoint in"
+    ):
         load(folder)

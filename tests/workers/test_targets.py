@@ -61,13 +61,16 @@ def by_us(target: Path, tensor_parallel: int = 1) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"architecture": "llama"},
-        {"architecture": "llama", "tie_word_embeddings": True, "attention_bias": True},
-        {"architecture": "llama", "rope_scaling": LLAMA3_ROPE},
-        {"architecture": "llama", "rope_scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-        {"architecture": "llama", "num_key_value_heads": 4, "vocab_size": 101},
-        {"architecture": "qwen2"},
-        {"architecture": "qwen3", "head_dim": 32},
+        {"architecture": "Llama"},
+        {"architecture": "Llama", "tie_word_embeddings": True, "attention_bias": True},
+        {"architecture": "Llama", "rope_scaling": LLAMA3_ROPE},
+        {"architecture": "Llama", "rope_scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        {"architecture": "Llama", "num_key_value_heads": 4, "vocab_size": 101},
+        {"architecture": "Qwen2"},
+        {"architecture": "Qwen3", "head_dim": 32},
+        {"architecture": "Qwen3Moe"},
+        {"architecture": "Qwen3Moe", "norm_topk_prob": False, "mlp_only_layers": [1]},
+        {"architecture": "Qwen3Moe", "decoder_sparse_step": 2, "num_experts_per_tok": 3},
     ],
     ids=lambda s: "-".join(f"{v}" if isinstance(v, str) else k for k, v in s.items()),
 )

@@ -84,6 +84,12 @@ class LinearShape:
         return next(part for part in self.parts if part.name == name)
 
 
+def check_plain(full: Tensor) -> None:
+    """Raises WrongTensorError if a checkpoint's tensor is of no type that unquantised weights have."""
+    if full.dtype not in _PLAIN_DTYPES:
+        raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not tell")
+
+
 class LinearMethod(nn.Module, ABC):
     """One layer's weights and what is done with them. Made while torch's default type is the model's; parameters of any
     other type say so. Raises ValueError, when it is made, if it cannot hold `shape` (for instance parts that cut a
@@ -166,8 +172,7 @@ class UnquantizedLinearMethod(DenseLinearMethod):
         return self.weight
 
     def load(self, kind: str, part: Part, full: Tensor) -> None:
-        if full.dtype not in _PLAIN_DTYPES:
-            raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not tell")
+        check_plain(full)
         self.weight.data[part.offset : part.offset + part.rows.size].copy_(part.cut(full))
         if self.shape.padding:
             self.weight.data[-self.shape.padding :].zero_()

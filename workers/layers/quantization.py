@@ -1,39 +1,25 @@
-"""`QuantMethod`: what a checkpoint's quantization_config says of its linear layers, and the table of those we know.
+"""The quantisations of checkpoints that we know, and the one that a config.json names.
 
-Adding one is a file beside this one (the method, its `LinearMethod`) and a row in `QUANT_METHODS`.
+Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and a row in `QUANT_METHODS`.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-
-
-class QuantMethod(ABC):
-    """A plain value, equal on every rank; part of a model's configuration."""
-
-    @abstractmethod
-    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
-        """For the layer that holds the checkpoint's modules `names` ("model.layers.0.self_attn.q_proj", ...), one for
-        each part of `shape`; some may be left as they were, for instance the vocabulary head. Raises ValueError if
-        they do not agree, or if the shape cannot be held."""
-
-
-@dataclass(frozen=True)
-class Unquantized(QuantMethod):
-    """Every weight in bfloat16, float16 or float32."""
-
-    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
-        return UnquantizedLinearMethod(shape)
-
+from workers.layers.quant_method import QuantMethod, Unquantized
 
 # From quantization_config and what it is of, for errors.
 QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
 
+
+def _block_fp8() -> QuantReader:
+    from workers.layers.block_fp8 import read_block_fp8
+
+    return read_block_fp8
+
+
 # By quantization_config.quant_method; a row imports its reader when it is asked for.
-QUANT_METHODS: dict[str, Callable[[], QuantReader]] = {}
+QUANT_METHODS: dict[str, Callable[[], QuantReader]] = {"fp8": _block_fp8}
 
 
 def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:
@@ -43,7 +29,7 @@ def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:
         return Unquantized()
     name = quantization.get("quant_method")
     if name not in QUANT_METHODS:
-        known = ", ".join(sorted(QUANT_METHODS)) or "none yet"
+        known = ", ".join(sorted(QUANT_METHODS))
         raise ValueError(
             f"{source}: quantization_config.quant_method={name!r} is not supported; supported: {known}; "
             "use the checkpoint in bf16 or fp16"

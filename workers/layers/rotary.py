@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), in the half-split layout of Hugging Face checkpoints."""
+"""The angles of rotary position embedding (arXiv 2104.09864). Which dimensions they turn is the KV layout's."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions. kind "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides by factor."""
+    """Rotary positions. kind "llama3" rescales long wavelengths (Llama 3.1 model card); "linear" divides by factor;
+    "yarn" (arXiv 2309.00071) divides those that turn less than beta_slow times in the original length, keeps those that
+    turn more than beta_fast times, and blends the ones between.
+
+    magnitude: cos and sin are multiplied by it, so q . k is by its square.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -17,6 +22,9 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    magnitude: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,8 @@ class RotaryTable:
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
         steps = frequencies(rope, head_dim)
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device="cpu"), steps)
-        self._cos = angles.cos().to(device)
-        self._sin = angles.sin().to(device)
+        self._cos = (angles.cos() * rope.magnitude).to(device)
+        self._sin = (angles.sin() * rope.magnitude).to(device)
 
     def at(self, positions: Tensor) -> Angles:
         """The angles at positions [rows] int64, which are looked up where rows are turned (`KVLayout.store`)."""
@@ -50,6 +58,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return steps / rope.factor
     if rope.kind == "llama3":
         return _llama3(steps, rope)
+    if rope.kind == "yarn":
+        return _yarn(steps, rope)
     return steps
 
 
@@ -60,3 +70,23 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     blend = rope.original_max_position / wavelength - rope.low_freq_factor
     blend = (blend / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """The ends of the blend are whole dimensions (reference code of arXiv 2309.00071, which DeepSeek uses)."""
+
+    def dimension(turns: float) -> float:
+        """That turns so often in the original length."""
+        return half * math.log(rope.original_max_position / (turns * 2 * math.pi)) / math.log(rope.theta)
+
+    half = frequencies.shape[0]
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), 2 * half - 1)
+    width = high - low or 0.001
+    slowed = ((torch.arange(half, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
+    return frequencies / rope.factor * slowed + frequencies * (1 - slowed)
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """How much sharper attention is to be where a context is `factor` times as long (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

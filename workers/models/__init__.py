@@ -2,6 +2,8 @@
 
 registry   architecture -> family; `family` what a family's file says
 llama      Llama 2 and 3, Qwen2, Qwen3 (dense)
+deepseek   DeepSeek-V2 and V3: latent attention and mixtures of experts
+qwen3_moe  Qwen3's mixtures of experts; `moe` has what families with experts share
 config     `ModelConfig`, what every target has, and how Hugging Face spells it
 decoder    `Decoder`, what every family's model is: embedding, layers, norm, vocabulary head
 name_map   `NameMap`: a family's declaration of what the checkpoint calls its tensors

@@ -12,8 +12,8 @@ import torch
 from attention.kv_cache.layout import LayerGroup
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
-from workers.layers.quantization import QuantMethod
-from workers.layers.rotary import RopeConfig
+from workers.layers.quant_method import QuantMethod
+from workers.layers.rotary import RopeConfig, yarn_magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,15 @@ class ModelConfig(ABC):
         """Raises ValueError, with sizes that work, if the model cannot be cut into `tensor_parallel` shards; `source`
         names it."""
 
+    def check_device(self, device: torch.device, dtype: torch.dtype, source: str) -> None:  # noqa: B027
+        """Raises ValueError, naming `source`, where the model has no fitting kernels for `device` in `dtype`. Attention
+        is asked of its backends."""
+
+    @property
+    def deterministic_refusal(self) -> str | None:
+        """Why `deterministic: true` cannot be kept on a GPU, whatever is configured beside it; None if it can."""
+        return None
+
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         """The layers by how they keep their KV on one rank: what the model's `KVPool` is made of. dtype: of what the
@@ -62,7 +71,7 @@ class ModelConfig(ABC):
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ROPE_KINDS = ("default", "linear", "llama3")
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
@@ -101,12 +110,19 @@ def eos_token_ids_of(config: dict[str, Any]) -> tuple[int, ...]:
     return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
 
 
+def rope_scaling_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What is said of rotary positions beside rope_theta; empty if nothing is."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
 def rope_of(config: dict[str, Any], source: str) -> RopeConfig:
     """Raises ValueError that lists the kinds of scaling there are for any other."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope_scaling_of(config)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in _ROPE_KINDS:
         raise ValueError(f"{source}: rope_type={kind!r} is not supported; it is one of {', '.join(_ROPE_KINDS)}")
+    if kind == "yarn":
+        return _yarn_of(scaling, config, source)
     return RopeConfig(
         theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
         kind=kind,
@@ -114,4 +130,24 @@ def rope_of(config: dict[str, Any], source: str) -> RopeConfig:
         low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
         original_max_position=int(scaling.get("original_max_position_embeddings", 8192)),
+    )
+
+
+def _yarn_of(scaling: dict[str, Any], config: dict[str, Any], source: str) -> RopeConfig:
+    if scaling.get("truncate") is False:
+        raise ValueError(f"{source}: YaRN with truncate=false is not supported")
+    for key in ("factor", "original_max_position_embeddings"):
+        if scaling.get(key) is None:
+            raise ValueError(f"{source}: rope_type='yarn' needs {key!r} in rope_scaling")
+    factor = float(scaling["factor"])
+    whole, part = (float(scaling.get(key) or default) for key, default in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
+    magnitude = scaling.get("attention_factor") or yarn_magnitude(factor, whole) / yarn_magnitude(factor, part)
+    return RopeConfig(
+        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        kind="yarn",
+        factor=factor,
+        original_max_position=int(scaling["original_max_position_embeddings"]),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        magnitude=float(magnitude),
     )

@@ -31,20 +31,26 @@ class LlamaConfig(ModelConfig):
     o_bias: bool
     qk_norm: bool
 
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        """Intermediate sizes that ranks share, by config.json's names."""
+        return {"intermediate_size": self.intermediate_size}
+
     def check_shards(self, tensor_parallel: int, source: str) -> None:
-        heads, kv, intermediate = self.num_heads, self.num_kv_heads, self.intermediate_size
+        heads, kv, sizes = self.num_heads, self.num_kv_heads, self.cut_sizes
         if heads % kv:
             raise ValueError(f"{source}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv}")
 
         def fits(size: int) -> bool:
             kv_fits = kv % size == 0 if kv >= size else size % kv == 0
-            return heads % size == 0 and intermediate % size == 0 and kv_fits
+            return heads % size == 0 and kv_fits and not any(cut % size for cut in sizes.values())
 
         if not fits(tensor_parallel):
+            named = ", ".join(f"{name}={cut}" for name, cut in sizes.items())
             works = [n for n in range(1, heads + 1) if fits(n)]
             raise ValueError(
                 f"tensor_parallel={tensor_parallel}: does not divide {source} (num_attention_heads={heads}, "
-                f"num_key_value_heads={kv}, intermediate_size={intermediate}); try one of {works}"
+                f"num_key_value_heads={kv}, {named}); try one of {works}"
             )
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:

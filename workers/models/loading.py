@@ -1,5 +1,6 @@
 """From a checkpoint folder to a target on this rank: configuration, checks and weights."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -10,13 +11,16 @@ from torch import nn
 from workers.config import ModelSource
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
+from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
-from workers.layers.quantization import QuantMethod
+from workers.layers.quant_method import QuantMethod
 from workers.models.config import ModelConfig, architecture_of, read_config_json
 from workers.models.decoder import Decoder
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+
+logger = logging.getLogger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -51,6 +55,9 @@ def load_target(
     family = family_of(config.architecture, name)
     names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
+    config.check_device(device, dtype, name)
+    if config.quant.fallback is not None and group.rank == 0:
+        logger.warning("%s: %s", name, config.quant.fallback)
     model = allocate(
         lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
     )
@@ -73,6 +80,9 @@ def allocate(
             if isinstance(layer, LinearBase) and layer.method.kinds:  # a tied head has none
                 modules = [names.module_name(path, part.name) for part in layer.shape.parts]
                 layer.method = quant.linear_method(modules, layer.shape)
+            elif isinstance(layer, Experts):
+                modules = [names.module_name(path, part.name, 0) for part in layer.shape.parts]
+                layer.method = quant.experts_method(modules, layer.shape)
     return model.to_empty(device=device)
 
 

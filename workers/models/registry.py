@@ -14,11 +14,26 @@ def _llama() -> Family:
     return FAMILY
 
 
+def _qwen3_moe() -> Family:
+    from workers.models.qwen3_moe import FAMILY
+
+    return FAMILY
+
+
+def _deepseek() -> Family:
+    from workers.models.deepseek import FAMILY
+
+    return FAMILY
+
+
 # By config.json's "architectures"; a row imports its file when it is asked for.
 ARCHITECTURES: dict[str, Callable[[], Family]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _llama,
     "Qwen3ForCausalLM": _llama,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "DeepseekV2ForCausalLM": _deepseek,
+    "DeepseekV3ForCausalLM": _deepseek,
 }
 
 

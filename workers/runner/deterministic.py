@@ -35,6 +35,8 @@ def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torc
 
 def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> str | None:
     """Why a GPU's answers would depend on more than their requests, None if they do not."""
+    if target.deterministic_refusal is not None:
+        return target.deterministic_refusal
     for field, name in (("prefill", worker.attention.prefill), ("decode", worker.attention.decode)):
         if name not in ("auto", "triton"):
             return (

@@ -1,0 +1,148 @@
+"""DeepSeek's architectures: answers equal to transformers', shards, speculation over latent rows, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attention.backends.torch_backend import TorchBackend
+from attention.kv_cache.latent import LatentLayout
+from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import KVPool
+from attention.limits import AttentionUse
+from attention.metadata import Mode, PrefillBatch
+from attention.registry import Choice, choose_backends
+from tests.support.tiny_models import make_target
+from tests.workers.test_moe import check_speculation, load
+from tests.workers.test_targets import by_transformers, by_us
+from workers.config import ModelSource
+from workers.distributed.tp_group import SOLO, TPGroup
+from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.forward_context import make_context
+from workers.layers.rotary import RotaryTable
+from workers.models.deepseek import DeepseekConfig
+from workers.models.loading import read_target_config
+from workers.models.registry import family_of
+
+CPU = torch.device("cpu")
+V2, V3 = {"architecture": "DeepseekV2"}, {"architecture": "DeepseekV3"}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        V2 | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        V2 | GROUPS | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+        V3 | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        V3 | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "num_experts_per_tok": 3},
+        V3 | {"norm_topk_prob": False, "first_k_dense_replace": 0, "rope_parameters": YARN | {"beta_fast": 1.0}},
+    ],
+    ids=["V2-Lite", "V2", "V3", "Kimi-K2", "V3 of another kind"],
+)
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
+    target = make_target(tmp_path / "target", **settings)
+    assert by_us(target) == by_transformers(target)
+
+
+def test_yarn_is_anyones(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", architecture="Qwen3", rope_parameters=YARN, num_hidden_layers=3)
+    assert by_us(target) == by_transformers(target)
+
+
+def test_speculation_changes_no_token(tmp_path: Path) -> None:
+    """The draft keeps K/V heads where its target keeps latent rows; page numbers are the same."""
+    check_speculation(tmp_path, make_target(tmp_path / "t", calm=0.01, **V3))
+
+
+@pytest.mark.parametrize("settings", [V2 | {"q_lora_rank": None}, V3], ids=["V2-Lite", "V3"])
+def test_shards_are_the_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = make_target(tmp_path / "t", num_hidden_layers=2, **settings)
+    whole, halves = load(folder).layers, [load(folder, TPGroup(rank, 2)).layers for rank in range(2)]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    batch = PrefillBatch.from_lists((0,), (5,), torch.tensor([[1, 2]], dtype=torch.int32))
+
+    def attended(layer: DecoderLayer, config: DeepseekConfig) -> torch.Tensor:
+        pool = KVPool([LayerGroup((0,), LatentLayout(24, 8, torch.float32))], 2, 4, CPU)
+        context = make_context(pool, {Mode.PREFILL: TorchBackend()}, None, None, batch)
+        return layer.self_attn.partial(x, RotaryTable(config.rope, 8, 8, CPU).at(context.positions), context)
+
+    config = read_target_config(ModelSource(path=str(folder)), 1)
+    assert isinstance(config, DeepseekConfig)
+    parts = [attended(half[0], config) for half in halves]
+    torch.testing.assert_close(parts[0] + parts[1], attended(whole[0], config))
+    for layer in range(2):  # the first has no experts
+        parts = [half[layer].mlp.partial(x) for half in halves]
+        torch.testing.assert_close(parts[0] + parts[1], whole[layer].mlp.partial(x))
+
+
+def test_latent_rows_are_whole_on_every_rank(tmp_path: Path) -> None:
+    config = read_target_config(ModelSource(path=str(make_target(tmp_path / "t", **V3))), 2)
+    groups = [config.kv_groups(size, torch.bfloat16) for size in (1, 2)]
+    assert groups[0] == groups[1] and groups[0][0].bytes_per_token == 4 * (24 + 8) * 2
+
+
+def config_of(tmp_path: Path, **changes: Any) -> DeepseekConfig:
+    folder = make_target(tmp_path / "t", **V3, num_hidden_layers=2)
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = read_target_config(ModelSource(path=str(folder)), raw.get("tp", 1))
+    assert isinstance(config, DeepseekConfig)
+    return config
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"topk_method": "softer"}, "topk_method='softer' is not supported; it is one of greedy"),
+        ({"scoring_func": "tanh"}, "scoring_func='tanh' is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported; only False is"),
+        ({"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ({"kv_lora_rank": None}, "lacks 'kv_lora_rank', which a DeepseekV3ForCausalLM needs"),
+        ({"n_group": 3}, "n_group=3 does not divide the 8 experts"),
+        ({"tp": 3}, r"tensor_parallel=3: does not divide .*num_attention_heads=4, .*try one of \[1, 2, 4\]"),
+        ({"rope_parameters": YARN | {"truncate": False}}, "YaRN with truncate=false"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(tmp_path, **changes)
+
+
+def test_v2_normalises_or_scales(tmp_path: Path) -> None:
+    """Its published code does one of both, V3's does both."""
+    v3 = config_of(tmp_path, routed_scaling_factor=2.5).routing
+    assert v3.normalise and v3.scale == 2.5
+    v2 = config_of(tmp_path, architectures=["DeepseekV2ForCausalLM"], norm_topk_prob=True, routed_scaling_factor=16.0)
+    assert v2.routing.normalise and v2.routing.scale == 1.0
+
+
+def test_modules_for_drafting_are_not_the_targets(tmp_path: Path) -> None:
+    config = config_of(tmp_path, num_nextn_predict_layers=1)
+    names = family_of(config.architecture, "model x").weight_names(config)
+    assert names.ignores("model.layers.2.eh_proj.weight") and not names.ignores("model.layers.20.mlp.gate.weight")
+
+
+def test_a_gpu_has_no_kernel_for_latent_rows_yet() -> None:
+    use = AttentionUse(Mode.VERIFY, 16, 1, 576, 64, torch.bfloat16, "cuda", (9, 0), True, "latent rows")
+    with pytest.raises(
+        ValueError, match="triton cannot serve verify: it reads KV kept as heads, not as latent rows; .*torch"
+    ):
+        choose_backends([Choice("attention.decode", "auto", use)])
+
+
+def test_dummies_need_no_weights(tmp_path: Path) -> None:
+    folder = make_target(tmp_path / "t", **V3, num_hidden_layers=2)
+    (folder / "model.safetensors").unlink()
+    model = load(folder, SOLO, load_format="dummy")
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

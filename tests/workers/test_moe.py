@@ -1,0 +1,219 @@
+"""Mixtures of experts: who is chosen and how much they count, their products, their shards, and what is refused.
+Routing is compared with the equations of the papers, written out row by row."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from tests.speculative.conftest import Pair
+from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
+from workers.config import ModelSource, WorkerConfig
+from workers.distributed.tp_group import SOLO, TPGroup
+from workers.layers.experts import experts_one_by_one, grouped_experts
+from workers.layers.linear import finish_weights
+from workers.layers.moe import MixtureOfExperts
+from workers.layers.routing import Routing, route
+from workers.layers.weighted import WeightedModule
+from workers.models.decoder import Decoder
+from workers.models.loading import load_target, read_target_config
+from workers.models.moe import check_experts_device
+from workers.runner.deterministic import refusal
+from workers.scheduling.plan import SamplingParams
+
+CPU = torch.device("cpu")
+ROUTINGS = {
+    "V2-Lite": Routing(8, 3),
+    "V2": Routing(12, 3, num_groups=4, groups_per_token=2, scale=16.0),
+    "V3": Routing(12, 4, "sigmoid", 4, 2, 2, has_bias=True, normalise=True, scale=2.5),
+    "Kimi-K2": Routing(10, 4, "sigmoid", 1, 1, 2, has_bias=True, normalise=True, scale=2.827),
+    "Qwen3": Routing(8, 2, normalise=True),
+}
+
+
+def by_the_papers(logits: list[float], bias: list[float], routing: Routing) -> dict[int, float]:
+    """The experts of one row and their weights."""
+    if routing.scoring == "softmax":
+        scores = [math.exp(x) / sum(math.exp(y) for y in logits) for x in logits]
+    else:
+        scores = [1 / (1 + math.exp(-x)) for x in logits]
+    preference = [s + b for s, b in zip(scores, bias, strict=True)]
+    size = routing.num_experts // routing.num_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(routing.num_groups)]
+
+    def worth(group: list[int]) -> float:
+        return sum(sorted((preference[e] for e in group), reverse=True)[: routing.best_of_group])
+
+    best = sorted(groups, key=worth, reverse=True)[: routing.groups_per_token]
+    allowed = [e for group in best for e in group]
+    chosen = sorted(allowed, key=lambda e: preference[e], reverse=True)[: routing.experts_per_token]
+    total = sum(scores[e] for e in chosen) if routing.normalise else 1.0
+    return {e: scores[e] / total * routing.scale for e in chosen}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routing_is_that_of_the_papers(name: str) -> None:
+    """The bias is so large that preferences are below zero, and so uneven that it changes who is chosen."""
+    routing, generator = ROUTINGS[name], torch.Generator().manual_seed(3)
+    logits = torch.randn(40, routing.num_experts, generator=generator) * 2
+    bias = torch.randn(routing.num_experts, generator=generator) - 2 if routing.has_bias else None
+    chosen, weight = route(logits, bias, routing)
+    assert weight.dtype == torch.float32
+    other = 0
+    for row in range(40):
+        given = [0.0] * routing.num_experts if bias is None else bias.tolist()
+        expected = by_the_papers(logits[row].tolist(), given, routing)
+        other += expected.keys() != by_the_papers(logits[row].tolist(), [0.0] * routing.num_experts, routing).keys()
+        found = dict(zip(chosen[row].tolist(), weight[row].tolist(), strict=True))
+        assert found == pytest.approx(expected, rel=1e-5)  # float32 against float64
+    assert (other > 0) == routing.has_bias
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"scoring": "tanh"}, "scoring_func='tanh' is not supported"),
+        ({"num_groups": 5}, "n_group=5 does not divide the 12 experts"),
+        ({"groups_per_token": 5}, "topk_group=5 of n_group=4 with 3 experts each"),
+        ({"num_groups": 12}, "topk_group=2 of n_group=12 with 1 experts each"),
+        ({"experts_per_token": 7}, "num_experts_per_tok=7: must be 1 to the 6 experts"),
+    ],
+)
+def test_routing_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"model x: {message}"):
+        dataclasses.replace(ROUTINGS["V3"], **changes).check("model x")  # type: ignore[arg-type]
+
+
+def case(rows: int, experts: int = 5, width: int = 24, hidden: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return (
+        torch.randn(rows, hidden, generator=generator),
+        torch.randn(experts, 2 * width, hidden, generator=generator),
+        torch.randn(experts, hidden, width, generator=generator),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 33])
+def test_grouped_products_are_those_of_one_expert_after_the_other(rows: int) -> None:
+    """Expert 3 is nobody's."""
+    x, gate_up, down = case(rows)
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(rows)])
+    chosen, weight = chosen + (chosen == 3), torch.rand(rows, 2, generator=generator)
+    expected = torch.zeros_like(x)
+    for row in range(rows):
+        for expert, share in zip(chosen[row].tolist(), weight[row].tolist(), strict=True):
+            gate, up = (gate_up[expert] @ x[row]).chunk(2)
+            expected[row] += share * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    for multiply in (grouped_experts, experts_one_by_one):
+        out = multiply(x, chosen, weight, gate_up, down)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)  # sums of 24 in another order, values to 50
+
+
+@pytest.mark.parametrize("width", [24, 26], ids=["grouped", "one by one"])
+def test_rows_do_not_touch_each_other(width: int) -> None:
+    """Whatever stands in padding rows, of which there may be any number."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(16, width, ROUTINGS["V3"], SOLO, shared_width=8)
+    for module in layer.modules():
+        if isinstance(module, WeightedModule):
+            module.fill_dummy(torch.Generator().manual_seed(5))
+    finish_weights(layer)
+    x = torch.randn(6, 16)
+    expected = layer.partial(x)
+    for padding in (torch.zeros(3, 16), torch.full((3, 16), float("nan")), torch.full((1, 16), float("inf"))):
+        torch.testing.assert_close(layer.partial(torch.cat((x, padding)))[:6], expected)
+
+
+def load(folder: Path, group: TPGroup = SOLO, **settings: str) -> Decoder:
+    source = ModelSource(path=str(folder), device="cpu", **settings)
+    return load_target(source, read_target_config(source, group.size), group, CPU, 64)
+
+
+def test_experts_are_cut_along_their_width(tmp_path: Path) -> None:
+    folder = make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1)
+    whole, halves = load(folder).layers[0].mlp, [load(folder, TPGroup(r, 2)).layers[0].mlp for r in range(2)]
+    assert halves[0].experts.method.down.shape == (6, 64, 24)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sum(half.partial(x) for half in halves), whole.partial(x))
+
+
+def test_speculation_changes_no_token(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "t", architecture="Qwen3Moe", calm=0.01)
+    check_speculation(tmp_path, target)
+
+
+def check_speculation(folder: Path, target: Path) -> None:
+    """Chains and trees of a head that guesses well, on two ranks too, and of one that does not, answer as the target
+    alone does."""
+    eagle = make_eagle(folder / "eagle", target, copying=True)
+    eagle3 = make_eagle3(folder / "eagle3", target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 41, 18, 60, 9)]
+    pair, greedy = Pair(target, eagle, eagle3, prompts), SamplingParams(16, 0.0)
+
+    def answers(speculative: SpeculativeConfig | None, tensor_parallel: int = 1) -> tuple[list[list[int]], int]:
+        with local_engine(pair.spec(speculative, tensor_parallel=tensor_parallel)) as engine:
+            requests = engine.generate(pair.prompts, greedy, 3)
+        return [r.output for r in requests], sum(k * n for r in requests for k, n in enumerate(r.acceptance_histogram))
+
+    plain, _ = answers(None)
+    other = SpeculativeConfig(str(eagle3), "eagle3", 3, 4, 12)
+    for speculative, ranks in ((pair.chain(), 1), (pair.tree(), 1), (pair.tree(), 2), (other, 1)):
+        outputs, accepted = answers(speculative, ranks)
+        assert outputs == plain
+        assert accepted > 10 or speculative.method == "eagle3"  # equality means little where nothing is accepted
+
+
+def test_dummies_need_no_weights(tmp_path: Path) -> None:
+    folder = make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1)
+    (folder / "model.safetensors").unlink()
+    layer = load(folder, load_format="dummy").layers[0].mlp
+    assert torch.isfinite(layer.partial(torch.ones(2, 64))).all() and layer.experts.method.down.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"num_experts": None, "num_local_experts": None}, "config.json lacks 'num_experts'"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be 1 to the 6 experts"),
+        ({"moe_intermediate_size": 51}, r"tensor_parallel=2: does not divide .*moe_intermediate_size=51\)"),
+    ],
+)
+def test_configurations_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    folder = make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        read_target_config(ModelSource(path=str(folder)), 2)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1)
+    tensors = load_file(str(folder / "model.safetensors"))
+    del tensors["model.layers.0.mlp.experts.4.up_proj.weight"]
+    save_file(tensors, str(folder / "model.safetensors"))
+    with pytest.raises(ValueError, match="missing: model.layers.0.mlp.experts.4.up_proj.weight$"):
+        load(folder)
+
+
+def test_gpus_whose_experts_would_wait_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match="model x: experts on a GPU are multiplied in bfloat16, not in float16"):
+        check_experts_device(gpu, torch.float16, "model x")
+    with pytest.raises(ValueError, match="compute capability 9.x or 10.x, this one has 8.0"):
+        check_experts_device(gpu, torch.bfloat16, "model x")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_experts_device(gpu, torch.bfloat16, "model x")
+    source = ModelSource(path=str(make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1)))
+    reason = refusal(WorkerConfig(source, deterministic=True), read_target_config(source, 1), torch.bfloat16)
+    assert reason is not None and reason.startswith("a mixture of experts, whose products")

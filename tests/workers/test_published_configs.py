@@ -1,0 +1,181 @@
+"""Configurations as they are published: what they are read as, how many parameters the models have, and what a rank
+holds. Nothing is allocated."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from workers.distributed.tp_group import TPGroup
+from workers.models.config import ModelConfig
+from workers.models.deepseek import DeepseekConfig
+from workers.models.loading import allocate
+from workers.models.registry import family_of
+
+META = torch.device("meta")
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096}
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000, "torch_dtype": "bfloat16"}
+
+V2_LITE: dict[str, Any] = {
+    **COMMON,
+    **MLA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}
+V2 = V2_LITE | {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 160,
+    "n_group": 8,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0,
+}
+V3 = V2 | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "quantization_config": FP8,
+}
+KIMI_K2 = V3 | {
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "first_k_dense_replace": 1,
+    "vocab_size": 163840,
+    "rope_theta": 50000.0,
+    "rope_scaling": YARN | {"factor": 32, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+QWEN3_30B: dict[str, Any] = {
+    **COMMON,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+}
+QWEN3_235B = QWEN3_30B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}
+
+
+def read(raw: dict[str, Any]) -> ModelConfig:
+    config: ModelConfig = family_of(raw["architectures"][0], "model x").read_config(raw, "model x")
+    return config
+
+
+def parameters(config: ModelConfig, ranks: int, dtype: torch.dtype | None = None) -> int:
+    """Of rank 0, on the meta device; of one type, or of all but scales of weights."""
+    family = family_of(config.architecture, "model x")
+    model = allocate(
+        lambda: family.model(config, TPGroup(0, ranks), 8, META, ()),
+        family.weight_names(config),
+        config.quant,
+        torch.bfloat16,
+        META,
+    )
+    named = [(name, p) for name, p in model.named_parameters() if ".scales." not in name]
+    return sum(p.numel() for _, p in named if dtype is None or p.dtype == dtype)
+
+
+@pytest.mark.parametrize(
+    "raw,billions",
+    [(V2_LITE, 15.7), (V2, 235.7), (V3, 671.0), (KIMI_K2, 1026.4), (QWEN3_30B, 30.5), (QWEN3_235B, 235.1)],
+    ids=["V2-Lite", "V2", "V3", "Kimi-K2", "Qwen3-30B-A3B", "Qwen3-235B-A22B"],
+)
+def test_models_have_as_many_parameters_as_their_cards_say(raw: dict[str, Any], billions: float) -> None:
+    assert parameters(read(raw), 1) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_what_is_not_experts_or_linear_stays_in_bf16() -> None:
+    """Embedding, vocabulary head, norms, routers."""
+    config = read(V3)
+    assert isinstance(config, DeepseekConfig)
+    router = config.routing.num_experts * config.hidden_size
+    norms = 61 * (2 * 7168 + 1536 + 512) + 7168
+    assert parameters(config, 1, torch.bfloat16) == 2 * 129280 * 7168 + 58 * router + norms
+    assert parameters(config, 1, torch.float32) == 58 * 256
+
+
+def test_a_rank_of_eight_has_an_eighth_of_what_is_cut() -> None:
+    config = read(V3)
+    replicated = 61 * (1536 + 576) * 7168
+    whole, share = parameters(config, 1, torch.float8_e4m3fn), parameters(config, 8, torch.float8_e4m3fn)
+    assert share == (whole - replicated) // 8 + replicated
+    (group,) = config.kv_groups(8, torch.bfloat16)
+    assert group.bytes_per_token == 61 * 576 * 2
+
+
+def test_attention_is_scaled_for_long_contexts() -> None:
+    """softmax scale 192^-1/2 (0.1 m ln 40 + 1)^2; cos and sin are left alone where both scales are equal."""
+    for raw, m in ((V2_LITE, 0.707), (V3, 1.0)):
+        config = read(raw)
+        assert isinstance(config, DeepseekConfig)
+        assert config.attention_scale == pytest.approx(192**-0.5 * (1 + 0.1 * m * 3.6888794541) ** 2)
+        assert config.rope.magnitude == 1.0
+
+
+@pytest.mark.parametrize("raw,ranks", [(V3, 8), (KIMI_K2, 16), (QWEN3_30B | {"quantization_config": FP8}, 4)])
+def test_they_can_be_cut(raw: dict[str, Any], ranks: int) -> None:
+    read(raw).check_shards(ranks, "model x")
+    assert parameters(read(raw), ranks) > 0

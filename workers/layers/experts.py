@@ -1,0 +1,166 @@
+"""The routed experts of a layer: all of them in stacked tensors, each cut along its width. How the tensors are kept and
+multiplied by is their `ExpertsMethod`'s, as a linear layer's is its `LinearMethod`'s."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.activation import silu_mul
+from workers.layers.gemm import GEMMOptions
+from workers.layers.linear import rank_span
+from workers.layers.linear_method import LinearShape, Part, Span, check_plain
+from workers.layers.weighted import WeightedModule, WeightKey
+
+_ALIGNMENT = 16  # bytes; of the rows of what torch's grouped products read
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """On this rank. gate_up: of one expert, gate_proj and up_proj one below the other. down: its down_proj."""
+
+    num_experts: int
+    gate_up: LinearShape
+    down: LinearShape
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (*self.gate_up.parts, *self.down.parts)
+
+
+class ExpertsMethod(nn.Module, ABC):
+    """The weights of all experts of a layer and what is done with them; lives as a `LinearMethod` does.
+
+    kinds: what the checkpoint has of each matrix of each expert.
+    """
+
+    kinds: tuple[str, ...] = ("weight",)
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @abstractmethod
+    def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
+        """Take this rank's share of the whole tensor `full`, which the checkpoint has as `kind` of a matrix of an
+        expert. Raises WrongTensorError if its shape or type is another one."""
+
+    @abstractmethod
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """See `workers.layers.weighted.WeightedModule.fill_dummy`."""
+
+    @abstractmethod
+    def finish(self, options: GEMMOptions) -> None:
+        """Once, when the weights are final and before they are multiplied by."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """[rows, hidden_size] this rank's part of the weighted sum of each row's experts, for x [rows, hidden_size],
+        chosen [rows, k] int64 and weight [rows, k] float32. Rows do not touch each other."""
+
+
+class DenseExperts(ExpertsMethod):
+    """Multiplies by weights in the type of its inputs, wherever they are kept."""
+
+    @abstractmethod
+    def dense_weights(self) -> tuple[Tensor, Tensor]:
+        """gate_up [experts, 2 * width, hidden_size] and down [experts, hidden_size, width]."""
+
+    def finish(self, options: GEMMOptions) -> None:
+        pass
+
+    def multiply(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        gate_up, down = self.dense_weights()
+        aligned = all(matrix.shape[2] * matrix.element_size() % _ALIGNMENT == 0 for matrix in (gate_up, down))
+        return (grouped_experts if aligned else experts_one_by_one)(x, chosen, weight, gate_up, down)
+
+
+class UnquantizedExperts(DenseExperts):
+    """Weights of its own, in bfloat16, float16 or float32."""
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        super().__init__(shape)
+
+        def stacked(one: LinearShape) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape.num_experts, one.out_features, one.in_features), requires_grad=False)
+
+        self.gate_up, self.down = stacked(shape.gate_up), stacked(shape.down)
+
+    def dense_weights(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+    def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
+        check_plain(full)
+        mine = self.down if part in self.shape.down.parts else self.gate_up
+        mine.data[expert, part.offset : part.offset + part.rows.size].copy_(part.cut(full))
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        for parameter in (self.gate_up, self.down):
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+
+
+class Experts(WeightedModule):
+    """method: unquantised when the layer is made; another may be put in its place before it is filled."""
+
+    method: ExpertsMethod
+
+    def __init__(self, num_experts: int, hidden_size: int, width: int, group: TPGroup) -> None:
+        """width: an expert's intermediate size in the model."""
+        super().__init__()
+        span, hidden = rank_span(width, group, "moe_intermediate_size"), Span.whole(hidden_size)
+        self.shape = ExpertsShape(
+            num_experts,
+            LinearShape.stacked([("gate_proj", span), ("up_proj", span)], hidden),
+            LinearShape.stacked([("down_proj", hidden)], span),
+        )
+        self.method = UnquantizedExperts(self.shape)
+
+    def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """See `ExpertsMethod.multiply`."""
+        return self.method.multiply(x, chosen, weight)
+
+    def weight_keys(self) -> Iterator[WeightKey]:
+        for expert in range(self.shape.num_experts):
+            for part in self.shape.parts:
+                for kind in self.method.kinds:
+                    yield WeightKey(kind, part.name, expert)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        part = next(part for part in self.shape.parts if part.name == key.part)
+        assert key.expert is not None
+        self.method.load(key.kind, key.expert, part, full)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.method.fill_dummy(generator)
+
+    def finish(self, options: GEMMOptions) -> None:
+        self.method.finish(options)
+
+
+def grouped_experts(x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """See `ExpertsMethod.multiply`; gate_up, down: as `DenseExperts.dense_weights` gives them, of any type. Rows are
+    sorted by expert, and each of the two products is one call. On a GPU of compute capability 9.0 in bfloat16 nothing
+    waits for the device; elsewhere torch 2.13 multiplies one expert after the other, and reads their rows' numbers."""
+    num_rows, k = chosen.shape
+    experts, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(gate_up.shape[0], device=x.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    hidden = silu_mul(F.grouped_mm(x.index_select(0, order // k), gate_up.transpose(1, 2), offs=ends))
+    outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+    by_row = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_rows, k, -1)
+    return (by_row.float() * weight.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def experts_one_by_one(x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The same for weights of any size: every row through every expert, and counted where it was chosen."""
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    for expert in range(gate_up.shape[0]):
+        mine = chosen == expert
+        part = F.linear(silu_mul(F.linear(x, gate_up[expert])), down[expert]).float()
+        share = torch.where(mine, weight, 0.0).sum(-1, keepdim=True)
+        out += torch.where(mine.any(-1, keepdim=True), part * share, 0.0)
+    return out.to(x.dtype)

@@ -1,0 +1,89 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form: heads look at latent
+rows themselves, for which the up-projection of keys is multiplied into q, and that of values into what comes out."""
+
+import torch
+from torch import Tensor
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import AttentionLayer
+from workers.layers.forward_context import ForwardContext
+from workers.layers.gemm import GEMMOptions
+from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
+from workers.layers.linear_method import DenseLinearMethod, Span
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import Angles
+
+_LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
+
+
+class LatentUpProjection(ColumnParallelLinear):
+    """What makes keys and values of latent rows, cut by heads; multiplied by head after head.
+
+    heads: this rank's. Each has key_dim rows for its keys, then value_dim for its values."""
+
+    def __init__(self, latent: int, heads: Span, key_dim: int, value_dim: int) -> None:
+        super().__init__(latent, {"": heads.times(key_dim + value_dim)})
+        self.num_heads, self.key_dim, self.value_dim = heads.size, key_dim, value_dim
+
+    def finish(self, options: GEMMOptions) -> None:
+        super().finish(options)
+        assert isinstance(self.method, DenseLinearMethod), "a part of a weight is nothing that other methods have"
+        weight = self.method.dense_weight().view(self.num_heads, self.key_dim + self.value_dim, -1)
+        self._keys, self._values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
+
+    def absorb_keys(self, q: Tensor) -> Tensor:
+        """[rows, heads, latent]: what is to be multiplied with latent rows, of q [rows, heads, key_dim]."""
+        return torch.bmm(q.transpose(0, 1), self._keys).transpose(0, 1)
+
+    def values(self, latent: Tensor) -> Tensor:
+        """[rows, heads, value_dim] of weighted sums of latent rows [rows, heads, latent]."""
+        return torch.bmm(latent.transpose(0, 1), self._values).transpose(0, 1)
+
+
+class LatentAttention(AttentionLayer):
+    """layer: its number in the KV pool. num_heads: of the model; they are cut, latent rows are whole on every rank.
+
+    q_rank: of the low-rank projection that q goes through, None if it is projected at once. latent: dimensions of a
+    latent row without its rotated part. key_dim: of a head's keys without the rotated part, which has rotated_dim and
+    is shared by all heads. scale: on q . k.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        group: TPGroup,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        q_rank: int | None,
+        latent: int,
+        key_dim: int,
+        rotated_dim: int,
+        value_dim: int,
+        scale: float,
+    ) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, scale
+        self.latent, self.key_dim, self.row_dim = latent, key_dim, latent + rotated_dim
+        heads = rank_span(num_heads, group, "num_attention_heads")
+        self.num_heads = heads.size
+        q_rows = heads.times(key_dim + rotated_dim)
+        first = {"q_proj": q_rows} if q_rank is None else {"q_a_proj": Span.whole(q_rank)}
+        self.qkv_a = ColumnParallelLinear(hidden_size, first | {"kv_a_proj_with_mqa": Span.whole(self.row_dim)})
+        self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, _LATENT_EPS)
+        self.q_b_proj = None if q_rank is None else ColumnParallelLinear(q_rank, {"": q_rows})
+        self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS)
+        self.kv_b_proj = LatentUpProjection(latent, heads, key_dim, value_dim)
+        self.o_proj = RowParallelLinear(num_heads * value_dim, hidden_size, group, "num_attention_heads")
+
+    def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        both = self.qkv_a(x)
+        q, row = both[:, : -self.row_dim], both[:, -self.row_dim :]
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        q = q.reshape(x.shape[0], self.num_heads, -1)
+        row = torch.cat((self.kv_a_layernorm(row[:, : self.latent]), row[:, self.latent :]), dim=-1)
+        absorbed = self.kv_b_proj.absorb_keys(q[..., : self.key_dim])
+        q = torch.cat((absorbed, q[..., self.key_dim :]), dim=-1)
+        out = context.attend(self.layer, q, (row,), angles, self.scale)
+        return self.o_proj.partial(self.kv_b_proj.values(out).flatten(1))

@@ -1,0 +1,41 @@
+"""`QuantMethod`: what a checkpoint's quantization_config says of its linear layers and of its experts. Those that exist
+are in `workers.layers.quantization`, adding one: docs/add-a-model.md."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+
+
+class QuantMethod(ABC):
+    """A plain value, equal on every rank; part of a model's configuration.
+
+    fallback: what a start logs, where weights are multiplied otherwise than the checkpoint means; None for nothing.
+    """
+
+    fallback: ClassVar[str | None] = None
+
+    @abstractmethod
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        """For the layer that holds the checkpoint's modules `names` ("model.layers.0.self_attn.q_proj", ...), one for
+        each part of `shape`; some may be left as they were, for instance the vocabulary head. Raises ValueError if
+        they do not agree, or if the shape cannot be held."""
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        """For the routed experts of a layer, all of which are kept alike; names: of the first one's matrices
+        ("model.layers.3.mlp.experts.0.gate_proj", ...). Raises ValueError where there is no such thing."""
+        raise ValueError(f"{names[0]}: experts quantised like this are not supported; use the checkpoint in bf16")
+
+
+@dataclass(frozen=True)
+class Unquantized(QuantMethod):
+    """Every weight in bfloat16, float16 or float32."""
+
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        return UnquantizedLinearMethod(shape)
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        return UnquantizedExperts(shape)

@@ -1,0 +1,236 @@
+"""DeepSeek-V2 and V3 (R1, V3.1, Kimi-K2): latent attention, and mixtures of experts after the first layers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention.kv_cache.latent import LatentLayout
+from attention.kv_cache.layout import LayerGroup
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import DecoderLayer, FeedForward
+from workers.layers.latent_attention import LatentAttention
+from workers.layers.mlp import GatedMLP
+from workers.layers.moe import MixtureOfExperts
+from workers.layers.quantization import read_quant_method
+from workers.layers.rotary import RopeConfig, RotaryTable, yarn_magnitude
+from workers.layers.routing import Routing
+from workers.models.config import (
+    ModelConfig,
+    architecture_of,
+    dtype_of,
+    eos_token_ids_of,
+    required_int,
+    rope_of,
+    rope_scaling_of,
+)
+from workers.models.decoder import Decoder
+from workers.models.family import ModelFamily
+from workers.models.moe import DETERMINISTIC_REFUSAL, check_experts_device, moe_rules, num_experts_of
+from workers.models.name_map import NameMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekConfig(ModelConfig):
+    """num_kv_heads, head_dim: 1 and the size of a latent row. For q_rank, latent, key_dim, rotated_dim, value_dim and
+    attention_scale see `LatentAttention`.
+
+    intermediate_size: of layers without experts. expert_width: intermediate size of an expert. shared_width: of all
+    shared experts of a layer together. first_moe_layer, moe_layer_step: layers from the first on have experts whose
+    number the step divides. num_mtp_layers: modules for drafting that the checkpoint has after its layers.
+    """
+
+    rope: RopeConfig
+    q_rank: int | None
+    latent: int
+    key_dim: int
+    rotated_dim: int
+    value_dim: int
+    attention_scale: float
+    intermediate_size: int
+    routing: Routing
+    expert_width: int
+    shared_width: int
+    first_moe_layer: int
+    moe_layer_step: int
+    num_mtp_layers: int
+
+    def has_experts(self, layer: int) -> bool:
+        return layer >= self.first_moe_layer and layer % self.moe_layer_step == 0
+
+    def check_shards(self, tensor_parallel: int, source: str) -> None:
+        cut = {"num_attention_heads": self.num_heads, "moe_intermediate_size": self.expert_width}
+        if not all(self.has_experts(layer) for layer in range(self.num_layers)):
+            cut["intermediate_size"] = self.intermediate_size
+
+        def fits(size: int) -> bool:
+            return not any(total % size for total in cut.values())
+
+        if not fits(tensor_parallel):
+            named = ", ".join(f"{name}={total}" for name, total in cut.items())
+            works = [n for n in range(1, self.num_heads + 1) if fits(n)]
+            raise ValueError(
+                f"tensor_parallel={tensor_parallel}: does not divide {source} ({named}); try one of {works}"
+            )
+
+    def check_device(self, device: torch.device, dtype: torch.dtype, source: str) -> None:
+        check_experts_device(device, dtype, source)
+
+    @property
+    def deterministic_refusal(self) -> str | None:
+        return DETERMINISTIC_REFUSAL
+
+    def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        layout = LatentLayout(self.latent, self.rotated_dim, dtype)
+        return (LayerGroup(tuple(range(self.num_layers)), layout),)
+
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        inputs = {
+            "hidden_size": self.hidden_size,
+            "num_attention_heads * v_head_dim": self.num_heads * self.value_dim // tensor_parallel,
+            "intermediate_size": self.intermediate_size // tensor_parallel,
+            "moe_intermediate_size": self.expert_width // tensor_parallel,
+        }
+        return inputs if self.q_rank is None else inputs | {"q_lora_rank": self.q_rank}
+
+
+def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
+    """Raises ValueError where the model has something that would otherwise be ignored."""
+    _refuse_unsupported(config, source)
+    latent = required_int(config, "kv_lora_rank", source)
+    key_dim, rotated_dim = (required_int(config, f"qk_{part}_head_dim", source) for part in ("nope", "rope"))
+    width = required_int(config, "moe_intermediate_size", source)
+    rope = rope_of(config, source)
+    return DeepseekConfig(
+        architecture=architecture_of(config),
+        hidden_size=required_int(config, "hidden_size", source),
+        num_layers=required_int(config, "num_hidden_layers", source),
+        num_heads=required_int(config, "num_attention_heads", source),
+        num_kv_heads=1,
+        head_dim=latent + rotated_dim,
+        vocab_size=required_int(config, "vocab_size", source),
+        max_position=int(config.get("max_position_embeddings") or 2048),
+        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dtype=dtype_of(config),
+        quant=read_quant_method(config, source),
+        eos_token_ids=eos_token_ids_of(config),
+        rope=rope,
+        q_rank=None if config.get("q_lora_rank") is None else int(config["q_lora_rank"]),
+        latent=latent,
+        key_dim=key_dim,
+        rotated_dim=rotated_dim,
+        value_dim=required_int(config, "v_head_dim", source),
+        attention_scale=(key_dim + rotated_dim) ** -0.5 * _scale_of_yarn(config, rope),
+        intermediate_size=required_int(config, "intermediate_size", source),
+        routing=_read_routing(config, source),
+        expert_width=width,
+        shared_width=int(config.get("n_shared_experts") or 0) * width,
+        first_moe_layer=int(config.get("first_k_dense_replace") or 0),
+        moe_layer_step=int(config.get("moe_layer_freq") or 1),
+        num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+    )
+
+
+def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig) -> float:
+    """The factor that a longer context puts on q . k beside the one on cos and sin."""
+    mscale = float(rope_scaling_of(config).get("mscale_all_dim") or 0.0)
+    return yarn_magnitude(rope.factor, mscale) ** 2 if rope.kind == "yarn" else 1.0
+
+
+def _read_routing(config: dict[str, Any], source: str) -> Routing:
+    is_v3 = architecture_of(config) == "DeepseekV3ForCausalLM"
+    method = str(config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy"))
+    methods = ("greedy", "group_limited_greedy", "noaux_tc")
+    if method not in methods:
+        raise ValueError(f"{source}: topk_method={method!r} is not supported; it is one of {', '.join(methods)}")
+    normalise = bool(config.get("norm_topk_prob", is_v3))
+    scale = float(config.get("routed_scaling_factor", 1.0))
+    routing = Routing(
+        num_experts=num_experts_of(config, source),
+        experts_per_token=required_int(config, "num_experts_per_tok", source),
+        scoring=str(config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")),
+        num_groups=1 if method == "greedy" else int(config.get("n_group") or 1),
+        groups_per_token=1 if method == "greedy" else int(config.get("topk_group") or 1),
+        best_of_group=2 if method == "noaux_tc" else 1,
+        has_bias=method == "noaux_tc",
+        normalise=normalise,
+        scale=scale if is_v3 or not normalise else 1.0,  # V2 does one or the other
+    )
+    routing.check(source)
+    return routing
+
+
+def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
+    for key, only in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("rope_interleave", True),
+    ):
+        value = config.get(key)
+        if value is not None and value != only:
+            raise ValueError(f"{source}: {key}={value!r} is not supported; only {only!r} is")
+
+
+class DeepseekForCausalLM(Decoder):
+    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
+
+    def __init__(
+        self,
+        config: DeepseekConfig,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        rotary = RotaryTable(config.rope, config.rotated_dim, max_position, device)
+        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
+        super().__init__(config, group, rotary, layers, capture)
+
+
+def make_layer(config: DeepseekConfig, layer: int, group: TPGroup) -> DecoderLayer:
+    mlp: FeedForward
+    if config.has_experts(layer):
+        mlp = MixtureOfExperts(
+            config.hidden_size, config.expert_width, config.routing, group, shared_width=config.shared_width
+        )
+    else:
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, group)
+    attention = LatentAttention(
+        layer,
+        group,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        q_rank=config.q_rank,
+        latent=config.latent,
+        key_dim=config.key_dim,
+        rotated_dim=config.rotated_dim,
+        value_dim=config.value_dim,
+        scale=config.attention_scale,
+    )
+    return DecoderLayer(config.hidden_size, config.rms_eps, attention, mlp, group)
+
+
+def layer_rules(ours: str, theirs: str) -> dict[str, str]:
+    """Of a `NameMap`, for a layer: its path and its name in the checkpoint."""
+    return moe_rules(ours, theirs) | {
+        f"{ours}.self_attn.qkv_a": f"{theirs}.self_attn.{{part}}",
+        f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",
+        f"{ours}.{{block}}.{{module}}": f"{theirs}.{{block}}.{{module}}",
+        f"{ours}.{{norm}}": f"{theirs}.{{norm}}",
+    }
+
+
+def weight_names(config: DeepseekConfig) -> NameMap:
+    """The names of Hugging Face's checkpoints. Modules for drafting are nothing of the target's."""
+    drafting = (f"model.layers.{config.num_layers + i}.*" for i in range(config.num_mtp_layers))
+    return NameMap(
+        rules={name: f"model.{name}" for name in ("embed_tokens", "norm")}
+        | {"lm_head": "lm_head"}
+        | layer_rules("layers.{layer}", "model.layers.{layer}"),
+        ignored=("*.rotary_emb.inv_freq", *drafting, *(("lm_head.weight",) if config.tie_embeddings else ())),
+    )
+
+
+FAMILY = ModelFamily(read_config, DeepseekForCausalLM, weight_names)

@@ -1,0 +1,48 @@
+"""What families with mixtures of experts have in common: names, sizes, and where they run."""
+
+from typing import Any
+
+import torch
+
+from workers.models.config import architecture_of
+
+DETERMINISTIC_REFUSAL = "a mixture of experts, whose products compute a row by who is beside it; serve a dense model"
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_GROUPED_MAJORS = (9, 10)  # compute capabilities whose grouped products (torch 2.13) wait for nothing
+
+
+def num_experts_of(config: dict[str, Any], source: str) -> int:
+    """Under whichever of its names config.json has it; raises ValueError if it has none."""
+    for key in _NUM_EXPERTS:
+        if config.get(key) is not None:
+            return int(config[key])
+    raise ValueError(
+        f"{source}: config.json lacks {_NUM_EXPERTS[0]!r}, which a {architecture_of(config, 'model')} needs"
+    )
+
+
+def moe_rules(ours: str, theirs: str) -> dict[str, str]:
+    """Of a `NameMap`, for the `MixtureOfExperts` of a layer; to stand before those of dense layers. ours, theirs: the
+    layer's path and its name in the checkpoint."""
+    return {
+        f"{ours}.mlp.router": f"{theirs}.mlp.gate",
+        f"{ours}.mlp.experts": f"{theirs}.mlp.experts.{{expert}}.{{part}}",
+        f"{ours}.mlp.shared_experts.gate_up": f"{theirs}.mlp.shared_experts.{{part}}",
+        f"{ours}.mlp.shared_experts.{{module}}": f"{theirs}.mlp.shared_experts.{{module}}",
+    }
+
+
+def check_experts_device(device: torch.device, dtype: torch.dtype, source: str) -> None:
+    """Raises ValueError, naming `source`, where experts would wait for the device in every layer, which a captured step
+    cannot."""
+    if device.type != "cuda":
+        return
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{source}: experts on a GPU are multiplied in bfloat16, not in {name}; set dtype: bfloat16")
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in _GROUPED_MAJORS:
+        raise ValueError(
+            f"{source}: experts need a GPU of compute capability 9.x or 10.x, this one has "
+            f"{capability[0]}.{capability[1]}; serve a dense model"
+        )

@@ -1,0 +1,89 @@
+"""Qwen3's mixtures of experts: a Qwen3 whose MLPs are experts, in all layers or in some."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import DecoderLayer, FeedForward
+from workers.layers.moe import MixtureOfExperts
+from workers.layers.rotary import RotaryTable
+from workers.layers.routing import Routing
+from workers.models import llama
+from workers.models.config import required_int
+from workers.models.decoder import Decoder
+from workers.models.family import ModelFamily
+from workers.models.llama import LlamaConfig, make_attention, make_mlp
+from workers.models.moe import DETERMINISTIC_REFUSAL, check_experts_device, moe_rules, num_experts_of
+from workers.models.name_map import NameMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(LlamaConfig):
+    """moe_layers: those with experts; the others have MLPs of intermediate_size. expert_width: intermediate size of an
+    expert."""
+
+    routing: Routing
+    expert_width: int
+    moe_layers: frozenset[int]
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        dense = super().cut_sizes if len(self.moe_layers) < self.num_layers else {}
+        return dense | {"moe_intermediate_size": self.expert_width}
+
+    def check_device(self, device: torch.device, dtype: torch.dtype, source: str) -> None:
+        check_experts_device(device, dtype, source)
+
+    @property
+    def deterministic_refusal(self) -> str | None:
+        return DETERMINISTIC_REFUSAL
+
+
+def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
+    dense = llama.read_config(config, source)
+    routing = Routing(
+        num_experts=num_experts_of(config, source),
+        experts_per_token=required_int(config, "num_experts_per_tok", source),
+        normalise=bool(config.get("norm_topk_prob", False)),
+    )
+    routing.check(source)
+    step, without = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
+    layers = frozenset(i for i in range(dense.num_layers) if i not in without and (i + 1) % step == 0)
+    width = required_int(config, "moe_intermediate_size", source)
+    return Qwen3MoeConfig(**vars(dense), routing=routing, expert_width=width, moe_layers=layers)
+
+
+def make_layer(config: Qwen3MoeConfig, layer: int, group: TPGroup) -> DecoderLayer:
+    mlp: FeedForward
+    if layer in config.moe_layers:
+        mlp = MixtureOfExperts(config.hidden_size, config.expert_width, config.routing, group)
+    else:
+        mlp = make_mlp(config, group)
+    attention = make_attention(config, layer, group, config.hidden_size)
+    return DecoderLayer(config.hidden_size, config.rms_eps, attention, mlp, group)
+
+
+class Qwen3MoeForCausalLM(Decoder):
+    """See `Decoder`. max_position: rows of the rotary table, on `device`."""
+
+    def __init__(
+        self,
+        config: Qwen3MoeConfig,
+        group: TPGroup,
+        max_position: int,
+        device: torch.device,
+        capture: tuple[int, ...] = (),
+    ) -> None:
+        rotary = RotaryTable(config.rope, config.head_dim, max_position, device)
+        layers = [make_layer(config, layer, group) for layer in range(config.num_layers)]
+        super().__init__(config, group, rotary, layers, capture)
+
+
+def weight_names(config: Qwen3MoeConfig) -> NameMap:
+    dense = llama.weight_names(config)
+    return NameMap(moe_rules("layers.{layer}", "model.layers.{layer}") | dict(dense.rules), ignored=dense.ignored)
+
+
+FAMILY = ModelFamily(read_config, Qwen3MoeForCausalLM, weight_names)
