@@ -59,7 +59,10 @@ class LatencyBudget:
         """What a step with these rounds may take while `backlog_tokens` prompt tokens are pending.
 
         A backlog stretches steps, because rounds between them keep prompts waiting, in proportion: what takes twice the
-        target or less stretches none, and a queue is worked off in long steps. Prompts get `MIN_SHARE` at least."""
+        target or less stretches none, and a queue is worked off in long steps. Prompts get `MIN_SHARE` at least. Where
+        no request runs a round, none waits for its next token, and a step may be as long as a backlog's."""
+        if rounds.num_requests == 0:
+            return self.limit_ms
         stretched_ms = min(BACKLOG_SHARE * self.prompt_ms(backlog_tokens), self.limit_ms)
         rounds_ms = self.costs.round_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens)
         return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
