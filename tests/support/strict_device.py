@@ -36,12 +36,21 @@ class _Strict(TorchDispatchMode):
             raise WouldWaitError(f"{func}: its result is read on the host")
         if on_device and "index" in str(func) and any(t.dtype is torch.bool for t in _indices(args)):
             raise WouldWaitError(f"{func}: a mask as an index becomes positions on the host")
+        if on_device and _assigns_number(str(func), args):
+            raise WouldWaitError(f"{func}: torch brings an assigned number from the host and waits for the copy")
         out = func(*args, **(kwargs or {}))
         results = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
         devices = {t.device for t in (*tensors, *results) if t.dim() > 0}
         if len(devices) > 1 and not self.crossing:
             raise WouldWaitError(f"{func}: a copy between host and device that is not through pinned memory")
         return out
+
+
+def _assigns_number(func: str, args: tuple[Any, ...]) -> bool:
+    """Whether this is `x[i] = number` for one element, or for those at an index tensor; slices are filled in place."""
+    if func == "aten.copy_.default":
+        return args[0].dim() == args[1].dim() == 0
+    return func.startswith("aten.index_put") and args[2].dim() == 0
 
 
 def _indices(args: tuple[Any, ...]) -> list[Tensor]:

@@ -132,6 +132,8 @@ def test_the_strict_device_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> N
         "item": lambda: table[0].item(),
         "mask": lambda: table[mask],
         "masked write": lambda: table.__setitem__(mask, 1),
+        "number for an element": lambda: table.__setitem__(2, 5),
+        "number at an index": lambda: table.__setitem__(table, 5),
         "copy in": lambda: table.copy_(torch.ones(8, dtype=torch.int64)),
         "copy across": lambda: torch.ones(8).to(strict_device.DEVICE),
         "tensor": lambda: torch.tensor([1, 2], device=strict_device.DEVICE),
@@ -141,7 +143,8 @@ def test_the_strict_device_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> N
             wait()
             pytest.fail(name)
     with strict_device.strict_device(monkeypatch):
-        table[2] = 5
+        table[2:4] = 5
+        table.index_fill_(0, table, 5)
         table[table] = table + 1
 
 

@@ -138,7 +138,7 @@ class SlotTable:
         if plan.inits:
             slots = columns["init slots"]
             # A new owner's table starts empty: what it does not reserve is the dummy page, never another's page.
-            self.page_table[slots] = 0
+            self.page_table.index_fill_(0, slots, 0)  # an assignment would bring the number from the host, and wait
             self.seq_len[slots] = columns["init cached"]
             self._ints[slots] = columns["init ints"]
             self._floats[slots] = columns["init floats"]
