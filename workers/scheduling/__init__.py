@@ -1,9 +1,12 @@
 """Which requests run in a step, and on which KV pages. No torch, no transport; the clock is handed in.
 
-scheduler       decides what each step runs, and applies its result one step later
+scheduler       decides what each step runs, and takes its result one step later
+step_results    the part that is about results
 prefill         the part that is about prompts: which chunks, and who is admitted
 cost_table      what steps cost, as measured
 latency_budget  how long a step may take, and so how many prompt tokens it carries
+shape_choice    the shape that rounds verify and draft, by load and acceptance
+survival        how many drafts of each shape are expected to be accepted
 request_queues  who waits, who has a slot
 slot_pages      slots, their page tables, and the pages that steps in flight may write
 sequence        what is kept per request and per step in flight

@@ -1,0 +1,126 @@
+"""What a step brought: requests get their tokens, lengths and pages are brought up to date, statistics and the choice
+of shapes learn. The part of the scheduler that comes after a step."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.config import RoundShapes
+from workers.scheduling.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, StepResult, unpack_i32
+from workers.scheduling.request import FinishReason, RequestOutput
+from workers.scheduling.request_queues import RequestQueues
+from workers.scheduling.sequence import InFlightStep, Sequence
+from workers.scheduling.shape_choice import ShapeChoice
+from workers.scheduling.stats import SchedulerStats
+
+_FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
+
+
+class StepResults:
+    """Applies results in the order of their plans."""
+
+    def __init__(
+        self,
+        queues: RequestQueues,
+        stats: SchedulerStats,
+        shape_choice: ShapeChoice,
+        shapes: RoundShapes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._queues = queues
+        self._slot_pages = queues.slot_pages
+        self._stats = stats
+        self._shape_choice = shape_choice
+        self._shapes = shapes
+        self._num_drafts = np.array([shape.width - 1 for shape in shapes.shapes])
+        self._clock = clock
+
+    def apply(self, step: InFlightStep, result: StepResult) -> list[RequestOutput]:
+        """What the step of `result` brought, a request each."""
+        counts = unpack_i32(result.counts)
+        finish = np.frombuffer(result.finish, np.uint8)
+        assert len(counts) == len(finish) == len(step.sequences), "a result has other entries than its plan"
+        now = self._clock()
+        committed_before = self._advance(step, counts, now)
+        num_drafted = self._learn(step, unpack_i32(result.accepted))
+        outputs: list[RequestOutput] = []
+        start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
+        tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
+        columns = (counts.tolist(), finish.tolist(), accepted, num_drafted)
+        entries = zip(step.sequences, *columns, strict=True)
+        for index, (sequence, count, finish_code, num_accepted, num_drafts) in enumerate(entries):
+            new = tokens[start : start + count]
+            start += count
+            if count == 0 or sequence.is_finished:
+                continue
+            request = sequence.request
+            request.output += new
+            if num_accepted >= 0:
+                request.acceptance_histogram[num_accepted] += 1
+                request.num_draft_tokens += num_drafts
+            reason = None
+            if index >= num_rounds:
+                self._prompt_ended(sequence, now)
+            if finish_code != FINISH_NONE:
+                reason = _FINISH[finish_code]
+                self._queues.finish(sequence, reason, committed_before[index], now)
+            outputs.append(RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason))
+        self._stats.num_draft_tokens += sum(num_drafted)
+        self._count(result, step)
+        return outputs
+
+    def _prompt_ended(self, sequence: Sequence, now: float) -> None:
+        """The token after the prompt has come."""
+        if sequence.first_token_s < 0:
+            sequence.first_token_s, sequence.first_output = now, len(sequence.request.output)
+            self._stats.time_to_first_token_s.observe(now - sequence.submitted_s)
+        if sequence.slot >= 0:
+            self._slot_pages.share(sequence.slot, sequence.known_tokens())
+
+    def _advance(self, step: InFlightStep, counts: npt.NDArray[np.int32], now: float) -> list[int]:
+        """Brings the books up to a result. Returns the committed length of each entry as it was known before: what the
+        round that ends a request commits is not relied on."""
+        slot_pages, slots, num_rounds = self._slot_pages, step.slots, step.num_rounds
+        before: list[int] = slot_pages.committed[slots].tolist()
+        emitted = counts
+        live = slot_pages.user[slots] == step.users
+        if not live.all():
+            slots, emitted = slots[live], counts[live]
+            num_rounds = int(np.count_nonzero(live[:num_rounds]))
+        if len(slots) == 0:
+            return before
+        assert emitted.min() > 0, "a request that has not ended got no token"
+        rounds, emitted_by_round = slots[:num_rounds], emitted[:num_rounds]
+        assert num_rounds == 0 or emitted_by_round.max() <= step.max_new_tokens, "more tokens than the round has"
+        slot_pages.num_tokens[slots] += emitted
+        slot_pages.min_pending[slots] -= 1
+        slot_pages.committed[rounds] += emitted_by_round  # a prompt's KV was counted when its chunks were planned
+        slot_pages.max_pending[rounds] -= step.max_new_tokens
+        self._stats.inter_token_s.observe_all(now - slot_pages.last_token_s[rounds])
+        slot_pages.last_token_s[slots] = now
+        return before
+
+    def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32]) -> list[int]:
+        """How many drafts each entry of a step verified; what became of them tells which shape to run."""
+        count = step.num_rounds
+        if step.shape == 0:
+            return [0] * len(accepted)
+        slots, users, of_rounds = step.slots[:count], step.users[:count], accepted[:count]
+        live = self._slot_pages.user[slots] == users
+        self._shape_choice.record(slots, users, step.drafted, step.shape, np.where(live, of_rounds, -1))
+        num_drafted: list[int] = np.where(of_rounds >= 0, self._num_drafts[step.drafted], 0).tolist()
+        return num_drafted + [0] * (len(accepted) - count)
+
+    def _count(self, result: StepResult, step: InFlightStep) -> None:
+        stats = self._stats
+        stats.num_steps += 1
+        if step.num_rounds:
+            num_tokens = int(unpack_i32(result.counts)[: step.num_rounds].sum())
+            stats.count_rounds(self._shapes[step.shape].name, num_tokens, step.reason)
+            stats.expected_tokens_per_ms = self._shape_choice.expected
+        stats.generation_tokens += len(result.tokens) // 4
+        stats.step_s.observe(result.elapsed_s)
+        accepted = unpack_i32(result.accepted)
+        for num_accepted, count in enumerate(np.bincount(accepted[accepted >= 0]).tolist()):
+            stats.accepted_histogram[num_accepted] += count
