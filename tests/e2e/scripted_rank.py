@@ -21,6 +21,8 @@ class ScriptedRank:
     def __init__(self, config: AerieConfig, rank: int) -> None:
         self._config = config
         self._rank = rank
+        scheduler = config.scheduler.resolved("cpu")
+        self._scheduler = scheduler.with_slots(32) if scheduler.max_running == "auto" else scheduler
 
     def layout(self) -> Layout:
         return Layout(
@@ -28,16 +30,14 @@ class ScriptedRank:
             num_pages=self._config.cache.num_pages or 256,
             max_model_len=self._config.model.max_model_len or 1024,
             lookahead=1,
-            scheduler=self._config.scheduler.resolved("cpu"),
+            scheduler=self._scheduler,
         )
 
     def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
         assert rendezvous.startswith("tcp://")
         report("scripted", 0.0)
         time.sleep(0.05)
-        return ScriptedExecutor(
-            RoundShapes((PLAIN, TREE), default=1), self._config.scheduler.num_slots, 4096, delay_s=0.01
-        )
+        return ScriptedExecutor(RoundShapes((PLAIN, TREE), default=1), self._scheduler.num_slots, 4096, delay_s=0.01)
 
 
 class Worker(worker_actor.Worker):
