@@ -37,10 +37,10 @@ def load_draft(
         fill_dummy(model, source.seed + 1)
         model.target_ids = _dummy_target_ids(method, device)
     else:
-        named = ((names.canonical(name), tensor) for name, tensor in draft_tensors(method.path))
-        tensors = {name: tensor for name, tensor in named if not names.ignores(name)}
+        tensors = {names.canonical(name): tensor for name, tensor in draft_tensors(method.path)}
         ids = take_target_ids(tensors, method)
         model.target_ids = None if ids is None else ids.to(device)
+        tensors = {name: tensor for name, tensor in tensors.items() if not names.ignores(name)}
         shared = _share_with_target(model, tensors, method, source, target)
         load_weights(model, tensors.items(), names, f"draft {method.path}", elsewhere=shared)
     finish_weights(model)

@@ -27,6 +27,8 @@ from workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backe
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.build import load_parts, rounds_are_graphs
 from workers.runner.decoding import DecodingStrategy
+from workers.runner.device_memory import device_memory
+from workers.runner.memory import RankMemory
 from workers.runner.worker import Worker
 from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.plan import SamplingParams, TokenLogprobs
@@ -158,7 +160,9 @@ def strategy_on_meta(pair: Pair, speculative: SpeculativeConfig | None) -> Decod
     """An engine whose tensors have shapes and no values, so that whatever reads one on the host fails."""
     spec: EngineSpec = pair.spec(speculative)
     layout = plan_layout(spec)
-    parts = load_parts(spec.worker, layout, SOLO, META, of("torch", TARGET_MODES))
+    memory = RankMemory(device_memory(torch.device("cpu")), spec.worker, layout, META)
+    parts = load_parts(spec.worker, layout, SOLO, of("torch", TARGET_MODES), memory)
+    parts.allocate_pages(400)
     return layout.speculation.strategy(parts, of("torch", DRAFT_MODES), lambda phase: None)
 
 
