@@ -3,15 +3,16 @@
 `GraphedDecoding` wraps any `DecodingStrategy`, which it knows nothing about: what a step reads and writes lives in
 device tensors by slot, so a captured round needs two inputs, the slots and those that draft, and its outputs are
 tensors it always writes to the same place. All graphs are captured at start. Steps that have none run eagerly: those
-that carry prompt chunks, and rounds of a kind that the allowance for captures (`workers.config.GraphCapture`) did not
-reach. No request ever waits for a capture, which would hold up all others on every rank.
+with more prompt tokens or chunks than any graph has room for, chunks beside requests with penalties or
+log-probabilities, and kinds that the allowance for captures (`workers.config.GraphCapture`) did not reach. No request
+ever waits for a capture, which would hold up all others on every rank.
 
 A round may verify any shape, whatever was drafted before (`speculative.tree_table`), so that every graph verifies and
 drafts the same one, and a change of shape needs no graph of its own: S shapes take S graphs per bucket and kind, not S
 squared. Shapes between plain decoding and the default (`workers.config.RoundShapes.unrestricted`) have fewer: batches
 are padded to powers of two, greedy ones take the graphs of random ones (0.03 ms of 5 at batch 1, 0.1 of 10 at 64), and
 none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose them. For 64 requests that
-is 14 graphs a shape, beside 43 of plain decoding and of the default each, and 18 of plain rounds with prompt chunks.
+is 14 graphs a shape, beside 43 of plain decoding and of the default each, and 24 of plain rounds with prompt chunks.
 
 Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
 and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
