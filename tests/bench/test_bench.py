@@ -57,7 +57,9 @@ def test_part_runs_and_its_last_line_has_the_fields(part: str, tmp_path: Path) -
     assert result["details"][part]
 
 
-@pytest.mark.parametrize("bench", ["round", "sampling", "mixed", "capture"])
+@pytest.mark.parametrize(
+    "bench", ["round", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sampling", "mixed", "capture"))]
+)
 def test_bench_of_rounds_can_be_tried_without_a_gpu(bench: str) -> None:
     options = ["--tiny", "--shapes", "chain", "--batches", "2", *(["--chunks", "32"] if bench == "mixed" else [])]
     done = subprocess.run(

@@ -33,7 +33,7 @@ def test_filtered_drafts_are_accepted_more_often(pair: Pair, shape: str, least: 
     assert tokens == plain and accepted > least
 
 
-@pytest.mark.parametrize("draft_tp", [1, 2])
+@pytest.mark.parametrize("draft_tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_shards_of_a_draft_keep_what_the_whole_keeps(pair: Pair, draft_tp: int) -> None:
     """Levels are counted over all shards: two ranks accept as often as one."""
     chain = pair.chain()

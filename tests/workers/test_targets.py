@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, settings: dict[
     assert by_us(target) == by_transformers(target)
 
 
-@pytest.mark.parametrize("tensor_parallel", [2, 4])
+@pytest.mark.parametrize("tensor_parallel", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_together_are_the_model(tmp_path: Path, tensor_parallel: int) -> None:
     """Four ranks share two KV heads; a vocabulary of 97 does not divide."""
     target = make_target(tmp_path / "target", vocab_size=97)
