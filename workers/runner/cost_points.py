@@ -7,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from workers.config import RoundShapes
+from workers.runner.cuda_graph import bucket_sizes, powers_of_two
 from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS, CostTable, RoundCosts
 
 SMALLEST_CHUNK = 16
@@ -66,12 +67,17 @@ class ProbeExtent:
     @property
     def middle(self) -> int:
         """A captured batch size of about half of all requests."""
-        return 1 << max(self.max_running // 2, 1).bit_length() - 1
+        return self._captured_up_to(self.max_running // 2)
 
     @property
     def next_to_last(self) -> int:
         """The largest number of requests below all of them that steps with prompt tokens are captured for."""
-        return 1 << max(self.max_running - 1, 1).bit_length() - 1
+        return self._captured_up_to(self.max_running - 1)
+
+    def _captured_up_to(self, num_requests: int) -> int:
+        """The largest number of requests, of at most so many or 1, that steps with prompt tokens are captured for."""
+        captured = powers_of_two(bucket_sizes(self.max_running))
+        return max((size for size in captured if size <= num_requests), default=1)
 
     @property
     def chunk_tokens(self) -> tuple[int, ...]:

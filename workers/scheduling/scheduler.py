@@ -264,7 +264,7 @@ class Scheduler:
         slot_pages = self.slot_pages
         while True:
             slots = slot_pages.round_slots()
-            ends = slot_pages.round_ends(slots, self._shapes[shape], self._shapes[shape])
+            ends = slot_pages.round_ends(slots, self._shapes[shape])
             if len(slots) == 0 or slot_pages.fit_rounds(slots, ends) == 0:
                 return slots, ends
             self.queues.preempt_youngest(builder)

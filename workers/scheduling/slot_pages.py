@@ -91,14 +91,14 @@ class SlotPages:
         """Slots that run a round, ascending: decoding, and not sure to end by what is in flight."""
         return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
 
-    def round_ends(self, slots: Slots, verified: RoundShape, drafted: RoundShape) -> Int64s:
-        """For each of `slots`, the position after the last one that its next round may write, which verifies trees of
-        one shape and then, where the request speculates, drafts one of another."""
+    def round_ends(self, slots: Slots, shape: RoundShape) -> Int64s:
+        """For each of `slots`, the position after the last one that its next round may write, which verifies `shape`
+        and then, where the request speculates, drafts it again."""
         last = self.max_len[slots] - 1  # no request commits more
         start = np.minimum(self.committed[slots] + self.max_pending[slots], last)
-        committed = np.minimum(start + verified.max_new_tokens, last)
-        drafted_ends = np.where(self.speculative[slots], committed + drafted.draft_tokens, 0)
-        ends: Int64s = np.maximum(start + verified.width, drafted_ends)
+        committed = np.minimum(start + shape.max_new_tokens, last)
+        drafted_ends = np.where(self.speculative[slots], committed + shape.draft_tokens, 0)
+        ends: Int64s = np.maximum(start + shape.width, drafted_ends)
         return ends
 
     def fit_rounds(self, slots: Slots, ends: Int64s) -> int:
