@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.kv_cache.pool import KVPool
 from speculative.tree import Tree
 from tests.support.replica import MAX_TOKENS, NUM_FAVOURITES, Arm, Replica
+from tests.support.slots import apply_plan
 from workers.runner.batch import StepBatch, StepTensors
 from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
@@ -195,7 +196,7 @@ class Twins:
         plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32(updates.ravel()), inits=(init,))
         bonus = int(random.integers(NUM_FAVOURITES))
         for replica in replicas:
-            replica.slots.apply_plan(plan)
+            apply_plan(replica.slots, plan)
             replica.slots.bonus[slot] = bonus
         if arm.tree is not None:
             self._give_tree(slot, replicas)

@@ -2,8 +2,14 @@
 
 from workers.scheduling.plan import SlotInit, StepPlan
 from workers.slots.slot_table import SlotTable
+from workers.slots.upload import upload
+
+
+def apply_plan(slots: SlotTable, plan: StepPlan) -> None:
+    """What a rank's worker does with a plan's requests and pages, apart from the rest of the step."""
+    slots.enter(plan, upload(slots.columns(plan), slots.device))
 
 
 def enter(slots: SlotTable, *inits: SlotInit) -> None:
     """They take their slots, as in a plan that brings no pages."""
-    slots.apply_plan(StepPlan(0, 0, b"", 0, 0, inits=inits))
+    apply_plan(slots, StepPlan(0, 0, b"", 0, 0, inits=inits))

@@ -10,7 +10,7 @@ from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
 from tests.support import strict_device
 from tests.support.gpu_waits import refuse_gpu_waits
-from tests.support.slots import enter
+from tests.support.slots import apply_plan, enter
 from workers.runner.layout import pages_asked
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.slots import upload
@@ -24,7 +24,7 @@ def table(*limits: int) -> SlotTable:
     slots = SlotTable(len(limits), 4, 16, CPU)
     sampling = SamplingParams(100, 0.0, stop_token_ids=(9,))
     inits = tuple(SlotInit(i, 10, 5, limit, sampling) for i, limit in enumerate(limits))
-    slots.apply_plan(StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits))
+    apply_plan(slots, StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits))
     return slots
 
 
@@ -57,7 +57,7 @@ def test_a_new_owner_does_not_inherit_pages() -> None:
     slots = table(100, 100)
     assert slots.page_table[:2].tolist() == [[0, 7, 0, 0], [3, 0, 0, 0]]
     init = SlotInit(0, 0, 5, 50, SamplingParams(1))
-    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, page_updates=pack_i32([0, 0, 2]), inits=(init,)))
+    apply_plan(slots, StepPlan(0, 1, b"", 0, 0, page_updates=pack_i32([0, 0, 2]), inits=(init,)))
     assert slots.page_table[:2].tolist() == [[2, 0, 0, 0], [3, 0, 0, 0]]
 
 
@@ -86,11 +86,11 @@ def test_what_shapes_logits_is_counted() -> None:
     """Of prompts and outputs with repeated tokens and with none, over what a request left before."""
     slots = SlotTable(3, 4, 16, CPU)
     for prompt, output in (([1, 2, 2, 15], [2, 3, 3, 3, 0]), ([7], []), ([], [15, 15])):
-        slots.apply_plan(StepPlan(0, 0, b"", 0, 0, inits=(counted_init(1, prompt, output),)))
+        apply_plan(slots, StepPlan(0, 0, b"", 0, 0, inits=(counted_init(1, prompt, output),)))
         assert slots.output_counts[1].tolist() == [output.count(token) for token in range(16)]
         assert slots.in_prompt[1].tolist() == [token in prompt for token in range(16)]
         assert slots.bias[1].tolist() == [COUNTED.logit_bias.get(token, 0.0) for token in range(16)]
-    slots.apply_plan(StepPlan(0, 1, b"", 0, 0, inits=(SlotInit(0, 0, 5, 9, replace(COUNTED, logit_bias={})),)))
+    apply_plan(slots, StepPlan(0, 1, b"", 0, 0, inits=(SlotInit(0, 0, 5, 9, replace(COUNTED, logit_bias={})),)))
     assert not slots.output_counts[0].any() and not slots.in_prompt[0].any() and not slots.bias[0].any()
 
 
@@ -101,7 +101,7 @@ def test_requests_that_need_counts_are_admitted_without_waiting(monkeypatch: pyt
     inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
     plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits)
     with strict_device.strict_device(monkeypatch, upload) as copied:
-        slots.apply_plan(plan)
+        apply_plan(slots, plan)
     assert len(copied) == 1 and copied[0] < 3 * 4096
 
 
@@ -113,11 +113,11 @@ def test_a_gpu_is_not_waited_for_when_such_requests_are_admitted() -> None:
     slots = SlotTable(4, 8, 128256, device)
     inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
     plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits)
-    slots.apply_plan(plan)  # allocates and loads kernels
+    apply_plan(slots, plan)  # allocates and loads kernels
     torch.cuda.synchronize()
     activities = list(torch.profiler.supported_activities())
     with torch.profiler.profile(activities=activities) as profile, refuse_gpu_waits():
-        slots.apply_plan(plan)
+        apply_plan(slots, plan)
     # the profiler's own end synchronises the device
     names = [event.key for event in profile.key_averages()]
     assert "cudaStreamSynchronize" not in names and "cudaMemcpy" not in names

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.support import strict_device
+from tests.support.slots import apply_plan
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.worker import Worker
@@ -131,5 +132,5 @@ def test_columns_keep_shape_type_and_alignment(device: torch.device, monkeypatch
 def test_nothing_to_send_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, _, slots = worker(strict_device.DEVICE)
     with strict_device.strict_device(monkeypatch, upload) as copied:
-        slots.apply_plan(StepPlan(0, 0, b"", 0, 0))
+        apply_plan(slots, StepPlan(0, 0, b"", 0, 0))
     assert copied == [] and rank.num_pending == 0

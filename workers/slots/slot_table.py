@@ -22,7 +22,6 @@ from workers.scheduling.plan import (
     StepPlan,
     unpack_i32,
 )
-from workers.slots.upload import upload
 
 if TYPE_CHECKING:
     from workers.slots.kernels.commit import CommitTables
@@ -115,10 +114,6 @@ class SlotTable:
             self.stop_ids,
             self.output_counts,
         )
-
-    def apply_plan(self, plan: StepPlan) -> None:
-        """Take over a plan's new requests and page-table changes."""
-        self.enter(plan, upload(self.columns(plan), self.device))
 
     def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
         """What `enter` needs of the plan on the device; empty if it brings no request and no page."""
