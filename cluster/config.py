@@ -21,7 +21,7 @@ from cluster.http.config import EdgeConfig
 from speculative.config import SpeculativeConfig
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
-Strategy = Literal["auto", "STRICT_PACK", "PACK"]
+Strategy = Literal["auto", "STRICT_PACK", "PACK", "STRICT_SPREAD"]
 OnWorkerLoss = Literal["resume", "error"]
 
 
