@@ -20,7 +20,7 @@ import yaml
 from deploy.configs import find_config, located
 from tests.bench.served import GROUPS
 from tests.load.network import Network, address, namespace
-from tests.load.scenario import Hosts
+from tests.load.scenario import Fault, Hosts
 
 PORT = 8000
 RAY_PORT = 6379
@@ -36,12 +36,15 @@ _ENVIRONMENT = {
 
 @dataclass
 class Cluster:
-    """serve: the process of `aerie serve`. consoles: by process, for a report of what went wrong."""
+    """serve: the process of `aerie serve`. engine_node: see `Fault`; 0 until it is asked for.
+
+    consoles: by process, for a report of what went wrong."""
 
     network: Network
     hosts: Hosts
     folder: Path
     serve: "subprocess.Popen[bytes] | None" = None
+    engine_node: int = 0
     consoles: list[Path] = field(default_factory=list)
 
     def start(self) -> None:
@@ -71,6 +74,17 @@ class Cluster:
             if started.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"node {node}: Ray did not start: {self.consoles[-1].read_text()[-2000:]}")
             time.sleep(0.1)
+
+    def node_of(self, fault: Fault) -> int:
+        """Where to do it. Raises RuntimeError if it is the engine's node and there is no engine."""
+        if fault.node:
+            return fault.node
+        if not self.engine_node:
+            nodes = range(1, len(self.hosts.cpus or (0,)) + 1)
+            self.engine_node = max((node for node in nodes if self.find(node, "coordinator")), default=0)
+        if not self.engine_node:
+            raise RuntimeError(f"{fault}: no node has a coordinator")
+        return self.engine_node
 
     def find(self, node: int, part: str) -> list[psutil.Process]:
         """Processes of `part` on a node, oldest first. "": all of the node's."""

@@ -1,6 +1,7 @@
 """How each fault is done to a cluster."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from tests.load.scenario import Fault
 
 def apply(fault: Fault, cluster: Cluster) -> str:
     """Does it; what it met, for the timeline."""
-    return _ACTS[fault.kind](fault, cluster)
+    return _ACTS[fault.kind](dataclasses.replace(fault, node=cluster.node_of(fault)), cluster)
 
 
 def _kill(fault: Fault, cluster: Cluster) -> str:

@@ -52,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Fault:
-    """One act, at_s after the first arrival may be due.
+    """One act, at_s after the load's beginning. node 0: the one that an engine's coordinator was on at the first act.
 
     kill, stop    SIGKILL or SIGSTOP to processes of `part` on `node`, one of them or `all_of_them`
     terminate     SIGTERM to the process group of `aerie serve`
@@ -75,7 +75,7 @@ class Fault:
     def __str__(self) -> str:
         of_part = f" {self.part}" if self.kind in ("kill", "stop", "terminate") else ""
         link = f" {self.delay_ms:g} ms, {self.loss:.0%} loss" if self.kind == "impair" else ""
-        return f"{self.kind}{of_part}, node {self.node}{link}"
+        return f"{self.kind}{of_part}, node {self.node or 'of the engine'}{link}"
 
 
 @dataclass(frozen=True)
