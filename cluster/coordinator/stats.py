@@ -2,6 +2,7 @@
 
 from cluster.transport.messages import EngineStats
 from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.stats import SchedulerStats
 
 
 def engine_stats(
@@ -24,3 +25,14 @@ def engine_stats(
         num_worker_restarts=num_worker_restarts,
         scheduler=stats.copy(),
     )
+
+
+def go_on_from(scheduler: Scheduler, former: EngineStats) -> None:
+    """Let the counters of a new `scheduler`, which has not run yet, go on where a lost coordinator's were last seen."""
+    if former.scheduler is not None:
+        counted = former.scheduler.copy()
+        for name in SchedulerStats.__struct_fields__:
+            setattr(scheduler.stats, name, getattr(counted, name))
+    if scheduler.prefix_cache is not None:
+        scheduler.prefix_cache.num_queried_tokens = former.prefix_queries
+        scheduler.prefix_cache.num_hit_tokens = former.prefix_hits
