@@ -4,19 +4,22 @@ untouched."""
 import hmac
 import logging
 import re
+import time
 import uuid
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.counts import RequestCounts, reason_of, set_reason
+from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
+from cluster.logs import fields, request_id
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 OPEN_ROUTES = frozenset({"/health"})  # probes carry no keys
+QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # asked again and again: no line in the log
 
 
 class EdgeMiddleware:
@@ -36,6 +39,8 @@ class EdgeMiddleware:
         state = scope.setdefault("state", {})
         started = False
         status = 0
+        begin_s = time.monotonic()
+        former = request_id.set("")
 
         async def send_with_id(message: Message) -> None:
             nonlocal started, status
@@ -49,11 +54,13 @@ class EdgeMiddleware:
         try:
             state["request_id"] = uuid.uuid4().hex
             self._open(scope)
+            request_id.set(state["request_id"])
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
             set_reason(scope, error.code)
             await error.response()(scope, receive, send_with_id)
         except ClientDisconnect:
+            set_reason(scope, CLIENT_LEFT)
             logger.info("request %s: the client left before its request was read", state["request_id"])
         except Exception:
             set_reason(scope, "internal_error")
@@ -62,7 +69,12 @@ class EdgeMiddleware:
                 raise  # nothing can be said any more; the server breaks the connection
             await internal(state["request_id"]).response()(scope, receive, send_with_id)
         finally:
-            self._counts.ended(scope["path"], status, reason_of(scope))
+            reason = reason_of(scope)
+            self._counts.ended(scope["path"], status, reason)
+            if scope["path"] not in QUIET_ROUTES:
+                ended = fields(path=scope["path"], status=status, reason=reason, seconds=time.monotonic() - begin_s)
+                logger.info("request %s ended", state["request_id"], extra=ended)
+            request_id.reset(former)
 
     def _open(self, scope: Scope) -> None:
         """Take the client's id and check its key. Raises ApiError."""

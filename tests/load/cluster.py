@@ -28,7 +28,6 @@ NODE_LIMIT_S = 60.0
 END_LIMIT_S = 90.0
 _ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "0" * 32,  # of a cluster that nobody else can reach
-    "RAY_TMPDIR": "/run/tmp",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
 }
@@ -132,9 +131,11 @@ class Cluster:
         console = self.folder / f"{command}-{node}-{len(self.consoles)}.log"
         self.consoles.append(console)
         words = ["ip", "netns", "exec", namespace(node), sys.executable, "-m", "deploy.cli", command, *arguments]
+        # A folder of the scenario's own: in a shared one Ray would look for the cluster of the scenario before.
+        environment = os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)}
         with console.open("wb") as out:
             return subprocess.Popen(
-                words, stdout=out, stderr=subprocess.STDOUT, env=os.environ | _ENVIRONMENT, start_new_session=True
+                words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
 
 

@@ -33,7 +33,7 @@ def run(scenario: Scenario, keep: Path | None = None) -> Observed:
     """Start, reference, load with faults, end. Raises RuntimeError if it does not get as far as the load.
 
     keep: a folder for the consoles."""
-    folder = Path(tempfile.mkdtemp(prefix="load-"))
+    folder = Path(tempfile.mkdtemp(prefix="l"))
     with network() as made:
         cluster = Cluster(made, scenario.hosts, folder)
         try:
