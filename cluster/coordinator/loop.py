@@ -176,6 +176,8 @@ class CoordinatorLoop:
             self._detail,
             max(0, self._last_epoch - 1),
             self._clock() - self._last_step_s,
+            self.health().heartbeat_age_s,
+            () if self._worker_group is None else self._worker_group.last_heartbeat,
         )
 
     def flush_cache(self) -> FlushOutcome:

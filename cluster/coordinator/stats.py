@@ -1,12 +1,21 @@
 """The scheduler's state as the message that /health and /metrics are made of. Used by `cluster.coordinator.loop`."""
 
-from cluster.transport.messages import EngineStats
+from collections.abc import Sequence
+
+from cluster.transport.messages import EngineStats, Heartbeat
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.stats import SchedulerStats
 
 
 def engine_stats(
-    scheduler: Scheduler, engine_id: str, status: str, detail: str, num_worker_restarts: int, last_step_age_s: float
+    scheduler: Scheduler,
+    engine_id: str,
+    status: str,
+    detail: str,
+    num_worker_restarts: int,
+    last_step_age_s: float,
+    heartbeat_age_s: tuple[float, ...],
+    heartbeats: Sequence[Heartbeat] = (),
 ) -> EngineStats:
     """One engine's state now. Call it in the thread that runs the scheduler."""
     stats, cache = scheduler.stats, scheduler.prefix_cache
@@ -23,6 +32,9 @@ def engine_stats(
         prefix_hits=0 if cache is None else cache.num_hit_tokens,
         num_draft_tokens=stats.num_draft_tokens,
         num_worker_restarts=num_worker_restarts,
+        heartbeat_age_s=heartbeat_age_s,
+        rank_steps=tuple(heartbeat.num_steps for heartbeat in heartbeats),
+        rank_step_s=tuple(heartbeat.step_s for heartbeat in heartbeats),
         scheduler=stats.copy(),
     )
 

@@ -72,8 +72,22 @@ class _Snapshot(Collector):
                 elif values:
                     yield self._histogram(metric, values)
         states = Counter(engine.status for engine in self._engines)
+        yield from self._of_ranks()
         of_engines = Metric("aerie:engines", "Engines by state", "gauge", label="status")
         yield self._family(of_engines, {status: states[status] for status in STATES})
+
+    def _of_ranks(self) -> Iterator[Family]:
+        """What each rank says of itself, by engine: a slow or silent one stands out."""
+        labels = ["model_name", "engine", "rank"]
+        age = GaugeMetricFamily("aerie:heartbeat_age_seconds", "Since a rank was last heard of", labels=labels)
+        steps = CounterMetricFamily("aerie:rank_steps", "Steps that a rank has finished", labels=labels)
+        seconds = CounterMetricFamily("aerie:rank_step_seconds", "Time that they took", labels=labels)
+        for engine in self._engines:
+            kinds = ((age, engine.heartbeat_age_s), (steps, engine.rank_steps), (seconds, engine.rank_step_s))
+            for family, values in kinds:
+                for rank, value in enumerate(values):
+                    family.add_metric([*self._label, engine.engine_id, str(rank)], value)
+        yield from (age, steps, seconds)
 
     def _by_label(self, metric: Metric, values: Sequence[Any]) -> Mapping[str, float]:
         """All engines' numbers as one, by label; under "" if the metric has none."""

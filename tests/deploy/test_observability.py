@@ -36,7 +36,8 @@ def exported() -> dict[str, set[str]]:
     stats.count_finished("stop")
     stats.count_rounds("tree", 3, "measured")
     stats.expected_tokens_per_ms["tree"] = 1.0
-    text = prometheus_text([EngineStats("e", "ready", scheduler=stats)], "m", counts).decode()
+    engine = EngineStats("e", "ready", heartbeat_age_s=(0.1,), rank_steps=(5,), rank_step_s=(0.2,), scheduler=stats)
+    text = prometheus_text([engine], "m", counts).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples}
 

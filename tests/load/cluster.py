@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from tests.load.scenario import Fault, Hosts
 PORT = 8000
 RAY_PORT = 6379
 NODE_LIMIT_S = 60.0
-END_LIMIT_S = 90.0
 _ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "0" * 32,  # of a cluster that nobody else can reach
     "RAY_prestart_worker_first_driver": "0",
@@ -89,13 +88,8 @@ class Cluster:
         """Processes of `part` on a node, oldest first. "": all of the node's."""
         return [process for process, found in self._processes(node) if part in ("", found)]
 
-    def end(self) -> None:
-        """SIGTERM to `aerie serve`, then SIGKILL to all that is left on all nodes."""
-        if self.serve is not None and self.serve.poll() is None:
-            self.kill_all()
-            self.serve.wait(END_LIMIT_S)
-
     def kill_all(self) -> None:
+        """SIGKILL to every process on every node."""
         for name in os.listdir("/run/netns"):
             if name.startswith("n"):
                 self.kill_node(int(name[1:]))
@@ -156,7 +150,7 @@ def _content(hosts: Hosts) -> dict[str, Any]:
     content["http_options"] = {"host": "0.0.0.0", "port": PORT}
     args = content["applications"][0]["args"]
     for section, values in hosts.args.items():
-        args[section] = {**args.get(section, {}), **values}
+        args[section] = {**args.get(section, {}), **values} if isinstance(values, Mapping) else values
     return content
 
 

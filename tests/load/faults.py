@@ -1,6 +1,5 @@
 """How each fault is done to a cluster."""
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -68,11 +67,8 @@ def _join(fault: Fault, cluster: Cluster) -> str:
 
 def _leave(fault: Fault, cluster: Cluster) -> str:
     """What a supervisor does that stops `aerie start --block`."""
-    for process in cluster.find(fault.node, "other"):
-        with contextlib.suppress(Exception):
-            if "start" in process.cmdline() or "ray" in " ".join(process.cmdline()[:3]):
-                process.terminate()
-    return ""
+    starts = [process for process in cluster.find(fault.node, "Ray") if "start" in process.cmdline()]
+    return f"pid {signal_part(starts, signal.SIGTERM)}"
 
 
 _ACTS: Mapping[str, Callable[[Fault, Cluster], str]] = {

@@ -28,7 +28,12 @@ def _one(name: str, says: str, *faults: Fault, load: Load = USUAL, **expect: obj
 SCENARIOS = (
     Scenario("short", "one node, a worker killed", ONE, SHORT, (Fault(3.0, "kill"),), Expect(stall_s=30.0)),
     _one("steady", "nothing happens", stall_s=5.0),
-    _one("mixed", "a third of the clients leave, half of the requests sampled", load=Load(sampled=0.5, aborted=0.33)),
+    Scenario(
+        "mixed",
+        "a third of the clients leave, half of the requests sampled; logs as JSON",
+        Hosts(args={"log_format": "json"}),
+        Load(sampled=0.5, aborted=0.33),
+    ),
     _one("overload", "six times the rate", load=Load(rate=9.0, seconds=30.0, answers=Lengths(64, 0.4, 128))),
     _one("kill-worker", "", Fault(8.0, "kill")),
     _one("stop-worker", "detected in 10 s, then a start", Fault(8.0, "stop"), load=Load(seconds=90), stall_s=25.0),
@@ -125,7 +130,7 @@ SCENARIOS = (
         "cut-worker-across",
         "the far rank's node for 20 s; no other node has room",
         ACROSS,
-        Load(rate=0.7, seconds=80.0),
+        Load(rate=0.7, seconds=70.0),
         (Fault(8.0, "cut", node=2), Fault(28.0, "mend", node=2)),
         Expect(stall_s=60.0, clean_after_s=45.0, errors=frozenset({"error event"})),
     ),

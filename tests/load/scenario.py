@@ -14,7 +14,7 @@ class Hosts:
     """The nodes and what `aerie serve` is given.
 
     cpus: of each node that is there from the start, for Ray. None: one node, whose Ray `aerie serve` starts itself.
-    args: sections of the configuration, over the embedded pair's.
+    args: keys of the configuration, whose sections go over the embedded pair's.
     fronts: nodes whose HTTP port the clients use, as a load balancer does: in turn, those first whose /health is 200.
     proxy_location: Serve's; "EveryNode" lets every node with an ingress answer.
     wired: nodes whose link can delay and lose frames.
@@ -22,7 +22,7 @@ class Hosts:
     """
 
     cpus: tuple[int, ...] | None = None
-    args: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
     fronts: tuple[int, ...] = (1,)
     proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
     wired: tuple[int, ...] = ()

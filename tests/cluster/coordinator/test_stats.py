@@ -17,7 +17,7 @@ def _scheduler() -> Scheduler:
 
 
 def _stats(scheduler: Scheduler) -> EngineStats:
-    return engine_stats(scheduler, "e", "ready", "", 2, 0.5)
+    return engine_stats(scheduler, "e", "ready", "", 2, 0.5, (0.1, 0.2))
 
 
 def test_new_scheduler_goes_on_counting_where_the_lost_one_stopped() -> None:
