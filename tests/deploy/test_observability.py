@@ -1,4 +1,4 @@
-"""Dashboard and alert rules name what /metrics exports, and the runbook has what the rules point to.
+"""Dashboard and alert rules name what /metrics exports, and the page of alerts has what the rules point to.
 
 Prometheus' own checker is used where it is installed (`promtool check rules`)."""
 
@@ -78,8 +78,8 @@ def test_queries_are_balanced_and_rate_counters_only(exported: dict[str, set[str
             assert match.group(1).endswith(("_total", "_bucket", "_sum", "_count")), query
 
 
-def test_every_alert_has_severity_summary_and_a_heading_in_the_runbook() -> None:
-    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+def test_every_alert_has_severity_summary_and_a_heading_of_its_own() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
     names = [rule["alert"] for rule in _rules()]
     assert len(set(names)) == len(names)
@@ -88,7 +88,7 @@ def test_every_alert_has_severity_summary_and_a_heading_in_the_runbook() -> None
         assert re.fullmatch(r"[0-9]+[sm]", rule.get("for", "0s"))
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
-        assert rule["annotations"]["runbook"].removeprefix("docs/runbook.md#") in anchors, rule["alert"]
+        assert rule["annotations"]["runbook"].removeprefix("docs/alerts.md#") in anchors, rule["alert"]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
