@@ -29,6 +29,7 @@ EXPORTED = {
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
     "aerie:steps": "counter",
+    "aerie:requests_resumed": "counter",
     "aerie:shape_tokens": "counter shape",
     "aerie:shape_steps": "counter shape",
     "aerie:shape_reasons": "counter reason",
