@@ -53,6 +53,12 @@ def test_front_that_hangs_is_untrue_though_another_answers() -> None:
     assert missed.startswith("/health 200 for 1")
 
 
+def test_request_that_waits_in_vain_stalls_nobody_after_the_last_was_sent() -> None:
+    sent = [_done(float(s), s + 0.1) for s in range(20)] + [_done(5, None, "silent")]
+    observed = Observed(sent, _health(90, range(90)), [(4.0, "power")], 90)
+    assert figures(observed, Expect(errors=frozenset({"silent"}), untrue_s=2.0, stall_s=2.0)).missed == []
+
+
 def test_errors_are_missed_unless_allowed_and_never_long_after_the_fault() -> None:
     sent = [_done(float(s), s + 0.2) for s in range(40)]
     sent += [_done(10, None, "500"), _done(11, None, "refused politely"), _done(35, None, "refused politely")]

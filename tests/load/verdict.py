@@ -62,7 +62,7 @@ def figures(observed: Observed, expect: Expect) -> Figures:
     """Of a run; `missed` says in words what did not hold."""
     first_fault_s = observed.faults[0][0] if observed.faults else 0.0
     last_fault_s = observed.faults[-1][0] if observed.faults else 0.0
-    spans = [span for span in stalls(observed.sent, observed.until_s) if span[1] > first_fault_s]
+    spans = [span for span in stalls(observed.sent, _last_sent_s(observed)) if span[1] > first_fault_s]
     longest = max(spans, key=lambda span: span[1] - span[0], default=(0.0, 0.0))
     firsts = [sent.first_s - sent.sent_s for sent in observed.sent if sent.first_s is not None]
     tokens = [at_s for sent in observed.sent for at_s in sent.token_s]
@@ -82,12 +82,14 @@ def figures(observed: Observed, expect: Expect) -> Figures:
 
 
 def stalls(sent: Sequence[Sent], until_s: float) -> Iterator[Span]:
-    """Times in which requests were sent, or waited, and none got its first token. A refusal is no first token."""
+    """Times in which requests were sent, or waited, and none got its first token. A refusal is no first token.
+
+    until_s: when it was over, at least for requests that wait in vain."""
     sends = sorted(sent, key=lambda each: each.sent_s)
     firsts = sorted(each.first_s for each in sent if each.first_s is not None)
     since_s: float | None = None
     position = 0
-    for first_s in [*firsts, until_s]:
+    for first_s in [*firsts, *([until_s] if until_s > max(firsts, default=0.0) else [])]:
         while position < len(sends) and sends[position].sent_s <= first_s:
             since_s = sends[position].sent_s if since_s is None else since_s
             position += 1
@@ -95,6 +97,11 @@ def stalls(sent: Sequence[Sent], until_s: float) -> Iterator[Span]:
             yield since_s, first_s
         waits = any(each.first_s is None or each.first_s > first_s for each in sends[:position] if _open(each, first_s))
         since_s = first_s if waits else None
+
+
+def _last_sent_s(observed: Observed) -> float:
+    """After it nobody comes who could be served: that some wait in vain till the end is no stall."""
+    return max((sent.sent_s for sent in observed.sent), default=0.0)
 
 
 def _open(sent: Sent, at_s: float) -> bool:
@@ -107,7 +114,7 @@ def _untrue_s(observed: Observed, front: str) -> float:
     own = [sent for sent in observed.sent if sent.front == front]
     samples = sorted((each for each in observed.health if each.front == front), key=lambda each: each.at_s)
     longest = 0.0
-    for begin_s, end_s in stalls(own, observed.until_s):
+    for begin_s, end_s in stalls(own, _last_sent_s(observed)):
         since_s: float | None = None
         for sample in samples:
             if begin_s <= sample.at_s <= end_s and sample.status == 200:
