@@ -97,6 +97,22 @@ def test_no_token_is_made_where_none_is_needed(tmp_path: Path, environment: dict
     assert not path.exists()
 
 
+def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With no address at all, Ray 2.60 joins the cluster of the last `ray start` and refuses the other arguments."""
+    import ray
+
+    from deploy.launch import _start_ray
+
+    asked: list[str | None] = []
+    monkeypatch.setattr(ray, "init", lambda address=None, **others: asked.append(address))
+    for name in ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "0")  # it sets them, and they are as before afterwards
+    _start_ray(150)
+    assert asked == ["local"]
+
+
 def test_start_wants_a_role(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["start"])
