@@ -1,4 +1,4 @@
-# make serve | test | check | test-slow | test-gpu | bench | bench-gpu | wheel. Needs python3 (3.11 or later) and make, nothing else.
+# make serve | test | check | test-slow | test-gpu | bench | bench-gpu | load | wheel. Needs python3 (3.11 or later) and make, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test check test-slow test-gpu bench bench-gpu wheel clean
+.PHONY: serve test check test-slow test-gpu bench bench-gpu load wheel clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
@@ -33,6 +33,11 @@ test-gpu: $(VENV)/.installed-test
 
 bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench --gpu
+
+# Load and faults on one to four nodes in network namespaces; ONLY="NAME NAME": these scenarios (see `tests/load`).
+ONLY ?=
+load: $(VENV)/.installed-test
+	$(BIN)/python -m tests.load $(if $(ONLY),--only $(ONLY)) --out build/load
 
 # torch first: once it is there, nothing else pulls another build. TORCH_INDEX: an extra package index to look in, for
 # instance PyTorch's index of CPU wheels, which spares a machine without a GPU the CUDA packages.

@@ -2,6 +2,7 @@
 
 From the bottom up; each imports only what stands above it (tests/cluster/test_rooms.py):
 
+    logs         log lines as JSON
     transport    what travels between the processes, and on what sockets
     http         OpenAI's API over any engine; no Ray
     coordinator  the scheduler's loop: requests in, plans to the ranks, tokens out; no Ray

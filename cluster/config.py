@@ -21,7 +21,7 @@ from cluster.http.config import EdgeConfig
 from speculative.config import SpeculativeConfig
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
-Strategy = Literal["auto", "STRICT_PACK", "PACK"]
+Strategy = Literal["auto", "STRICT_PACK", "PACK", "STRICT_SPREAD"]
 OnWorkerLoss = Literal["resume", "error"]
 
 
@@ -106,7 +106,8 @@ class IngressConfig(EdgeConfig):
 class AerieConfig(BaseModel):
     """One application: a target, its draft if it speculates, and the engines and ingresses that serve it.
 
-    deterministic: see `workers.runner.deterministic`."""
+    deterministic: see `workers.runner.deterministic`.
+    log_format: json: a line of each process's log is a JSON object, see `cluster.logs`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -121,6 +122,7 @@ class AerieConfig(BaseModel):
     ingress: IngressConfig = IngressConfig()
     engine: EngineConfig = EngineConfig()
     deterministic: bool = False
+    log_format: Literal["text", "json"] = "text"
 
     @property
     def served_model_name(self) -> str:

@@ -1,4 +1,4 @@
-"""The command `aerie`: serve, plan, doctor, config, and the training of targets and drafts.
+"""The command `aerie`: serve, start, plan, doctor, config, and the training of targets and drafts.
 
 Arguments are parsed first and modules imported after, so that `--help` and a mistyped option answer at once.
 """
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
     serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
     serve.set_defaults(run=_serve)
+    _add_start(commands)
     plan = commands.add_parser("plan", help="check a Serve config file and print what it would start")
     _add_config(plan)
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
@@ -57,6 +58,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_start(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    start = commands.add_parser("start", help="make this host a Ray cluster's head, or join one; see docs/clusters.md")
+    role = start.add_mutually_exclusive_group(required=True)
+    role.add_argument("--head", action="store_true", help="be the head")
+    role.add_argument("--address", default="", help="join the cluster of this head, HOST:PORT")
+    start.add_argument("--port", type=int, default=6379, help="of the head (default: 6379)")
+    start.add_argument(
+        "--node-ip", default="", help="address of this host by which others reach it (default: Ray's choice)"
+    )
+    start.add_argument("--interface", default="", help="instead of --node-ip, the network interface, as eth0")
+    start.add_argument("--num-cpus", type=int, help="for Ray to place on (default: the host's)")
+    start.add_argument("--num-gpus", type=int, help="for Ray to place on (default: the host's)")
+    start.add_argument("--object-store-mb", type=int, default=150, help="of Ray's shared memory (default: 150)")
+    start.add_argument("--block", action="store_true", help="stay in the foreground, as a supervisor wants it")
+    start.set_defaults(run=_start)
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
@@ -69,13 +87,33 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     from deploy.configs import find_config
     from deploy.launch import serve
+    from deploy.nodes import use_token
 
+    if arguments.address:
+        use_token()
     return serve(
         find_config(arguments.config),
         arguments.address,
         arguments.object_store_mb,
         haproxy=not arguments.no_haproxy,
         port=arguments.port,
+    )
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    from deploy.nodes import NodeStart, start
+
+    return start(
+        NodeStart(
+            arguments.address,
+            arguments.port,
+            arguments.node_ip,
+            arguments.interface,
+            arguments.num_cpus,
+            arguments.num_gpus,
+            arguments.object_store_mb,
+            arguments.block,
+        )
     )
 
 

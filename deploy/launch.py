@@ -118,7 +118,8 @@ def _start_ray(object_store_mb: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    ray.init(namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
+    # "local": by default it would join a cluster that `ray start` has made this host a node of.
+    ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
 
 
 def _use_haproxy(folder: Path) -> None:

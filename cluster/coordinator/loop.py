@@ -89,7 +89,7 @@ class CoordinatorLoop:
         )
         self._outputs: list[RequestOutput] = []
         self._worker_group: WorkerLinks | None = None
-        self._num_attached = 0
+        self._last_epoch = 0
         self._on_idle: Callable[[], None] | None = None
         self._last_turn_s = self._last_step_s = clock()
         self._housekeeping_due_s = self._last_turn_s + HOUSEKEEPING_S
@@ -129,7 +129,7 @@ class CoordinatorLoop:
             self._take_result,
             self._worker_group_lost,
         )
-        self._num_attached += 1
+        self._last_epoch = epoch
         if self.status != "draining":
             self.status, self._detail = "ready", ""
 
@@ -174,8 +174,10 @@ class CoordinatorLoop:
             self._settings.engine_id,
             self.status,
             self._detail,
-            max(0, self._num_attached - 1),
+            max(0, self._last_epoch - 1),
             self._clock() - self._last_step_s,
+            self.health().heartbeat_age_s,
+            () if self._worker_group is None else self._worker_group.last_heartbeat,
         )
 
     def flush_cache(self) -> FlushOutcome:

@@ -83,6 +83,8 @@ class RequestStreams:
             if stream.num_resumes > max_resumes:
                 times = f" (after {max_resumes} resumptions)" if max_resumes else ""
                 self._end(request.request_id, FinishReason.ERROR, reason + times)
+            else:
+                self._scheduler.stats.num_resumed += 1
         self._publisher.flush()
 
     def fail_all(self, reason: str) -> None:
@@ -134,6 +136,7 @@ class RequestStreams:
             )
             ingress = self._publisher.open(message.reply_to)
             self._scheduler.submit(request)
+            self._scheduler.stats.num_resumed += bool(request.output)
         except QueueFullError as error:
             return Refusal("queue_full", str(error))
         except ValueError as error:  # RequestTooLargeError is one

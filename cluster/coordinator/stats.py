@@ -1,11 +1,21 @@
 """The scheduler's state as the message that /health and /metrics are made of. Used by `cluster.coordinator.loop`."""
 
-from cluster.transport.messages import EngineStats
+from collections.abc import Sequence
+
+from cluster.transport.messages import EngineStats, Heartbeat
 from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.stats import SchedulerStats
 
 
 def engine_stats(
-    scheduler: Scheduler, engine_id: str, status: str, detail: str, num_worker_restarts: int, last_step_age_s: float
+    scheduler: Scheduler,
+    engine_id: str,
+    status: str,
+    detail: str,
+    num_worker_restarts: int,
+    last_step_age_s: float,
+    heartbeat_age_s: tuple[float, ...],
+    heartbeats: Sequence[Heartbeat] = (),
 ) -> EngineStats:
     """One engine's state now. Call it in the thread that runs the scheduler."""
     stats, cache = scheduler.stats, scheduler.prefix_cache
@@ -22,5 +32,19 @@ def engine_stats(
         prefix_hits=0 if cache is None else cache.num_hit_tokens,
         num_draft_tokens=stats.num_draft_tokens,
         num_worker_restarts=num_worker_restarts,
+        heartbeat_age_s=heartbeat_age_s,
+        rank_steps=tuple(heartbeat.num_steps for heartbeat in heartbeats),
+        rank_step_s=tuple(heartbeat.step_s for heartbeat in heartbeats),
         scheduler=stats.copy(),
     )
+
+
+def go_on_from(scheduler: Scheduler, former: EngineStats) -> None:
+    """Let the counters of a new `scheduler`, which has not run yet, go on where a lost coordinator's were last seen."""
+    if former.scheduler is not None:
+        counted = former.scheduler.copy()
+        for name in SchedulerStats.__struct_fields__:
+            setattr(scheduler.stats, name, getattr(counted, name))
+    if scheduler.prefix_cache is not None:
+        scheduler.prefix_cache.num_queried_tokens = former.prefix_queries
+        scheduler.prefix_cache.num_hit_tokens = former.prefix_hits

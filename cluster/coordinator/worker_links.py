@@ -39,6 +39,7 @@ class WorkerLinks:
         self._unanswered: deque[tuple[int, float]] = deque()
         self._links: list[RankLink] = []
         self.last_heartbeat_s = [clock()] * len(endpoints)
+        self.last_heartbeat = [Heartbeat(rank, epoch, 0) for rank in range(len(endpoints))]
         try:
             for rank, endpoint in enumerate(endpoints):
                 link = RankLink(context, transport, endpoint, rank)
@@ -92,6 +93,7 @@ class WorkerLinks:
                 self._lose(f"rank {link.rank} failed: {message.message}")
             else:
                 assert isinstance(message, Heartbeat), f"rank {link.rank} sent a {type(message).__name__}"
+                self.last_heartbeat[link.rank] = message
 
     def _check(self, link: RankLink) -> None:
         reason = link.monitor.check()

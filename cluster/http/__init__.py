@@ -20,5 +20,6 @@ stop_strings   where an answer's text ends
 output_parser  what of an answer is content, reasoning, a tool call
 replies        documents and stream events, a module for each form
 errors         every error a client can see
+counts         how the requests of one ingress ended
 metrics        /metrics, Prometheus' text
 """

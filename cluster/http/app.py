@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
+from cluster.http.counts import set_reason
 from cluster.http.endpoint import answering
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
@@ -45,10 +46,11 @@ def build_app(
     edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s))
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
-    app.add_middleware(EdgeMiddleware, api_keys=config.api_keys, echo_request_id=echo_request_id)
+    app.add_middleware(EdgeMiddleware, api_keys=config.api_keys, echo_request_id=echo_request_id, counts=edge.counts)
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     endpoints = [endpoint for group in ROUTES for endpoint in group.endpoints(edge)]
+    edge.counts.tell_apart([endpoint.path for endpoint in endpoints])
     for endpoint in endpoints:
         answer = answering(endpoint, edge.admission, config.max_body_bytes)
         # Starlette's own route: FastAPI's would look for parameters and dependencies in every request.
@@ -67,8 +69,9 @@ def build_app(
     return app
 
 
-async def _answer_api_error(_: Request, error: Exception) -> Response:
+async def _answer_api_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    set_reason(http.scope, error.code)
     return error.response()
 
 
@@ -84,4 +87,5 @@ async def _answer_http_error(http: Request, error: Exception) -> Response:
         answer = ApiError(405, message, code="method_not_allowed", headers=allowed)
     else:
         answer = ApiError(error.status_code, str(error.detail))
+    set_reason(http.scope, answer.code)
     return answer.response()

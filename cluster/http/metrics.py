@@ -3,7 +3,7 @@ declared at the numbers themselves, in `EngineStats` and `SchedulerStats`.
 
 Any ingress gives the same numbers, because they are the engines' and not its own: load-balanced scrapes and benchmark
 tools that take differences would otherwise see counters jump. A counter falls only when an engine is replaced, which
-Prometheus treats as a reset.
+Prometheus treats as a reset. Only how requests ended is the ingress's own, and carries its id (`cluster.http.counts`).
 """
 
 import functools
@@ -17,15 +17,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from cluster.http.counts import RequestCounts
 from cluster.transport.messages import EngineStats
 from workers.scheduling.stats import Histogram, Metric, SchedulerStats
 
 STATES = ("starting", "ready", "recovering", "draining", "dead")
 
 
-def prometheus_text(engines: Sequence[EngineStats], model_name: str) -> bytes:
-    """The text exposition format."""
+def prometheus_text(engines: Sequence[EngineStats], model_name: str, counts: RequestCounts | None = None) -> bytes:
+    """The text exposition format. counts: of the ingress that is asked."""
     registry = CollectorRegistry(auto_describe=False)
+    if counts is not None:
+        registry.register(_Requests(counts, model_name))
     registry.register(_Snapshot(engines, model_name))
     return generate_latest(registry)
 
@@ -39,6 +42,19 @@ def declared_metrics(kind: type) -> dict[str, Metric]:
             hints[name] = get_type_hints(member.fget, include_extras=True).get("return")
     extras = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     return {name: extra for name, found in extras.items() for extra in found if isinstance(extra, Metric)}
+
+
+class _Requests(Collector):
+    def __init__(self, counts: RequestCounts, model_name: str) -> None:
+        self._counts = counts
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Family]:
+        labels = ["model_name", "ingress", "route", "status", "reason"]
+        family = CounterMetricFamily("aerie:http_requests", "HTTP requests that ended at an ingress", labels=labels)
+        for key, count in self._counts.by_route_status_reason().items():
+            family.add_metric([self._model_name, self._counts.ingress, *key], count)
+        yield family
 
 
 class _Snapshot(Collector):
@@ -56,8 +72,22 @@ class _Snapshot(Collector):
                 elif values:
                     yield self._histogram(metric, values)
         states = Counter(engine.status for engine in self._engines)
+        yield from self._of_ranks()
         of_engines = Metric("aerie:engines", "Engines by state", "gauge", label="status")
         yield self._family(of_engines, {status: states[status] for status in STATES})
+
+    def _of_ranks(self) -> Iterator[Family]:
+        """What each rank says of itself, by engine: a slow or silent one stands out."""
+        labels = ["model_name", "engine", "rank"]
+        age = GaugeMetricFamily("aerie:heartbeat_age_seconds", "Since a rank was last heard of", labels=labels)
+        steps = CounterMetricFamily("aerie:rank_steps", "Steps that a rank has finished", labels=labels)
+        seconds = CounterMetricFamily("aerie:rank_step_seconds", "Time that they took", labels=labels)
+        for engine in self._engines:
+            kinds = ((age, engine.heartbeat_age_s), (steps, engine.rank_steps), (seconds, engine.rank_step_s))
+            for family, values in kinds:
+                for rank, value in enumerate(values):
+                    family.add_metric([*self._label, engine.engine_id, str(rank)], value)
+        yield from (age, steps, seconds)
 
     def _by_label(self, metric: Metric, values: Sequence[Any]) -> Mapping[str, float]:
         """All engines' numbers as one, by label; under "" if the metric has none."""

@@ -4,27 +4,32 @@ untouched."""
 import hmac
 import logging
 import re
+import time
 import uuid
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
+from cluster.logs import fields, request_id
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 OPEN_ROUTES = frozenset({"/health"})  # probes carry no keys
+QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # asked again and again: no line in the log
 
 
 class EdgeMiddleware:
     """Gives each request an id (the client's X-Request-Id or a new one; `scope["state"]["request_id"]`, which a route
     may replace), wants an API key where there are keys, and answers unexpected exceptions with 500. echo_request_id:
-    send the id back, unless the server around the application does."""
+    send the id back, unless the server around the application does. counts: takes note of every request's end."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], echo_request_id: bool) -> None:
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], echo_request_id: bool, counts: RequestCounts) -> None:
         self._app = app
+        self._counts = counts
         self._echo_request_id = echo_request_id
         self._api_keys = [key.encode() for key in api_keys]
 
@@ -33,11 +38,14 @@ class EdgeMiddleware:
             return await self._app(scope, receive, send)
         state = scope.setdefault("state", {})
         started = False
+        status = 0
+        begin_s = time.monotonic()
+        former = request_id.set("")
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal started, status
             if message["type"] == "http.response.start":
-                started = True
+                started, status = True, message["status"]
                 if self._echo_request_id:
                     headers = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
                     message = {**message, "headers": headers}
@@ -46,16 +54,27 @@ class EdgeMiddleware:
         try:
             state["request_id"] = uuid.uuid4().hex
             self._open(scope)
+            request_id.set(state["request_id"])
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
+            set_reason(scope, error.code)
             await error.response()(scope, receive, send_with_id)
         except ClientDisconnect:
+            set_reason(scope, CLIENT_LEFT)
             logger.info("request %s: the client left before its request was read", state["request_id"])
         except Exception:
+            set_reason(scope, "internal_error")
             logger.exception("request %s: unexpected", state["request_id"])
             if started:
                 raise  # nothing can be said any more; the server breaks the connection
             await internal(state["request_id"]).response()(scope, receive, send_with_id)
+        finally:
+            reason = reason_of(scope)
+            self._counts.ended(scope["path"], status, reason)
+            if scope["path"] not in QUIET_ROUTES:
+                ended = fields(path=scope["path"], status=status, reason=reason, seconds=time.monotonic() - begin_s)
+                logger.info("request %s ended", state["request_id"], extra=ended)
+            request_id.reset(former)
 
     def _open(self, scope: Scope) -> None:
         """Take the client's id and check its key. Raises ApiError."""

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.http.admission import Admission
 from cluster.http.answer import Answer, EngineFailedError, Piece, joined
 from cluster.http.config import EdgeConfig
+from cluster.http.counts import CLIENT_LEFT, RequestCounts, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
 from cluster.http.output_parser import PARSERS, ReplyDelta, joined_deltas
@@ -40,6 +41,7 @@ class Edge:
     tokenizer: ChatTokenizer
     engine: EngineClient
     admission: Admission
+    counts: RequestCounts = field(default_factory=RequestCounts)
 
 
 class GenerationResponse(Response):
@@ -81,6 +83,7 @@ class GenerationResponse(Response):
             left_early = not work.done()
             await _cancel((work, gone))
         if left_early:
+            set_reason(scope, CLIENT_LEFT)
             logger.info("request %s: the client left", self._request_id)
         else:
             work.result()
@@ -90,6 +93,7 @@ class GenerationResponse(Response):
             with self._edge.admission.enter(len(self._request.choices)):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
         except ApiError as error:
+            set_reason(scope, error.code)
             if self._started:
                 await send(_body(event(error.body()), more=False))
             else:

@@ -24,6 +24,7 @@ from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
 from cluster.http.tokenizer import ChatTokenizer
 from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
+from cluster.logs import use_json_logs
 from cluster.transport.channel import Context, bind_ingress
 from cluster.transport.discovery import coordinator_prefix, find_coordinators
 from cluster.transport.encoding import decode_tokens
@@ -99,6 +100,8 @@ class Ingress:
     async def __init__(  # type: ignore[misc]
         self, config: AerieConfig, engine: DeploymentHandle, one_node: bool
     ) -> None:
+        if config.log_format == "json":
+            use_json_logs("ingress")
         application = serve.get_replica_context().app_name
         self._transport = make_transport(one_node, application)
         self._context: Context = zmq.Context()

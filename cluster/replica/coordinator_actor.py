@@ -12,6 +12,8 @@ from cluster.assembly import Layout, build_scheduler
 from cluster.config import AerieConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
+from cluster.coordinator.stats import go_on_from
+from cluster.logs import use_json_logs
 from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.sockets import Transport
 from workers.scheduling.cost_table import CostTable
@@ -22,6 +24,8 @@ class EagleCoordinator:
     workers load."""
 
     async def __init__(self, config: AerieConfig, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
+        if config.log_format == "json":
+            use_json_logs(f"coordinator {engine_id}")
         self._config = config
         self._engine_id = engine_id
         self._transport = transport
@@ -30,11 +34,16 @@ class EagleCoordinator:
         self._worker_group_lost: asyncio.Queue[str] = asyncio.Queue()
         self._death: asyncio.Future[str] = self._loop.create_future()
 
-    async def open(self, layout: Layout) -> str:
-        """Start the loop for engines of this layout; returns the inbox for `connect_engine`."""
+    async def open(self, layout: Layout, former: bytes = b"") -> str:
+        """Start the loop for engines of this layout; returns the inbox for `connect_engine`.
+
+        former: `stats` of the coordinator whose place this one takes, for its counters."""
         engine = self._config.engine
+        scheduler = build_scheduler(self._config, layout)
+        if former:
+            go_on_from(scheduler, msgspec.msgpack.decode(former, type=EngineStats))
         coordinator = Coordinator(
-            build_scheduler(self._config, layout),
+            scheduler,
             CoordinatorSettings(
                 engine_id=self._engine_id,
                 transport=self._transport,

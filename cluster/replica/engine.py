@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from cluster.config import AerieConfig
+from cluster.logs import use_json_logs
 from cluster.replica.plan_report import ready_line
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_actor import Worker
@@ -39,6 +40,8 @@ class Engine:
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         engine_id = uuid.uuid4().hex[:8]
+        if config.log_format == "json":
+            use_json_logs(f"engine {engine_id}")
         application = serve.get_replica_context().app_name
         transport = make_transport(one_node, application)
         folder = transport.folder or tempfile.mkdtemp(prefix="aerie-")

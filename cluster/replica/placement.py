@@ -1,13 +1,17 @@
 """Where an engine's processes go: bundles, strategy and the order of ranks, as plain values. No Ray here.
 
-Bundle 0 holds the engine replica and its coordinator, bundles 1.. one worker each.
+Bundle 0 holds the engine replica and its coordinator, bundles 1.. one worker each. With STRICT_SPREAD, where every
+bundle is on a node of its own, bundle 0 holds a worker too.
 """
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from cluster.config import AerieConfig, ConfigError
+
+PlacedStrategy = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD"]
 
 ENGINE_CPUS = 0.1  # each of replica and coordinator; they sleep on sockets
 WORKER_CPUS = 0.5  # logical: lets two workers and the rest fit on a two-core machine
@@ -29,7 +33,7 @@ class Placement:
 
     device: Literal["cpu", "cuda"]
     bundles: tuple[dict[str, float], ...]
-    strategy: Literal["STRICT_PACK", "PACK"]
+    strategy: PlacedStrategy
 
 
 @dataclass(frozen=True)
@@ -49,21 +53,45 @@ class RankPlace:
 
 
 def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
-    """The placement of each engine replica. Raises ConfigError, with the cluster's totals, if the replicas can never
-    fit (unless `parallel.autoscaling` says that nodes may still come)."""
+    """The placement of each engine replica; "auto" is STRICT_PACK if all replicas fit so, else PACK, which keeps an
+    engine on one node where one has room.
+
+    Raises ConfigError, with the cluster's totals, if the replicas can never fit (unless `parallel.autoscaling` says
+    that nodes may still come)."""
     parallel = config.parallel
     device = choose_device(config, nodes)
     worker = {"CPU": WORKER_CPUS, "GPU": 1.0} if device == "cuda" else {"CPU": WORKER_CPUS}
-    bundles = ({"CPU": 2 * ENGINE_CPUS}, *(dict(worker) for _ in range(parallel.tensor_parallel)))
+    bundles = _bundles(worker, parallel.tensor_parallel, parallel.strategy)
     whole_engine = {key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in worker}
-    one_node = any(_holds(node, whole_engine) for node in nodes)
-    strategy: Literal["STRICT_PACK", "PACK"]
-    strategy = ("STRICT_PACK" if one_node else "PACK") if parallel.strategy == "auto" else parallel.strategy
+    strategy = parallel.strategy if parallel.strategy != "auto" else _pack(bundles, whole_engine, config, nodes)
     if not parallel.autoscaling:
-        placed = _count_engines(bundles, strategy, whole_engine, nodes)
+        placed = _count_engines(bundles, strategy, nodes)
         if placed < parallel.replicas:
             raise ConfigError(_no_room(config, placed, strategy, whole_engine, nodes))
     return Placement(device=device, bundles=bundles, strategy=strategy)
+
+
+def _bundles(worker: Mapping[str, float], num_ranks: int, strategy: str) -> tuple[dict[str, float], ...]:
+    engine = {"CPU": 2 * ENGINE_CPUS}
+    workers = [dict(worker) for _ in range(num_ranks)]
+    if strategy == "STRICT_SPREAD":
+        workers[0]["CPU"] += engine["CPU"]
+        return tuple(workers)
+    return (engine, *workers)
+
+
+def _pack(
+    bundles: Sequence[Mapping[str, float]],
+    whole_engine: Mapping[str, float],
+    config: AerieConfig,
+    nodes: Sequence[NodeResources],
+) -> PlacedStrategy:
+    """What "auto" means."""
+    if config.parallel.autoscaling:
+        return "STRICT_PACK" if any(_holds(node, whole_engine) for node in nodes) else "PACK"
+    strict = _count_engines(bundles, "STRICT_PACK", nodes)
+    wanted = min(config.parallel.replicas, _count_engines(bundles, "PACK", nodes))
+    return "STRICT_PACK" if strict and strict >= wanted else "PACK"
 
 
 def choose_device(config: AerieConfig, nodes: Sequence[NodeResources]) -> Literal["cpu", "cuda"]:
@@ -77,11 +105,27 @@ def choose_device(config: AerieConfig, nodes: Sequence[NodeResources]) -> Litera
     return wanted
 
 
-def order_ranks(bundle_nodes: Mapping[int, str], first: str) -> list[int]:
-    """Worker bundle of each rank: bundles of one node are neighbours, those on node `first` (the coordinator's) come
-    first. bundle_nodes: node id of every bundle, bundle 0 included. PACK promises neither."""
-    nodes = sorted(set(bundle_nodes.values()), key=lambda node: (node != first, node))
-    return sorted((b for b in bundle_nodes if b != 0), key=lambda b: (nodes.index(bundle_nodes[b]), b))
+def order_ranks(bundle_nodes: Mapping[int, str], num_ranks: int, addresses: Mapping[str, str]) -> list[int]:
+    """Bundle of each rank: bundles of one node are neighbours, those on bundle 0's node (the coordinator's) come first,
+    and the other nodes follow by their addresses, round from the first one's, because neighbouring addresses are mostly
+    neighbouring hosts. Ray promises none of it.
+
+    bundle_nodes: node id of every bundle. addresses: by node id; a node without one comes last."""
+    first = bundle_nodes[0]
+
+    def place_of(node: str) -> tuple[bool, bool, int, str]:
+        own, start = _number(addresses.get(node)), _number(addresses.get(first))
+        return node != first, own < start, own, node
+
+    workers = sorted(bundle_nodes)[-num_ranks:]
+    return sorted(workers, key=lambda bundle: (place_of(bundle_nodes[bundle]), bundle))
+
+
+def _number(address: str | None) -> int:
+    try:
+        return int(ipaddress.ip_address(address or ""))
+    except ValueError:
+        return 2**128
 
 
 def describe_cluster(nodes: Sequence[NodeResources]) -> str:
@@ -99,26 +143,30 @@ def _holds(node: NodeResources, need: Mapping[str, float]) -> bool:
 def _count_engines(
     bundles: Sequence[Mapping[str, float]],
     strategy: str,
-    whole_engine: Mapping[str, float],
     nodes: Sequence[NodeResources],
 ) -> int:
-    """Engines that fit on empty nodes, first fit."""
+    """Engines that fit on empty nodes: first fit, and with STRICT_SPREAD the nodes with most room first."""
     free = [[node.cpus, node.gpus] for node in nodes]
-
-    def take(need: Mapping[str, float]) -> bool:
-        for room in free:
-            if room[0] >= need.get("CPU", 0.0) and room[1] >= need.get("GPU", 0.0):
-                room[0] -= need.get("CPU", 0.0)
-                room[1] -= need.get("GPU", 0.0)
-                return True
-        return False
-
-    needs = [whole_engine] if strategy == "STRICT_PACK" else list(bundles)
-    limit = int(sum(node.cpus for node in nodes) / max(whole_engine["CPU"], 1e-9)) + 1
-    count = 0
-    while count < limit and all(take(need) for need in needs):
+    whole = [sum(bundle.get(key, 0.0) for bundle in bundles) for key in ("CPU", "GPU")]
+    needs = [[bundle.get("CPU", 0.0), bundle.get("GPU", 0.0)] for bundle in bundles]
+    count, limit = 0, int(sum(node.cpus for node in nodes) / max(whole[0], 1e-9)) + 1
+    while count < limit and _take([whole] if strategy == "STRICT_PACK" else needs, free, strategy == "STRICT_SPREAD"):
         count += 1
     return count
+
+
+def _take(needs: Sequence[Sequence[float]], free: list[list[float]], spread: bool) -> bool:
+    """Take each of `needs`, CPUs and GPUs, from a node's room. spread: each from another node."""
+    left = sorted(free, key=lambda room: (-room[1], -room[0])) if spread else list(free)
+    for need in needs:
+        room = next((room for room in left if room[0] >= need[0] and room[1] >= need[1]), None)
+        if room is None:
+            return False
+        room[0] -= need[0]
+        room[1] -= need[1]
+        if spread:
+            left = [other for other in left if other is not room]
+    return True
 
 
 def _no_room(
@@ -130,10 +178,13 @@ def _no_room(
 ) -> str:
     parallel = config.parallel
     needs = " and ".join(f"{amount:g} {key}" for key, amount in whole_engine.items())
-    where = " on one node (STRICT_PACK)" if strategy == "STRICT_PACK" else ""
+    where = {
+        "STRICT_PACK": " on one node (STRICT_PACK)",
+        "STRICT_SPREAD": f" on {config.parallel.tensor_parallel} nodes (STRICT_SPREAD)",
+    }.get(strategy, "")
     if placed == 0:
         remedy = "lower parallel.tensor_parallel, add nodes"
-        if strategy == "STRICT_PACK":
+        if where:
             remedy += ", or set parallel.strategy to PACK"
         return (
             f"parallel.tensor_parallel={parallel.tensor_parallel}: an engine needs {needs}{where}, but "

@@ -61,6 +61,7 @@ class Supervisor:
         self._former: WorkerGroup | None = None
         self._spares: Spares | None = None
         self._up = asyncio.Event()
+        self._last_stats = b""  # of the coordinator, as old as WATCH_PERIOD_S: its counters outlive it
 
     async def start(self) -> None:
         """The first start: no second attempt, because its failure is mostly a matter of configuration."""
@@ -129,7 +130,7 @@ class Supervisor:
         await worker_group.start()
         try:
             if self.link is None:
-                inbox = await self._ask("open", worker_group.layout, limit_s=60.0)
+                inbox = await self._ask("open", worker_group.layout, self._last_stats, limit_s=60.0)
                 link = CoordinatorLink(self._context, self._plan.transport, inbox)
             else:
                 link = self.link
@@ -210,6 +211,8 @@ class Supervisor:
                 age_s = await self._ask("loop_age_s", limit_s=CALL_TIMEOUT_S)
                 if age_s > LOOP_LIMIT_S:
                     raise CoordinatorLostError(f"the coordinator's loop hangs for {age_s:.0f} s")
+                with contextlib.suppress(CoordinatorLostError, ray.exceptions.RayTaskError):  # it may be busy
+                    self._last_stats = await self._ask("stats", limit_s=WATCH_PERIOD_S)
         finally:
             ended.cancel()
             reported.cancel()

@@ -19,6 +19,7 @@ from cluster.config import (
     set_visible_devices,
     visible_devices,
 )
+from cluster.logs import use_json_logs
 from cluster.replica.placement import RankPlace
 from cluster.replica.plan_report import phase_line
 from cluster.replica.worker_loop import run_worker_loop
@@ -91,6 +92,8 @@ class Worker:
 
     def _become(self, rank: int) -> None:
         self._rank = rank
+        if self._config.log_format == "json":
+            use_json_logs(f"rank {rank}")
         self._builder = self.rank_builder(self._config, rank)
 
     def _report(self, phase: str, seconds: float) -> None:

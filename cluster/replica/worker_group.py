@@ -41,7 +41,7 @@ class WorkerGroupPlan:
     """What every worker group of an engine has in common.
 
     worker: the class of a rank's actor.
-    group: bundle 0 is the engine's and its coordinator's, each of the others a worker's.
+    group: bundle 0 is the engine's and its coordinator's; which hold workers, `cluster.replica.placement` says.
     transport: of the engine's own process and its coordinator's.
     folder: of this node, for the sockets of ranks beside the coordinator.
     application: whose keys ranks on other nodes use.
@@ -185,7 +185,8 @@ class WorkerGroup:
             await self._all("take_rank", list(enumerate(self._spares.devices)))
         else:
             nodes = ray.util.placement_group_table(self._plan.group)["bundles_to_node_id"]
-            self._bundles = order_ranks(nodes, first=nodes[0])
+            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            self._bundles = order_ranks(nodes, self._plan.config.parallel.tensor_parallel, addresses)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
 

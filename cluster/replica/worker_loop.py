@@ -58,6 +58,7 @@ class _Loop:
         self._channel = channel
         self._clock = clock
         self._num_steps = 0
+        self._step_s = 0.0
         self._heartbeat_due_s = clock()
 
     def turn(self) -> Literal["stopped", "coordinator lost"] | None:
@@ -67,7 +68,7 @@ class _Loop:
         if now >= self._heartbeat_due_s:
             if channel.lost() is not None:
                 return _end(channel)
-            channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps))
+            channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps, self._step_s))
             self._heartbeat_due_s = now + HEARTBEAT_S
         if executor.num_pending == 0:
             changed = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
@@ -84,6 +85,7 @@ class _Loop:
         if executor.num_pending > 0 and executor.ready():
             result = executor.take()
             self._num_steps += 1
+            self._step_s += result.elapsed_s
             if channel.rank == 0 and not channel.send(result):
                 return _end(channel)
         elif not launched and executor.num_pending > 0:

@@ -109,11 +109,12 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's loop runs. num_steps: steps it has finished."""
+    """A rank's loop runs. num_steps: steps it has finished. step_s: seconds that those took in all."""
 
     rank: int
     epoch: int
     num_steps: int
+    step_s: float = 0.0
 
 
 class RankFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -155,6 +156,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     status: "starting", "ready", "recovering" (workers are being restarted), "draining" or "dead".
     detail: why, for the operator.
     kv_usage: 0 to 1.
+    heartbeat_age_s: of each rank, seconds.
+    rank_steps, rank_step_s: of each rank, steps that it has finished since it was started, and seconds that they took.
     scheduler: None of an engine that has no scheduler yet, or could not be asked.
     """
 
@@ -184,4 +187,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_worker_restarts: Annotated[
         int, Metric("aerie:worker_restarts", "Times that an engine's workers were restarted")
     ] = 0
+    heartbeat_age_s: tuple[float, ...] = ()
+    rank_steps: tuple[int, ...] = ()
+    rank_step_s: tuple[float, ...] = ()
     scheduler: SchedulerStats | None = None

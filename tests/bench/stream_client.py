@@ -54,6 +54,11 @@ class BodyReader:
     def keeps_open(self) -> bool:
         return self._head is not None and b"\r\nconnection: close" not in self._head
 
+    def header(self, name: bytes) -> bytes:
+        """A header's value, `name` in small letters; b"" without it."""
+        _, _, rest = (self._head or b"").partition(b"\r\n" + name + b": ")
+        return rest.split(b"\r\n")[0]
+
     def feed(self, data: bytes) -> bytes:
         """What `data` brings of the body."""
         self._left += data

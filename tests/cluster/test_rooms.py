@@ -12,14 +12,15 @@ CLUSTER = Path(__file__).resolve().parent.parent.parent / "cluster"
 # A room, or a module beside the rooms, and all of `cluster` that it may import. From the bottom up: a line names only
 # lines above it.
 BELOW: dict[str, set[str]] = {
+    "logs": set(),
     "transport": set(),
-    "http": {"transport"},
+    "http": {"logs", "transport"},
     "coordinator": {"transport"},
     "config": {"http"},
     "assembly": {"config"},
     "checkpoints": {"http", "config", "assembly"},
-    "replica": {"transport", "coordinator", "config", "assembly"},
-    "ingress": {"transport", "http", "config"},
+    "replica": {"logs", "transport", "coordinator", "config", "assembly"},
+    "ingress": {"logs", "transport", "http", "config"},
     "deployments": {"config", "replica", "ingress"},
 }
 

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.replica.supervisor import WATCH_PERIOD_S
 from tests.e2e.checkpoint import make_tokenizer
-from tests.e2e.serving import Server, actor_pids, ray_cluster, serving, wait_idle
+from tests.e2e.serving import Server, actor_pids, engine_stats, ray_cluster, serving, wait_idle
 from tests.support.scripted import VOCABULARY, scripted_token
 from tests.support.tiny_models import make_target
 
@@ -132,11 +133,19 @@ def test_stopped_worker_is_noticed_and_replaced(server: Server) -> None:
     wait_idle()
 
 
-def test_killed_coordinator_loses_no_token(server: Server) -> None:
+def test_killed_coordinator_loses_no_token_and_no_count(server: Server) -> None:
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    before = engine_stats()[0]
+    time.sleep(3 * WATCH_PERIOD_S)  # the supervisor looks at the counters so often, whatever happens
     outcomes, _ = _run_with_fault(server, actor_pids("EagleCoordinator"), signal.SIGKILL, count=3)
     _assert_all_complete(outcomes)
     server.wait_healthy(RECOVERY_LIMIT_S)
-    wait_idle()
+    after = wait_idle()
+    assert after.engine_id != before.engine_id
+    assert before.scheduler is not None and after.scheduler is not None
+    assert after.scheduler.e2e_s.total >= before.scheduler.e2e_s.total > 0
+    assert after.num_worker_restarts > before.num_worker_restarts
 
 
 def test_killed_engine_replica_loses_no_token(server: Server) -> None:

@@ -14,6 +14,7 @@ from cluster.http.request import EdgeRequest, chat_request, text_request
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.schema.response import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from cluster.http.serving import Edge, GenerationResponse
+from cluster.logs import request_id
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -25,6 +26,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     ) -> Response:
         if own_id is not None:
             http.state.request_id = own_id
+            request_id.set(own_id)
         return GenerationResponse(edge, request, form, f"{prefix}-{uuid.uuid4().hex}", http.state.request_id)
 
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:

@@ -36,7 +36,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     async def metrics(http: Request) -> Response:
         """Prometheus' text format, under vLLM's names."""
-        text = prometheus_text(await _stats(edge.engine), edge.config.served_model_name)
+        text = prometheus_text(await _stats(edge.engine), edge.config.served_model_name, edge.counts)
         return Response(text, headers={"content-type": METRICS_TYPE})
 
     errors = (HealthReply, ErrorReply)

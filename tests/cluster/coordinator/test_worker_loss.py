@@ -46,6 +46,7 @@ def test_a_request_is_resumed_so_often_and_no_more(make_bed):
     end = bed.ingress.read_end("q")
     assert (end.finish, end.error) == ("error", "for the test (after 1 resumptions)")
     assert bed.notice().error == end.error
+    assert bed.coordinator.stats().scheduler.num_resumed == 1
 
 
 def test_without_resumption_running_requests_fail_at_once_and_waiting_ones_are_kept(make_bed):

@@ -29,6 +29,7 @@ EXPORTED = {
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
     "aerie:steps": "counter",
+    "aerie:requests_resumed": "counter",
     "aerie:shape_tokens": "counter shape",
     "aerie:shape_steps": "counter shape",
     "aerie:shape_reasons": "counter reason",
@@ -37,6 +38,9 @@ EXPORTED = {
     "aerie:step_seconds": "histogram",
     "aerie:last_step_age_seconds": "gauge",
     "aerie:engines": "gauge status",
+    "aerie:heartbeat_age_seconds": "gauge engine rank",
+    "aerie:rank_steps": "counter engine rank",
+    "aerie:rank_step_seconds": "counter engine rank",
 }
 
 
@@ -62,6 +66,9 @@ def test_counters_are_summed_over_engines() -> None:
         prefix_hits=30,
         num_draft_tokens=30,
         num_worker_restarts=1,
+        heartbeat_age_s=(0.25, 7.5),
+        rank_steps=(70, 69),
+        rank_step_s=(1.5, 3.0),
         scheduler=SchedulerStats(
             prompt_tokens=100,
             generation_tokens=50,
@@ -120,6 +127,9 @@ def test_counters_are_summed_over_engines() -> None:
         ("aerie:shape_expected_tokens_per_ms", "plain"): 0.75,
         ("aerie:shape_expected_tokens_per_ms", "3/1/4"): 0.5,
         ("aerie:worker_restarts_total",): 1,
+        ("aerie:heartbeat_age_seconds", "a", "1"): 7.5,
+        ("aerie:rank_steps_total", "a", "1"): 69,
+        ("aerie:rank_step_seconds_total", "a", "0"): 1.5,
     }
     assert {key: values[key] for key in expected} == expected
 
@@ -141,11 +151,12 @@ def test_kv_usage_weighs_engines_by_their_pages() -> None:
 def test_every_metric_is_exported_under_its_name_with_its_type_and_label() -> None:
     by_label = ("finished", "tokens_by_shape", "steps_by_shape", "steps_by_reason", "expected_tokens_per_ms")
     stats = SchedulerStats(**{name: {"one": 1} for name in by_label}, accepted_histogram=[0, 1])
-    engine = EngineStats("a", "ready", scheduler=stats, num_pages=1)
+    ranks = {"heartbeat_age_s": (0.0,), "rank_steps": (1,), "rank_step_s": (0.1,)}
+    engine = EngineStats("a", "ready", scheduler=stats, num_pages=1, **ranks)
     found = {}
     for family in text_string_to_metric_families(prometheus_text([engine], "m").decode()):
         labels = set().union(*(sample.labels for sample in family.samples)) - {"model_name", "le"}
-        found[family.name] = " ".join([family.type, *labels])
+        found[family.name] = " ".join([family.type, *sorted(labels)])
         assert family.documentation
     assert found == EXPORTED
 

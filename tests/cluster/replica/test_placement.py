@@ -64,6 +64,43 @@ def test_cuda_without_gpus_is_refused(tmp_path: Path) -> None:
         place(_config(tmp_path, device="cuda"), _nodes((4, 0)))
 
 
+def test_auto_leaves_one_node_only_for_replicas_that_would_not_fit(tmp_path: Path) -> None:
+    nodes = _nodes((16, 4), (16, 2), (16, 2))
+    assert place(_config(tmp_path, tensor_parallel=4), nodes).strategy == "STRICT_PACK"
+    assert place(_config(tmp_path, tensor_parallel=4, replicas=2), nodes).strategy == "PACK"
+
+
+def test_spread_ranks_are_on_nodes_of_their_own_and_the_first_beside_the_engine(tmp_path: Path) -> None:
+    config = _config(tmp_path, tensor_parallel=2, strategy="STRICT_SPREAD")
+    placement = place(config, _nodes((1, 0), (1, 0)))
+    assert placement.strategy == "STRICT_SPREAD"
+    assert [round(bundle["CPU"], 6) for bundle in placement.bundles] == [0.7, 0.5]
+    with pytest.raises(
+        ConfigError, match=r"needs 1\.2 CPU on 2 nodes \(STRICT_SPREAD\).*or set parallel.strategy to PACK"
+    ):
+        place(config, _nodes((8, 0)))
+
+
+def test_spread_engines_are_counted_by_nodes(tmp_path: Path) -> None:
+    def config(replicas: int) -> AerieConfig:
+        return _config(tmp_path, tensor_parallel=2, strategy="STRICT_SPREAD", replicas=replicas)
+
+    nodes = _nodes((16, 1), (16, 3), (16, 2))
+    assert place(config(3), nodes).device == "cuda"
+    with pytest.raises(ConfigError, match=r"parallel\.replicas=4: only 3 fit"):
+        place(config(4), nodes)
+
+
 def test_ranks_of_one_node_are_neighbours_and_the_coordinators_node_is_first() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a", 4: "b", 5: "c"}
-    assert order_ranks(nodes, first="b") == [2, 4, 1, 3, 5]
+    assert order_ranks(nodes, 5, {}) == [2, 4, 1, 3, 5]
+
+
+def test_further_nodes_follow_by_address_round_from_the_first() -> None:
+    nodes = {0: "n3", 1: "n9", 2: "n3", 3: "n1", 4: "n10", 5: "unknown"}
+    addresses = {"n1": "10.0.0.1", "n3": "10.0.0.3", "n9": "10.0.0.9", "n10": "10.0.0.10"}
+    assert order_ranks(nodes, 5, addresses) == [2, 1, 4, 5, 3]
+
+
+def test_spread_rank_may_share_bundle_0_with_the_engine() -> None:
+    assert order_ranks({0: "b", 1: "a", 2: "c"}, 3, {"a": "10.0.0.9", "b": "10.0.0.2", "c": "10.0.0.3"}) == [0, 2, 1]

@@ -63,7 +63,7 @@ def receive(channel):
         StepResult(
             2, 5, pack_i32([1]), pack_i32([9]), b"\x01", pack_i32([-1]), {0: (TokenLogprobs(-0.5, (9,), (-0.5,)),)}
         ),
-        Heartbeat(1, 2, 3),
+        Heartbeat(1, 2, 3, 0.5),
         RankFailure(1, 2, "Traceback"),
         Stop(),
         GenerateRequest("a", pack_i32([1, 2]), SamplingParams(max_tokens=1), "ipc:///x", pack_i32([3])),

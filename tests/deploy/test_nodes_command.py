@@ -1,0 +1,119 @@
+"""`aerie start` without starting Ray: its command line, environment and token. `tests.load` shows that its nodes
+work."""
+
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.config import ConfigError
+from deploy.cli import main
+from deploy.nodes import NODE_ENVIRONMENT, NodeStart, address_of, ensure_token, node_environment, ray_command
+from tests.support.wheel import ROOT
+
+
+def _no_interface(name: str) -> str:
+    raise AssertionError(name)
+
+
+def test_head_listens_where_it_is_told() -> None:
+    wanted = NodeStart(interface="lan0", port=7000, num_cpus=4, num_gpus=0, block=True)
+    assert ray_command(wanted, {"lan0": "10.1.2.3"}.__getitem__) == [
+        "ray",
+        "start",
+        "--head",
+        "--port=7000",
+        "--include-dashboard=false",
+        "--node-ip-address=10.1.2.3",
+        "--num-cpus=4",
+        "--num-gpus=0",
+        "--object-store-memory=150000000",
+        "--disable-usage-stats",
+        "--block",
+    ]
+
+
+def test_host_joins_the_head_and_leaves_its_resources_to_ray() -> None:
+    command = ray_command(NodeStart(address="10.1.2.3:6379"), _no_interface)
+    assert command == ["ray", "start", "--address=10.1.2.3:6379", *command[3:]]
+    assert not any(word.startswith(("--head", "--num", "--node-ip", "--block")) for word in command)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (NodeStart(address="10.1.2.3"), "--address 10.1.2.3: give the head's host and port, as 10.1.2.3:6379"),
+        (NodeStart(node_ip="10.1.2.3", interface="lan0"), "--node-ip and --interface: say one of them"),
+    ],
+)
+def test_contradictions_are_refused(wanted: NodeStart, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ray_command(wanted, _no_interface)
+
+
+def test_address_of_an_interface_and_names_where_there_is_none() -> None:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    assert address_of(loopback) == "127.0.0.1"
+    with pytest.raises(ConfigError, match=f"--interface nosuch0: has no IPv4 address here; there are .*{loopback}"):
+        address_of("nosuch0")
+
+
+def test_what_the_operator_has_set_stays() -> None:
+    added = node_environment({"RAY_health_check_period_ms": "9000"})
+    assert "RAY_health_check_period_ms" not in added
+    assert added["RAY_health_check_failure_threshold"] == NODE_ENVIRONMENT["RAY_health_check_failure_threshold"]
+    assert added["RAY_AUTH_MODE"] == "token"
+
+
+def test_kubernetes_gets_the_same_settings() -> None:
+    manifest = yaml.safe_load((ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text())
+    container = manifest["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    given = {entry["name"]: entry.get("value") for entry in container["env"]}
+    wanted = {name: value for name, value in NODE_ENVIRONMENT.items() if name.startswith("RAY_health")}
+    assert wanted.items() <= given.items()
+
+
+def test_head_makes_a_token_that_only_its_owner_reads(tmp_path: Path) -> None:
+    path = tmp_path / "own" / "token"
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    with pytest.raises(ConfigError, match="a host joins with the head's token"):
+        ensure_token(environment, is_head=False)
+    ensure_token(environment, is_head=True)
+    made = path.read_text()
+    assert len(made) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600
+    ensure_token(environment, is_head=True)
+    ensure_token(environment, is_head=False)
+    assert path.read_text() == made
+
+
+@pytest.mark.parametrize(
+    "environment", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}]
+)
+def test_no_token_is_made_where_none_is_needed(tmp_path: Path, environment: dict[str, str]) -> None:
+    path = tmp_path / "token"
+    ensure_token(environment | {"RAY_AUTH_TOKEN_PATH": str(path)}, is_head=True)
+    assert not path.exists()
+
+
+def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With no address at all, Ray 2.60 joins the cluster of the last `ray start` and refuses the other arguments."""
+    import ray
+
+    from deploy.launch import _start_ray
+
+    asked: list[str | None] = []
+    monkeypatch.setattr(ray, "init", lambda address=None, **others: asked.append(address))
+    for name in ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "0")  # it sets them, and they are as before afterwards
+    _start_ray(150)
+    assert asked == ["local"]
+
+
+def test_start_wants_a_role(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["start"])
+    assert "--head --address" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""Ray and `aerie serve` on the nodes of `tests.load.network`, and their processes by what they are for.
+
+A process belongs to the node whose network namespace it is in, whatever its parent.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from deploy.configs import find_config, located
+from tests.bench.served import GROUPS
+from tests.load.network import Network, address, namespace
+from tests.load.scenario import Fault, Hosts
+
+PORT = 8000
+RAY_PORT = 6379
+NODE_LIMIT_S = 60.0
+_ENVIRONMENT = {
+    "RAY_AUTH_TOKEN": "0" * 32,  # of a cluster that nobody else can reach
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
+
+
+@dataclass
+class Cluster:
+    """serve: the process of `aerie serve`. engine_node: see `Fault`; 0 until it is asked for.
+
+    consoles: by process, for a report of what went wrong."""
+
+    network: Network
+    hosts: Hosts
+    folder: Path
+    serve: "subprocess.Popen[bytes] | None" = None
+    engine_node: int = 0
+    consoles: list[Path] = field(default_factory=list)
+
+    def start(self) -> None:
+        """All nodes, then `aerie serve`; returns before it serves."""
+        for node, cpus in enumerate(self.hosts.cpus or (0,), start=1):
+            self.network.add_node(node, node in self.hosts.wired)
+            if self.hosts.cpus is not None:
+                self.start_ray(node, cpus)
+        config = self.folder / "load.yaml"
+        config.write_text(yaml.safe_dump(_content(self.hosts)))
+        joins = [] if self.hosts.cpus is None else ["--address", f"{address(1)}:{RAY_PORT}"]
+        self.serve = self._run(1, "serve", str(config), *joins)
+
+    def join(self, node: int, cpus: int) -> None:
+        """One node more."""
+        if not Path(f"/run/netns/{namespace(node)}").exists():
+            self.network.add_node(node, node in self.hosts.wired)
+        self.start_ray(node, cpus)
+
+    def start_ray(self, node: int, cpus: int) -> None:
+        """`aerie start` on a node; returns when its raylet runs."""
+        role = ["--head", "--port", str(RAY_PORT)] if node == 1 else ["--address", f"{address(1)}:{RAY_PORT}"]
+        own = ["--node-ip", address(node), "--num-cpus", str(cpus), "--object-store-mb", "80", "--block"]
+        started = self._run(node, "start", *role, *own)
+        deadline = time.monotonic() + NODE_LIMIT_S
+        while not self.find(node, "raylet"):
+            if started.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"node {node}: Ray did not start: {self.consoles[-1].read_text()[-2000:]}")
+            time.sleep(0.1)
+
+    def node_of(self, fault: Fault) -> int:
+        """Where to do it. Raises RuntimeError if it is the engine's node and there is no engine."""
+        if fault.node:
+            return fault.node
+        if not self.engine_node:
+            nodes = range(1, len(self.hosts.cpus or (0,)) + 1)
+            self.engine_node = max((node for node in nodes if self.find(node, "coordinator")), default=0)
+        if not self.engine_node:
+            raise RuntimeError(f"{fault}: no node has a coordinator")
+        return self.engine_node
+
+    def find(self, node: int, part: str) -> list[psutil.Process]:
+        """Processes of `part` on a node, oldest first. "": all of the node's."""
+        return [process for process, found in self._processes(node) if part in ("", found)]
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process on every node."""
+        for name in os.listdir("/run/netns"):
+            if name.startswith("n"):
+                self.kill_node(int(name[1:]))
+
+    def kill_node(self, node: int) -> None:
+        """SIGKILL to every process there, until there is none."""
+        deadline = time.monotonic() + 10
+        while (left := self.find(node, "")) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+
+    def left_behind(self) -> list[str]:
+        """Command lines of processes that live on any node."""
+        names = [name for name in os.listdir("/run/netns") if name.startswith("n")]
+        found = [process for name in names for process in self.find(int(name[1:]), "")]
+        lines = []
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                lines.append(" ".join(process.cmdline())[:120])
+        return lines
+
+    def _processes(self, node: int) -> Iterator[tuple[psutil.Process, str]]:
+        own = os.stat(f"/run/netns/{namespace(node)}").st_ino
+        for process in sorted(psutil.process_iter(), key=lambda each: each.create_time()):
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.stat(f"/proc/{process.pid}/ns/net").st_ino == own and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process, _part(process)
+
+    def _run(self, node: int, command: str, *arguments: str) -> "subprocess.Popen[bytes]":
+        """`aerie COMMAND` on a node, in a process group of its own."""
+        console = self.folder / f"{command}-{node}-{len(self.consoles)}.log"
+        self.consoles.append(console)
+        words = ["ip", "netns", "exec", namespace(node), sys.executable, "-m", "deploy.cli", command, *arguments]
+        # A folder of the scenario's own: in a shared one Ray would look for the cluster of the scenario before.
+        environment = os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)}
+        with console.open("wb") as out:
+            return subprocess.Popen(
+                words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+
+def _part(process: psutil.Process) -> str:
+    line = " ".join(process.cmdline())
+    program = os.path.basename(line.split(" ")[0]) if line else ""
+    if program == "raylet":
+        return "raylet"
+    if line.startswith("ray::Worker") and not line.startswith("ray::Worker.run"):
+        return "spare"
+    return next((name for marker, name in GROUPS if marker in line), "other")
+
+
+def _content(hosts: Hosts) -> dict[str, Any]:
+    """The Serve config file: the embedded pair's, changed as the scenario says."""
+    content = located(find_config("eagle"))
+    content["proxy_location"] = hosts.proxy_location
+    content["http_options"] = {"host": "0.0.0.0", "port": PORT}
+    args = content["applications"][0]["args"]
+    for section, values in hosts.args.items():
+        args[section] = {**args.get(section, {}), **values} if isinstance(values, Mapping) else values
+    return content
+
+
+def signal_part(processes: list[psutil.Process], number: signal.Signals) -> list[int]:
+    """Sends it; pids that got it."""
+    reached = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+            reached.append(process.pid)
+    return reached
