@@ -12,12 +12,14 @@ request        a checked body as prompts and sampling parameters
 prompts        prompts of every form, as token ids
 chat_template  messages as a prompt's text
 tokenizer      the model's tokenizer: text to tokens and back
+tools          which tools a chat may call, and must
 serving        carries out one generation request
 engine_client  what is needed from an engine
 answer         token deltas, cut at stop strings, as text
 detokenizer    tokens to text, one at a time
 stop_strings   where an answer's text ends
-output_parser  what of an answer is content, reasoning, a tool call
+output_parser  what of an answer is content, reasoning, a tool call: the seam
+parsers        and the parsers, one for each form that models answer in
 replies        documents and stream events, a module for each form
 errors         every error a client can see
 metrics        /metrics, Prometheus' text

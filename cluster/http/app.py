@@ -4,6 +4,7 @@ Bodies are read and checked by `cluster.http.endpoint` and not by FastAPI, whose
 understands.
 """
 
+import dataclasses
 import functools
 
 import msgspec
@@ -20,6 +21,7 @@ from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
+from cluster.http.parsers.detection import detect_parser
 from cluster.http.routes import generation, models, prefix_cache, status, tokenization
 from cluster.http.serving import Edge
 from cluster.http.tokenizer import ChatTokenizer
@@ -42,6 +44,9 @@ def build_app(
             f"served_model_name={config.served_model_name!r}, max_model_len={config.max_model_len}: both "
             "must be filled in from the model before the application is built"
         )
+    if config.output_parser == "auto":
+        found = detect_parser(tokenizer.template_source, tokenizer.response_template is not None)
+        config = dataclasses.replace(config, output_parser=found)
     edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s))
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission

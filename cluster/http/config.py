@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-OutputParserName = Literal["text"]  # rows of `cluster.http.output_parser.PARSERS`
+# Rows of `cluster.http.parsers.table.PARSERS`.
+OutputParserName = Literal[
+    "text", "think", "hermes", "llama3", "mistral", "deepseek_v3", "harmony", "response_template"
+]
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class EdgeConfig:
     max_stop_strings: entries of `stop`.
     max_stop_length: characters of each.
     api_keys: if any, every route but /health wants `Authorization: Bearer <key>`.
-    output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content.
+    output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content; "auto": what
+        the model's chat template tells of (`cluster.http.parsers.detection`).
     default_*: sampling parameters of a request that does not set them.
     """
 
@@ -37,7 +41,7 @@ class EdgeConfig:
     max_stop_strings: int = 16
     max_stop_length: int = 1024
     api_keys: tuple[str, ...] = ()
-    output_parser: OutputParserName = "text"
+    output_parser: OutputParserName | Literal["auto"] = "auto"
     default_temperature: float = 1.0
     default_top_p: float = 1.0
     default_top_k: int = 0

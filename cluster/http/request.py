@@ -3,9 +3,10 @@
 What depends on the model (length, vocabulary) or on several parameters together is checked here.
 """
 
+import dataclasses
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,10 @@ import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
-from cluster.http.prompts import chat_prompt, check_token_ids, listed_prompts
+from cluster.http.prompts import chat_text, check_token_ids, listed_prompts, template_tool
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.tools import template_variables, tool_calling
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -38,6 +40,9 @@ class EdgeRequest:
     echo: texts in front of the answers, one per prompt, or none.
     eos_token_ids: the model's own among the stop tokens.
     logprobs: as in SamplingParams.
+    prompt_text: of a chat.
+    tools: as the chat template gets them.
+    reads_calls: whether the answer's parser looks for tool calls. parallel_calls: and shows more than the first.
     The rest says how the answer is shown.
     """
 
@@ -55,6 +60,10 @@ class EdgeRequest:
     include_usage: bool
     continuous_usage: bool
     output_parser: OutputParserName
+    prompt_text: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    reads_calls: bool = False
+    parallel_calls: bool = True
 
 
 async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
@@ -65,11 +74,29 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     _num_choices(body.n, 1, config)
-    prompt = await chat_prompt(
-        body.messages, tokenizer, body.add_generation_prompt is not False, body.chat_template_kwargs
+    calls = tool_calling(body, _chat_parser(config))
+    if calls.forced or any(tool.function.strict for tool in calls.tools):
+        raise unsupported("tools" if not calls.forced else "tool_choice", "constrained decoding is not implemented")
+    continued = body.continue_final_message is True
+    text = chat_text(
+        body.messages,
+        tokenizer,
+        not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        template_variables(body, tokenizer.template_source),
+        calls.tools,
+        continued,
     )
+    prompt = await tokenizer.encode(text, add_special_tokens=False)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    return _request(body, [prompt], [], logprobs, body.max_completion_tokens or body.max_tokens, config, tokenizer)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    request = _request(body, [prompt], [], logprobs, max_tokens, config, tokenizer)
+    return dataclasses.replace(
+        request,
+        prompt_text=text,
+        tools=tuple(template_tool(tool) for tool in calls.tools),
+        reads_calls=bool(calls.tools),
+        parallel_calls=calls.parallel,
+    )
 
 
 async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
@@ -145,7 +172,7 @@ def _request(
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
-        output_parser=config.output_parser if chat else "text",
+        output_parser=_chat_parser(config) if chat else "text",
     )
 
 
@@ -183,6 +210,11 @@ def _sampling(
         logprobs=logprobs,
         speculative=body.speculative is not False,
     )
+
+
+def _chat_parser(config: EdgeConfig) -> OutputParserName:
+    assert config.output_parser != "auto", "the application's builder finds it"
+    return config.output_parser
 
 
 def _given(value: float | None, default: float) -> float:

@@ -20,7 +20,9 @@ from cluster.http.answer import Answer, EngineFailedError, Piece, joined
 from cluster.http.config import EdgeConfig
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
-from cluster.http.output_parser import PARSERS, ReplyDelta, joined_deltas
+from cluster.http.output_parser import ReplyDelta, joined_deltas
+from cluster.http.parsers.marks import MARKS
+from cluster.http.parsers.table import PARSERS
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import DONE, STREAM_HEADERS, event
 from cluster.http.request import EdgeRequest
@@ -174,7 +176,7 @@ def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answe
     choice = request.choices[index]
     before: Sequence[int] = () if request.chat else request.prompts[choice.prompt]
     return Answer(
-        tokenizer.detokenizer(request.skip_special_tokens, before),
+        tokenizer.detokenizer(request.skip_special_tokens, before, MARKS[request.output_parser]),
         request.stops,
         request.include_stop,
         choice.sampling.min_tokens,

@@ -11,7 +11,7 @@ from cluster.http.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import chat_logprobs
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import TextEvents, chunk_event
-from cluster.http.schema.response import (
+from cluster.http.schema.chat_reply import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -19,8 +19,8 @@ from cluster.http.schema.response import (
     ChatCompletionChunk,
     ChatDelta,
     ChatLogprobs,
-    FinishReason,
 )
+from cluster.http.schema.response import FinishReason
 
 
 class ChatReply:

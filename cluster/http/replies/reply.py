@@ -10,7 +10,8 @@ from msgspec import UNSET, UnsetType
 from cluster.http.answer import Answer, Piece
 from cluster.http.output_parser import ReplyDelta
 from cluster.http.request import EdgeRequest
-from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, ToolCall, Usage
+from cluster.http.schema.chat_reply import ToolCall
+from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, Usage
 from cluster.http.tokenizer import ChatTokenizer
 from cluster.transport.messages import SpeculationStats
 

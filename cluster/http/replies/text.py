@@ -11,14 +11,8 @@ from cluster.http.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import text_logprobs
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import TextEvents, chunk_event
-from cluster.http.schema.response import (
-    Completion,
-    CompletionChunk,
-    FinishReason,
-    TextChoice,
-    TextChunkChoice,
-    TextLogprobs,
-)
+from cluster.http.schema.response import FinishReason
+from cluster.http.schema.text_reply import Completion, CompletionChunk, TextChoice, TextChunkChoice, TextLogprobs
 
 
 class TextReply:

@@ -11,8 +11,9 @@ from cluster.http.replies.chat import ChatReply
 from cluster.http.replies.reply import Reply, ReplyContext
 from cluster.http.replies.text import TextReply
 from cluster.http.request import EdgeRequest, chat_request, text_request
+from cluster.http.schema.chat_reply import ChatCompletion, ChatCompletionChunk
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
-from cluster.http.schema.response import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
+from cluster.http.schema.text_reply import Completion, CompletionChunk
 from cluster.http.serving import Edge, GenerationResponse
 
 

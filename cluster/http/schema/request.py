@@ -12,9 +12,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.schema.message import MAX_TOOLS, Message, ReasoningEffort, Tool, ToolChoice
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
@@ -22,16 +22,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 # Checked in `cluster.http.request` and `cluster.http.prompts`, whose messages name the entry; here only described.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
-_PARTS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    },
-}
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
-Content = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]})]
 Prompt = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _TOKENS, {"type": "array", "items": _TOKENS}]})
 ]
@@ -46,15 +37,12 @@ MAX_OBJECT_FIELDS = 1024  # of an object that is a parameter; logit_bias is the 
 Body = TypeVar("Body", bound=BaseModel)
 
 # name -> (why it is refused, values that ask for nothing and so are accepted). null always asks for nothing.
-_NO_TOOLS = "tool calling is not implemented"
+_NO_TOOLS = "use tools and tool_choice, which came in its place"
 _NO_GRAMMAR = "constrained decoding is not implemented"
 _NO_LORA = "LoRA adapters are not implemented"
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": (_NO_TOOLS, ([],)),
-    "tool_choice": (_NO_TOOLS, ("none",)),
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none",)),
-    "parallel_tool_calls": (_NO_TOOLS, (True, False)),
     "response_format": (_NO_GRAMMAR, ({"type": "text"},)),
     "structured_outputs": (_NO_GRAMMAR, ({},)),
     "guided_json": (_NO_GRAMMAR, ()),
@@ -68,7 +56,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": ("answers are text only", (["text"],)),
     "prediction": ("predicted outputs are not implemented", ()),
     "web_search_options": ("web search is not implemented", ()),
-    "reasoning_effort": ("pass the model's own switch in chat_template_kwargs", ()),
     "verbosity": ("the model has no such control", ()),
     "store": ("answers are not stored", (False,)),
     "service_tier": ("there is one tier", ("auto", "default")),
@@ -86,7 +73,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "adapter": (_NO_LORA, ()),
     "chat_template": ("templates from requests are not run; the model's own is used", ()),
     "documents": ("the chat template gets messages only", ([],)),
-    "continue_final_message": ("the last message cannot be continued", (False,)),
     "return_tokens_as_token_ids": ("use return_token_ids", (False,)),
     "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
     "priority": ("requests are served in the order of arrival", (0,)),
@@ -141,20 +127,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Message(BaseModel):
-    """One turn of a conversation. tool_calls, reasoning_content, refusal: of the assistant's turns only."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Role
-    content: Content = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-
-
 class ChatCompletionRequest(_SamplingRequest):
     """Continue a conversation."""
 
@@ -165,6 +137,11 @@ class ChatCompletionRequest(_SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     echo: Literal[False] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(_SamplingRequest):
