@@ -43,7 +43,7 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
     ),
     "harmony": CallSyntax(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-        "<|call|>",
+        "",  # the token that ends a call is an end of sequence, which the constraint allows at its end only
         "<|start|>assistant",
         "<|channel|>commentary to=",
     ),
