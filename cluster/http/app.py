@@ -18,6 +18,7 @@ from cluster.http.config import EdgeConfig
 from cluster.http.endpoint import answering
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
+from cluster.http.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
 from cluster.http.routes import generation, models, prefix_cache, status, tokenization
@@ -28,12 +29,17 @@ ROUTES = (generation, tokenization, models, status, prefix_cache)
 
 
 def build_app(
-    config: EdgeConfig, tokenizer: ChatTokenizer, engine: EngineClient, echo_request_id: bool = True
+    config: EdgeConfig,
+    tokenizer: ChatTokenizer,
+    engine: EngineClient,
+    echo_request_id: bool = True,
+    grammars: GrammarChecker = NoChecker(),  # noqa: B008 - has no state
 ) -> FastAPI:
     """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down.
 
     echo_request_id: send X-Request-Id with each reply; False under Ray Serve, whose server (2.60) adds the header
         itself: clients would read "id, id".
+    grammars: tries the grammars that answers are to follow.
 
     Raises ValueError for a configuration without model name or length, which only its builder can know.
     """
@@ -42,7 +48,7 @@ def build_app(
             f"served_model_name={config.served_model_name!r}, max_model_len={config.max_model_len}: both "
             "must be filled in from the model before the application is built"
         )
-    edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s))
+    edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s), grammars)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
     app.add_middleware(EdgeMiddleware, api_keys=config.api_keys, echo_request_id=echo_request_id)

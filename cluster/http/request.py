@@ -15,6 +15,7 @@ from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from cluster.http.prompts import chat_prompt, check_token_ids, listed_prompts
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from cluster.http.structured_output import GrammarMaker
 from cluster.http.tokenizer import ChatTokenizer
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -167,6 +168,9 @@ def _sampling(
             f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, the model's own {len(eos)} "
             "included; send fewer, or use stop strings",
         )
+    grammar = GrammarMaker(config, eos).of_body(body)
+    if grammar is not None and body.min_tokens:
+        raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
     return SamplingParams(
         max_tokens=0,
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
@@ -182,6 +186,7 @@ def _sampling(
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
         speculative=body.speculative is not False,
+        grammar=grammar,
     )
 
 

@@ -20,6 +20,7 @@ from cluster.http.answer import Answer, EngineFailedError, Piece, joined
 from cluster.http.config import EdgeConfig
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
+from cluster.http.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.output_parser import PARSERS, ReplyDelta, joined_deltas
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import DONE, STREAM_HEADERS, event
@@ -40,6 +41,7 @@ class Edge:
     tokenizer: ChatTokenizer
     engine: EngineClient
     admission: Admission
+    grammars: GrammarChecker = NoChecker()  # noqa: RUF009 - has no state
 
 
 class GenerationResponse(Response):
