@@ -19,6 +19,7 @@ from cluster.http.config import EdgeConfig
 from cluster.http.endpoint import answering
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
+from cluster.http.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
 from cluster.http.parsers.detection import detect_parser
@@ -30,12 +31,17 @@ ROUTES = (generation, tokenization, models, status, prefix_cache)
 
 
 def build_app(
-    config: EdgeConfig, tokenizer: ChatTokenizer, engine: EngineClient, echo_request_id: bool = True
+    config: EdgeConfig,
+    tokenizer: ChatTokenizer,
+    engine: EngineClient,
+    echo_request_id: bool = True,
+    grammars: GrammarChecker = NoChecker(),  # noqa: B008 - has no state
 ) -> FastAPI:
     """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down.
 
     echo_request_id: send X-Request-Id with each reply; False under Ray Serve, whose server (2.60) adds the header
         itself: clients would read "id, id".
+    grammars: tries the grammars that answers are to follow.
 
     Raises ValueError for a configuration without model name or length, which only its builder can know.
     """
@@ -47,7 +53,7 @@ def build_app(
     if config.output_parser == "auto":
         found = detect_parser(tokenizer.template_source, tokenizer.response_template is not None)
         config = dataclasses.replace(config, output_parser=found)
-    edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s))
+    edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s), grammars)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
     app.add_middleware(EdgeMiddleware, api_keys=config.api_keys, echo_request_id=echo_request_id)

@@ -24,6 +24,9 @@ class EdgeConfig:
     max_choices: prompts x n.
     max_stop_strings: entries of `stop`.
     max_stop_length: characters of each.
+    max_grammar_bytes: of a JSON schema, regular expression or other grammar of an answer.
+    max_schema_depth: of schemas in schemas.
+    grammar_timeout_s: a grammar that takes longer to compile is refused.
     api_keys: if any, every route but /health wants `Authorization: Bearer <key>`.
     output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content; "auto": what
         the model's chat template tells of (`cluster.http.parsers.detection`).
@@ -40,6 +43,9 @@ class EdgeConfig:
     max_choices: int = 128
     max_stop_strings: int = 16
     max_stop_length: int = 1024
+    max_grammar_bytes: int = 2**17
+    max_schema_depth: int = 32
+    grammar_timeout_s: float = 10.0
     api_keys: tuple[str, ...] = ()
     output_parser: OutputParserName | Literal["auto"] = "auto"
     default_temperature: float = 1.0
@@ -56,6 +62,8 @@ class EdgeConfig:
             "max_choices",
             "max_stop_strings",
             "max_stop_length",
+            "max_grammar_bytes",
+            "max_schema_depth",
         )
         for name in at_least_one:
             if getattr(self, name) < 1:
@@ -69,6 +77,8 @@ class EdgeConfig:
             )
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s={self.request_timeout_s}: must be above 0, or null for no limit")
+        if self.grammar_timeout_s <= 0:
+            raise ValueError(f"grammar_timeout_s={self.grammar_timeout_s}: must be above 0 seconds")
         if self.retry_after_s <= 0:
             raise ValueError(f"retry_after_s={self.retry_after_s}: must be above 0")
         for key in self.api_keys:

@@ -16,8 +16,9 @@ from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from cluster.http.prompts import chat_text, check_token_ids, listed_prompts, template_tool
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from cluster.http.structured_output import GrammarMaker
 from cluster.http.tokenizer import ChatTokenizer
-from cluster.http.tools import template_variables, tool_calling
+from cluster.http.tools import answer_grammar, template_variables, tool_calling
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -75,8 +76,6 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     _num_choices(body.n, 1, config)
     calls = tool_calling(body, _chat_parser(config))
-    if calls.forced or any(tool.function.strict for tool in calls.tools):
-        raise unsupported("tools" if not calls.forced else "tool_choice", "constrained decoding is not implemented")
     continued = body.continue_final_message is True
     text = chat_text(
         body.messages,
@@ -90,8 +89,17 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     max_tokens = body.max_completion_tokens or body.max_tokens
     request = _request(body, [prompt], [], logprobs, max_tokens, config, tokenizer)
+    sampling, template = request.choices[0].sampling, tokenizer.template_source
+    maker = GrammarMaker(config, request.eos_token_ids)
+    grammar = answer_grammar(sampling.grammar, calls, request.output_parser, text, template, maker)
+    if grammar is not None and body.min_tokens:
+        raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
     return dataclasses.replace(
         request,
+        choices=[
+            Choice(choice.prompt, msgspec.structs.replace(choice.sampling, grammar=grammar))
+            for choice in request.choices
+        ],
         prompt_text=text,
         tools=tuple(template_tool(tool) for tool in calls.tools),
         reads_calls=bool(calls.tools),
@@ -194,6 +202,9 @@ def _sampling(
             f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, the model's own {len(eos)} "
             "included; send fewer, or use stop strings",
         )
+    grammar = GrammarMaker(config, eos).of_body(body)
+    if grammar is not None and body.min_tokens:
+        raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
     return SamplingParams(
         max_tokens=0,
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
@@ -209,6 +220,7 @@ def _sampling(
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
         speculative=body.speculative is not False,
+        grammar=grammar,
     )
 
 

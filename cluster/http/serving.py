@@ -20,6 +20,7 @@ from cluster.http.answer import Answer, EngineFailedError, Piece, joined
 from cluster.http.config import EdgeConfig
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
+from cluster.http.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.output_parser import ReplyDelta, joined_deltas
 from cluster.http.parsers.marks import MARKS
 from cluster.http.parsers.table import PARSERS
@@ -42,6 +43,7 @@ class Edge:
     tokenizer: ChatTokenizer
     engine: EngineClient
     admission: Admission
+    grammars: GrammarChecker = NoChecker()  # noqa: RUF009 - has no state
 
 
 class GenerationResponse(Response):

@@ -6,6 +6,7 @@ number and is read one step late.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -25,6 +26,25 @@ def unpack_i32(raw: bytes) -> npt.NDArray[np.int32]:
     return np.frombuffer(raw, dtype="<i4")
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must be: a whole text of a grammar, then one of end_token_ids (docs/structured-output.md). A plain
+    value; `workers.structured_output` compiles it.
+
+    kind, text: "json_schema", a schema that `workers.structured_output.json_schema` has checked; "regex"; "ebnf", whose
+        first rule is `root`; "choice", a JSON list of strings; "structural_tag", a JSON object as xgrammar has it.
+    end_token_ids: the model's end-of-sequence ids, allowed where the text may end and nowhere else.
+    any_whitespace: between the parts of JSON; else one space after each comma and colon and no other.
+    """
+
+    kind: GrammarKind
+    text: str
+    end_token_ids: tuple[int, ...]
+    any_whitespace: bool = True
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How one request's tokens are chosen. Defaults: plain sampling from the model's distribution.
 
@@ -35,7 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     Penalties follow OpenAI's and (for `repetition_penalty`, over prompt and output) Hugging Face's definitions.
     logit_bias: token id -> bias. stop_token_ids end the request and include the model's end-of-sequence ids unless the
     request ignores them; they cannot be chosen before `min_tokens` output tokens. logprobs: -1 none, 0 the chosen
-    token's, k also the k most likely, of the model's distribution before penalties and temperature.
+    token's, k also the k most likely, of the model's distribution before penalties, grammar and temperature.
+    grammar: tokens that it does not allow are never chosen.
     """
 
     max_tokens: int
@@ -52,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
     speculative: bool = True
+    grammar: Grammar | None = None
 
     @property
     def needs_token_counts(self) -> bool:
@@ -62,7 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     def is_rare(self) -> bool:
         """Whether choosing a token needs more than temperature and filters, so that not all shapes are captured for
         it."""
-        return bool(self.needs_token_counts or self.logit_bias or self.min_tokens or self.logprobs >= 0)
+        shaped = self.needs_token_counts or self.logit_bias or self.min_tokens
+        return bool(shaped or self.logprobs >= 0 or self.grammar is not None)
 
 
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):
@@ -70,8 +93,8 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
 
     num_cached: KV tokens that the prefix cache already holds, where the first chunk starts. prompt_len: the request's
     own prompt (a resumed request's chunks also replay tokens generated before). max_len: the position after its last
-    permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far, filled only if the sampling
-    parameters need counts.
+    permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far; prompt is filled only if the
+    sampling parameters need counts, output then and for a grammar.
     """
 
     slot: int

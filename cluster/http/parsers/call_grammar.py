@@ -1,12 +1,14 @@
 """Tools and tool_choice as a constraint on the answer: a structural tag of xgrammar, in the form in which the model
 calls tools, which the same form's parser reads."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.http.config import OutputParserName
 from cluster.http.schema.message import NO_PARAMETERS, Tool
+from workers.scheduling.plan import Grammar
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,14 @@ _DEEPSEEK_V3_1 = CallSyntax("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>
 _THINKING = {"mistral": ("[THINK]", "[/THINK]")}
 
 
-def call_constraint(
-    parser: OutputParserName,
-    tools: Sequence[Tool],
-    forced: bool,
-    parallel: bool,
-    prompt: str,
-    template: str,
+def calls_format(
+    parser: OutputParserName, tools: Sequence[Tool], forced: bool, parallel: bool, template: str
 ) -> dict[str, Any] | None:
-    """The structural tag under which an answer calls `tools`; None where nothing constrains it.
+    """The format of answers that call `tools`; None where nothing constrains them.
 
-    forced: at least one of them; else only calls of strict tools are constrained, and whether there are any is the
-        model's choice.
-    prompt, template: texts; thinking that the prompt has begun, or the template knows, may come first.
+    forced: the answer is calls, at least one; else only calls of strict tools are constrained, and whether there are
+        any is the model's choice.
+    template: the chat template's text.
     """
     syntax = SYNTAX[parser]
     if parser == "deepseek_v3" and "```json" not in template:
@@ -82,15 +79,34 @@ def call_constraint(
     if syntax.opening:
         calls = {"type": "tag", "begin": syntax.opening, "content": calls, "end": syntax.closing}
     if forced:
-        return {"type": "structural_tag", "format": _after_thinking(parser, calls, prompt, template)}
-    triggered = {
+        return calls
+    return {
         "type": "triggered_tags",
         "triggers": [syntax.trigger],
         "tags": [calls] if syntax.opening else tags,
         "at_least_one": False,
         "stop_after_first": not parallel,
     }
-    return {"type": "structural_tag", "format": triggered}
+
+
+def content_format(parser: OutputParserName, grammar: Grammar) -> dict[str, Any]:
+    """The format of answers whose content is of `grammar`."""
+    match grammar.kind:
+        case "json_schema":
+            content: Any = {"type": "json_schema", "json_schema": json.loads(grammar.text)}
+        case "regex":
+            content = {"type": "regex", "pattern": grammar.text}
+        case "ebnf":
+            content = {"type": "grammar", "grammar": grammar.text}
+        case "choice":
+            entries = [{"type": "const_string", "value": entry} for entry in json.loads(grammar.text)]
+            content = {"type": "or", "elements": entries}
+        case "structural_tag":
+            content = json.loads(grammar.text).get("format")
+    if parser != "harmony" or content is None:
+        return content  # type: ignore[no-any-return]
+    head = {"type": "const_string", "value": "<|channel|>final<|message|>"}
+    return {"type": "sequence", "elements": [head, content]}
 
 
 def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
@@ -104,8 +120,11 @@ def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
     }
 
 
-def _after_thinking(parser: OutputParserName, calls: dict[str, Any], prompt: str, template: str) -> dict[str, Any]:
-    """`calls`, with room in front of them for what the model thinks."""
+def after_thinking(parser: OutputParserName, calls: dict[str, Any], prompt: str, template: str) -> dict[str, Any]:
+    """`calls`, or another format, with room in front for what the model thinks: where the prompt has begun it, or the
+    template knows it. prompt, template: texts."""
+    if parser in ("text", "response_template"):
+        return calls
     if parser == "harmony":
         analysis = _thinking("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
         return {"type": "sequence", "elements": [{"type": "optional", "content": analysis}, calls]}

@@ -28,14 +28,21 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             http.state.request_id = own_id
         return GenerationResponse(edge, request, form, f"{prefix}-{uuid.uuid4().hex}", http.state.request_id)
 
+    async def checked(request: EdgeRequest) -> EdgeRequest:
+        """`request`, once its grammar is known to compile; all choices have the same."""
+        grammar = request.choices[0].sampling.grammar
+        if grammar is not None:
+            await edge.grammars.check(grammar)
+        return request
+
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Continues a conversation."""
-        request = await chat_request(body, config, tokenizer)
+        request = await checked(await chat_request(body, config, tokenizer))
         return response(http, request, ChatReply, "chatcmpl", body.request_id)
 
     async def completions(http: Request, body: CompletionRequest) -> Response:
         """Continues a text."""
-        request = await text_request(body, config, tokenizer)
+        request = await checked(await text_request(body, config, tokenizer))
         return response(http, request, TextReply, "cmpl", body.request_id)
 
     return [

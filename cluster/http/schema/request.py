@@ -19,13 +19,15 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-# Checked in `cluster.http.request` and `cluster.http.prompts`, whose messages name the entry; here only described.
+# Checked in `cluster.http.request` and the modules that it calls, whose messages name the entry; here only described.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
 Prompt = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _TOKENS, {"type": "array", "items": _TOKENS}]})
 ]
+JSONSchema = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]})]
+Strings = Annotated[Any, WithJsonSchema({"anyOf": [_STRINGS, {"type": "null"}]})]
 TokenIds = Annotated[Any, WithJsonSchema(_TOKENS)]
 # Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
 # for the worst bodies of 8 MB, in which no stream of this process would go on.
@@ -38,20 +40,12 @@ Body = TypeVar("Body", bound=BaseModel)
 
 # name -> (why it is refused, values that ask for nothing and so are accepted). null always asks for nothing.
 _NO_TOOLS = "use tools and tool_choice, which came in its place"
-_NO_GRAMMAR = "constrained decoding is not implemented"
 _NO_LORA = "LoRA adapters are not implemented"
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none",)),
-    "response_format": (_NO_GRAMMAR, ({"type": "text"},)),
-    "structured_outputs": (_NO_GRAMMAR, ({},)),
-    "guided_json": (_NO_GRAMMAR, ()),
-    "guided_regex": (_NO_GRAMMAR, ()),
-    "guided_choice": (_NO_GRAMMAR, ()),
-    "guided_grammar": (_NO_GRAMMAR, ()),
-    "regex": (_NO_GRAMMAR, ()),
-    "json_schema": (_NO_GRAMMAR, ()),
-    "ebnf": (_NO_GRAMMAR, ()),
+    "guided_whitespace_pattern": ("use structured_outputs with disable_any_whitespace", ()),
+    "guided_decoding_backend": ("there is one: xgrammar", ("auto", "xgrammar")),
     "audio": ("answers are text only", ()),
     "modalities": ("answers are text only", (["text"],)),
     "prediction": ("predicted outputs are not implemented", ()),
@@ -104,6 +98,16 @@ class _SamplingRequest(BaseModel):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     speculative: bool | None = None
+    # The form of the answer; read by `cluster.http.structured_output`.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: JSONSchema = None
+    guided_regex: str | None = None
+    guided_choice: Strings = None
+    guided_grammar: str | None = None
+    json_schema: JSONSchema = None
+    regex: str | None = None
+    ebnf: str | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
     request_id: RequestId | None = None
