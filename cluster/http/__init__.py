@@ -9,6 +9,7 @@ openapi            the routes as an OpenAPI document
 schema             what travels, typed: requests and replies
 admission          how many generations are carried at a time
 request            a checked body as prompts and sampling parameters
+sampling           of these the sampling parameters
 prompts            prompts of every form, as token ids
 chat_template      messages as a prompt's text
 structured_output  what an answer's form must be, as a grammar

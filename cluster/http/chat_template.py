@@ -45,7 +45,7 @@ class ChatTemplate:
                 "tokenizer_config.json"
             ) from None
         self.source = source
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         # Some templates know an assistant's turn of nothing but tool calls by its content.
         self._empty_content = None if _ASKS_FOR_NONE.search(source) else ""
@@ -69,7 +69,7 @@ class ChatTemplate:
         if not self._knows_developer:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
-        values = {**self._special_tokens, **(variables or {})}
+        values = {**self.special_tokens, **(variables or {})}
         values |= {"messages": turns, "tools": [dict(tool) for tool in tools] or None, "documents": None}
         values["add_generation_prompt"] = add_generation_prompt
         if any(turn.get("tool_calls") for turn in turns):

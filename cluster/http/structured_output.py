@@ -6,7 +6,7 @@ with it by itself is refused here. Called by `cluster.http.request`; tool calls 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.http.config import EdgeConfig
@@ -40,6 +40,8 @@ class GrammarMaker:
             "json_schema": self.json_schema,
             "regex": self.regex,
             "ebnf": self.ebnf,
+            "allowed_token_ids": self.tokens,
+            "bad_words": self.without,
         }
         found: dict[str, Grammar] = {}
         for param, make in makers.items():
@@ -89,6 +91,17 @@ class GrammarMaker:
         except UnsupportedSchemaError as error:
             raise ApiError(400, f"{param}: JSON schema: {error}", param=param, code="unsupported_json_schema") from None
         return self._grammar(param, "structural_tag", json.dumps(checked, ensure_ascii=False))
+
+    def tokens(self, param: str, ids: Sequence[int]) -> Grammar:
+        """At least one token, all of `ids`."""
+        each = [{"type": "token", "token": token} for token in ids]
+        return self.structural_tag(param, {"format": {"type": "plus", "content": {"type": "or", "elements": each}}})
+
+    def without(self, param: str, words: Sequence[str]) -> Grammar | None:
+        """A text in which none of `words` occurs."""
+        if not words:
+            return None
+        return self.structural_tag(param, {"format": {"type": "any_text", "excludes": list(words)}})
 
     def _with_checked_schemas(self, value: Any, depth: int) -> Any:
         """A structural tag with its schemas written for the compiler."""

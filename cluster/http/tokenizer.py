@@ -66,6 +66,11 @@ class ChatTokenizer:
         return cls(tokenizer, template, tuple(eos_ids), _response_template(config))
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """By name, "eos_token" -> "</s>"; those that the chat template may use."""
+        return {} if self._template is None else dict(self._template.special_tokens)
+
+    @property
     def template_source(self) -> str:
         """The chat template's text; "" without one."""
         return "" if self._template is None else self._template.source

@@ -57,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     request ignores them; they cannot be chosen before `min_tokens` output tokens. logprobs: -1 none, 0 the chosen
     token's, k also the k most likely, of the model's distribution before penalties, grammar and temperature.
     grammar: tokens that it does not allow are never chosen.
+    cache_salt: the prefix cache shares pages only between requests of the same one; changes no token.
     """
 
     max_tokens: int
@@ -74,6 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int = -1
     speculative: bool = True
     grammar: Grammar | None = None
+    cache_salt: bytes = b""
 
     @property
     def needs_token_counts(self) -> bool:

@@ -52,7 +52,7 @@ class PrefillPlanner:
         if self.budget is None:
             return sequence.submitted_s
         cache = self._slot_pages.cache
-        num_cached = 0 if cache is None else cache.num_cached(sequence.tokens)
+        num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, sequence.request.sampling.cache_salt)
         return sequence.submitted_s + self.budget.patience_s(len(sequence.tokens) - num_cached)
 
     def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds) -> StepBudget:
@@ -141,7 +141,7 @@ class PrefillPlanner:
             sequence.tokens = sequence.known_tokens()
         total = len(sequence.tokens)
         held_before = allocator.num_held
-        cached = [] if cache is None else cache.match(sequence.tokens)
+        cached = [] if cache is None else cache.match(sequence.tokens, request.sampling.cache_salt)
         need = slot_pages.pages_for(total + self._shapes.max_kv_tokens) - len(cached)
         if self._queues.active and need + (allocator.num_held - held_before) > room:
             allocator.release(cached)

@@ -117,4 +117,6 @@ class ChatReply:
         request = self._context.request
         if request.logprobs < 0:
             return None
-        return chat_logprobs(piece, request.choices[index].sampling.logprobs, self._context.tokenizer)
+        return chat_logprobs(
+            piece, request.choices[index].sampling.logprobs, self._context.tokenizer, request.tokens_as_ids
+        )

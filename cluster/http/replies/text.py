@@ -100,4 +100,6 @@ class TextReply:
         request = self._context.request
         if request.logprobs < 0:
             return None
-        return text_logprobs(piece, request.choices[index].sampling.logprobs, self._context.tokenizer)
+        return text_logprobs(
+            piece, request.choices[index].sampling.logprobs, self._context.tokenizer, request.tokens_as_ids
+        )

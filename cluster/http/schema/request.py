@@ -19,6 +19,9 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+MAX_ALLOWED_TOKENS = 1024
+MAX_BAD_WORDS = 128
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 # Checked in `cluster.http.request` and the modules that it calls, whose messages name the entry; here only described.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
@@ -50,24 +53,20 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": ("answers are text only", (["text"],)),
     "prediction": ("predicted outputs are not implemented", ()),
     "web_search_options": ("web search is not implemented", ()),
-    "verbosity": ("the model has no such control", ()),
+    "verbosity": ("the model has no such control", ("low", "medium", "high")),
     "store": ("answers are not stored", (False,)),
-    "service_tier": ("there is one tier", ("auto", "default")),
+    "service_tier": ("there is one tier", ("auto", "default", "flex", "scale", "priority")),
     "suffix": ("fill-in-the-middle is not implemented", ("",)),
     "prompt_logprobs": ("log-probabilities of the prompt are not computed", ()),
     "use_beam_search": ("beam search is not implemented", (False,)),
     "length_penalty": ("beam search is not implemented", (1, 1.0)),
     "early_stopping": ("beam search is not implemented", (False,)),
-    "truncate_prompt_tokens": ("shorten the prompt before you send it", ()),
-    "allowed_token_ids": ("use logit_bias", ()),
-    "bad_words": ("use logit_bias", ([],)),
     "logits_processors": ("code from requests is not run", ([],)),
     "lora_request": (_NO_LORA, ()),
     "lora_path": (_NO_LORA, ()),
     "adapter": (_NO_LORA, ()),
     "chat_template": ("templates from requests are not run; the model's own is used", ()),
     "documents": ("the chat template gets messages only", ([],)),
-    "return_tokens_as_token_ids": ("use return_token_ids", (False,)),
     "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
     "priority": ("requests are served in the order of arrival", (0,)),
 }
@@ -108,6 +107,11 @@ class _SamplingRequest(BaseModel):
     json_schema: JSONSchema = None
     regex: str | None = None
     ebnf: str | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
     request_id: RequestId | None = None
@@ -116,6 +120,7 @@ class _SamplingRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class StreamOptions(BaseModel):
@@ -123,12 +128,14 @@ class StreamOptions(BaseModel):
 
     include_usage: an event with the usage before the last.
     continuous_usage_stats: the usage in every event.
+    include_obfuscation: accepted; events are not padded in any case.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class ChatCompletionRequest(_SamplingRequest):

@@ -84,6 +84,16 @@ class DetokenizeReply(Struct):
     prompt: str
 
 
+class TokenizerReply(Struct):
+    """chat_template: null where the model has none. special_tokens: by their names in tokenizer_config.json."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
 class ModelCard(Struct, kw_only=True):
     """max_model_len: tokens of prompt and answer together."""
 

@@ -89,6 +89,7 @@ async def test_requests_and_replies_of_generation_fit(route: str, body: dict[str
         ("get", "/v1/models", None),
         ("get", f"/v1/models/{MODEL}", None),
         ("get", "/version", None),
+        ("get", "/tokenizer_info", None),
         ("get", "/health", None),
         ("get", "/ready", None),
         ("post", "/flush_cache", None),
