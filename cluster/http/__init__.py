@@ -6,9 +6,11 @@ middleware         request ids, API keys, a last net for exceptions
 routes             the routes, a module for each group
 endpoint           one route: what comes in, what goes out, who answers
 openapi            the routes as an OpenAPI document
+docs_page          and that as a page for people
 schema             what travels, typed: requests and replies
 admission          how many generations are carried at a time
 request            a checked body as prompts and sampling parameters
+responses          /v1/responses as a chat
 sampling           of these the sampling parameters
 prompts            prompts of every form, as token ids
 chat_template      messages as a prompt's text

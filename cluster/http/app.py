@@ -11,11 +11,12 @@ import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
+from cluster.http.docs_page import docs_page
 from cluster.http.endpoint import answering
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
@@ -23,11 +24,11 @@ from cluster.http.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
 from cluster.http.parsers.detection import detect_parser
-from cluster.http.routes import generation, models, prefix_cache, status, tokenization
+from cluster.http.routes import generation, models, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
 from cluster.http.tokenizer import ChatTokenizer
 
-ROUTES = (generation, tokenization, models, status, prefix_cache)
+ROUTES = (generation, responses, tokenization, models, status, prefix_cache)
 
 
 def build_app(
@@ -74,6 +75,10 @@ def build_app(
     @app.get("/openapi.json")
     async def openapi(http: Request) -> Response:
         return Response(document(), headers=JSON_HEADERS)
+
+    @app.get("/docs")
+    async def docs(http: Request) -> Response:
+        return HTMLResponse(docs_page(msgspec.json.decode(document())))
 
     return app
 

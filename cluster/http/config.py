@@ -27,6 +27,8 @@ class EdgeConfig:
     max_grammar_bytes: of a JSON schema, regular expression or other grammar of an answer.
     max_schema_depth: of schemas in schemas.
     grammar_timeout_s: a grammar that takes longer to compile is refused.
+    max_stored_responses: replies of /v1/responses that one ingress keeps for previous_response_id; 0: none.
+    max_stored_bytes: of them and the conversations before them.
     api_keys: if any, every route but /health wants `Authorization: Bearer <key>`.
     output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content; "auto": what
         the model's chat template tells of (`cluster.http.parsers.detection`).
@@ -46,6 +48,8 @@ class EdgeConfig:
     max_grammar_bytes: int = 2**17
     max_schema_depth: int = 32
     grammar_timeout_s: float = 10.0
+    max_stored_responses: int = 1024
+    max_stored_bytes: int = 64 * 2**20
     api_keys: tuple[str, ...] = ()
     output_parser: OutputParserName | Literal["auto"] = "auto"
     default_temperature: float = 1.0
@@ -68,6 +72,11 @@ class EdgeConfig:
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.max_stored_responses < 0 or self.max_stored_bytes < 1:
+            raise ValueError(
+                f"max_stored_responses={self.max_stored_responses}, max_stored_bytes={self.max_stored_bytes}: the "
+                "first must be at least 0 (none), the second at least 1"
+            )
         if self.max_model_len < 0:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 1, or 0 for the engine's")
         if self.max_choices > self.max_concurrent_requests:

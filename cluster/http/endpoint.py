@@ -33,7 +33,7 @@ class Endpoint:
     generates: refused while the ingress is full or drains, before the work of reading the body.
     """
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     handler: Handler
     body: type[BaseModel] | None
@@ -68,6 +68,11 @@ def post(
 def command(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
     """A POST route without a body."""
     return Endpoint("POST", path, handler, None, reply)
+
+
+def delete(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
+    """A DELETE route."""
+    return Endpoint("DELETE", path, handler, None, reply)
 
 
 def answering(

@@ -25,7 +25,7 @@ from cluster.http.output_parser import ReplyDelta, joined_deltas
 from cluster.http.parsers.marks import MARKS
 from cluster.http.parsers.table import PARSERS
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
-from cluster.http.replies.streaming import DONE, STREAM_HEADERS, event
+from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.request import EdgeRequest
 from cluster.http.tokenizer import ChatTokenizer
 
@@ -95,7 +95,7 @@ class GenerationResponse(Response):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
         except ApiError as error:
             if self._started:
-                await send(_body(event(error.body()), more=False))
+                await send(_body(self._reply.error_event(error), more=False))
             else:
                 await error.response()(scope, receive, send)
 
@@ -106,10 +106,11 @@ class GenerationResponse(Response):
         opened: set[int] = set()
 
         async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
-            events = reply.piece_event(index, piece, delta)
+            events = b""
             if index not in opened:
                 opened.add(index)
-                events = reply.first_event(index) + events
+                events = reply.first_event(index)
+            events += reply.piece_event(index, piece, delta)
             if piece.finish is not None:
                 events += reply.finish_event(index, delta.finish)
             async with lock:
@@ -120,8 +121,7 @@ class GenerationResponse(Response):
                     await send(_body(events, more=True))
 
         await self._generate(emit)
-        end = reply.usage_event() + DONE if self._request.include_usage else DONE
-        await send(_body(end, more=False))
+        await send(_body(reply.end_events(), more=False))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One document. Raises ApiError."""

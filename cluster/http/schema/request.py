@@ -207,7 +207,7 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _fault(error) from None
+        raise validation_fault(error) from None
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
@@ -242,7 +242,7 @@ def _without_refused(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _fault(error: ValidationError) -> ApiError:
+def validation_fault(error: ValidationError) -> ApiError:
     """The first fault, or all unknown parameters together."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
     unknown = [_path(fault["loc"]) for fault in faults if fault["type"] == "extra_forbidden"]
