@@ -62,7 +62,7 @@ def build_app(
     app.add_exception_handler(HTTPException, _answer_http_error)
     endpoints = [endpoint for group in ROUTES for endpoint in group.endpoints(edge)]
     for endpoint in endpoints:
-        answer = answering(endpoint, edge.admission, config.max_body_bytes)
+        answer = answering(endpoint, edge.admission, config.max_body_bytes, config.body_timeout_s)
         # Starlette's own route: FastAPI's would look for parameters and dependencies in every request.
         route = Route(endpoint.path, answer, methods=[endpoint.method])
         route.methods = {endpoint.method}  # without the HEAD that Starlette adds to GET

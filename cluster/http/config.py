@@ -20,6 +20,9 @@ class EdgeConfig:
     request_timeout_s: a generation that takes longer is aborted: 504 with `x-should-retry: false` (OpenAI's client
         would repeat a 408 or a bare 504 twice, and so triple the work), or an error event in a stream; None: no limit.
     max_body_bytes: 413 above.
+    body_timeout_s: for a request's body to come whole; 408 above.
+    max_bytes_per_token: no token of the model's stands for more; longer texts than max_model_len of them are refused
+        before they are tokenized. 0: the longest token of the vocabulary.
     max_n: choices per prompt.
     max_choices: prompts x n.
     max_stop_strings: entries of `stop`.
@@ -41,6 +44,8 @@ class EdgeConfig:
     retry_after_s: float = 1.0
     request_timeout_s: float | None = None
     max_body_bytes: int = 8 * 2**20
+    body_timeout_s: float = 60.0
+    max_bytes_per_token: int = 0
     max_n: int = 16
     max_choices: int = 128
     max_stop_strings: int = 16
@@ -88,6 +93,10 @@ class EdgeConfig:
             raise ValueError(f"request_timeout_s={self.request_timeout_s}: must be above 0, or null for no limit")
         if self.grammar_timeout_s <= 0:
             raise ValueError(f"grammar_timeout_s={self.grammar_timeout_s}: must be above 0 seconds")
+        if self.body_timeout_s <= 0:
+            raise ValueError(f"body_timeout_s={self.body_timeout_s}: must be above 0 seconds")
+        if self.max_bytes_per_token < 0:
+            raise ValueError(f"max_bytes_per_token={self.max_bytes_per_token}: must be 1 or more, or 0 for the longest")
         if self.retry_after_s <= 0:
             raise ValueError(f"retry_after_s={self.retry_after_s}: must be above 0")
         for key in self.api_keys:

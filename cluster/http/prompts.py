@@ -5,13 +5,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.http.chat_template import ChatTemplateError
-from cluster.http.errors import invalid, unsupported
+from cluster.http.config import EdgeConfig
+from cluster.http.errors import invalid, too_long, unsupported
 from cluster.http.schema.message import NO_PARAMETERS, Message, Tool
 from cluster.http.tokenizer import ChatTokenizer
 
 MAX_PARTS = 4096
 MAX_TEMPLATE_VARIABLES = 32
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+async def encode_prompt(
+    text: str, add_special_tokens: bool, param: str, bounded: bool, tokenizer: ChatTokenizer, config: EdgeConfig
+) -> list[int]:
+    """The tokens of a prompt's text. bounded: one that must have more than the model's length is refused before the
+    work."""
+    longest = config.max_bytes_per_token or tokenizer.longest_token_bytes
+    # len(text) characters are at least as many bytes; counting those copies the text.
+    if bounded and longest and len(text) > longest * config.max_model_len:
+        raise too_long(
+            f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer together, but "
+            f"the prompt has {len(text)} characters, which are more tokens in any case; shorten it",
+            param,
+        )
+    return await tokenizer.encode(text, add_special_tokens)
 
 
 def chat_text(

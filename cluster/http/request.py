@@ -14,7 +14,7 @@ import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
-from cluster.http.prompts import chat_text, listed_prompts, template_tool
+from cluster.http.prompts import chat_text, encode_prompt, listed_prompts, template_tool
 from cluster.http.sampling import sampling_params
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.structured_output import GrammarMaker
@@ -86,7 +86,8 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         calls.tools,
         continued,
     )
-    prompt = await tokenizer.encode(text, add_special_tokens=False)
+    whole = body.truncate_prompt_tokens is None
+    prompt = await encode_prompt(text, False, "messages", whole, tokenizer, config)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     max_tokens = body.max_completion_tokens or body.max_tokens
     request = _request(body, [prompt], [], logprobs, max_tokens, config, tokenizer)
@@ -124,8 +125,11 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
         raise unsupported("echo", "with logprobs it needs log-probabilities of the prompt, which are not computed")
     given = listed_prompts(body.prompt, config.max_choices, tokenizer)
     _num_choices(body.n, len(given), config)
+    whole = body.truncate_prompt_tokens is None
     prompts = [
-        await tokenizer.encode(prompt, body.add_special_tokens is not False) if isinstance(prompt, str) else prompt
+        await encode_prompt(prompt, body.add_special_tokens is not False, "prompt", whole, tokenizer, config)
+        if isinstance(prompt, str)
+        else prompt
         for prompt in given
     ]
     echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in given] if body.echo else []

@@ -6,6 +6,7 @@ config.json, chat_template.jinja.
 """
 
 import asyncio
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from cluster.http.chat_template import ChatTemplate, ChatTemplateError
 from cluster.http.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
+MAX_LONG_ENCODES = 2
 TOKENS_BEFORE = 5  # of the prompt, seen by a PrefixDetokenizer
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -41,6 +43,7 @@ class ChatTokenizer:
         self.response_template = response_template
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, content in added.items() if content.special)
+        self._long_encodes = asyncio.Semaphore(MAX_LONG_ENCODES)
         self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
         self._bytes = ByteVocabulary(tokenizer) if _is_byte_level(tokenizer) else None
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -90,10 +93,22 @@ class ChatTokenizer:
         return self._template.render(messages, add_generation_prompt, variables, tools)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. Long texts are encoded in a thread, beside which the event loop goes on."""
+        """Token ids. Long texts are encoded in a thread, beside which the event loop goes on, two at a time: each takes
+        a hundred times its size while it is worked on."""
         if len(text) < LONG_TEXT:
             return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        async with self._long_encodes:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of text that one token stands for, at most; 0 where that cannot be known, because the tokenizer changes
+        text (normalizes it, or has one token for all that it does not know)."""
+        if self._bytes is None or self._tokenizer.normalizer is not None:
+            return 0
+        plain = max(map(len, self._tokenizer.get_vocab(with_added_tokens=False)))  # a character for each byte
+        added = (len(token.content.encode()) for token in self._tokenizer.get_added_tokens_decoder().values())
+        return max(plain, *added, 1)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))

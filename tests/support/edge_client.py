@@ -18,7 +18,7 @@ from tests.support.fake_engine import FakeEngine, chat_tokenizer
 MODEL = "tiny/model"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": MODEL, "prompt": "hi"}
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 def edge_config(**changes: Any) -> EdgeConfig:
