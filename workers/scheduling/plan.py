@@ -160,7 +160,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     counts: int32 [n], tokens emitted per entry (0 for a slot that had already finished). tokens: int32, ragged by
     counts. finish: uint8 [n], FINISH_*. accepted: int32 [n], draft tokens accepted before truncation by a stop; -1
     where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
-    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0.
+    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0. failed: int32 slots whose
+    requests have left their grammar, or which it left no token: nothing that they emitted may be shown.
     """
 
     epoch: int
@@ -171,3 +172,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     accepted: bytes
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     elapsed_s: float = 0.0
+    failed: bytes = b""
