@@ -162,6 +162,7 @@ class GraphedDecoding:
         self._recorder = recorder
         self._captured: dict[GraphKey, _Captured] = {}
         self._shared: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []  # what graphs write to that were captured before a larger one
         self.report = CaptureReport({}, 0)
 
     @property
@@ -267,6 +268,7 @@ class GraphedDecoding:
             return passed
         held = self._shared.get(path)
         if held is None or held.numel() < passed.numel():
+            self._outgrown += [] if held is None else [held]
             held = self._shared[path] = torch.empty(passed.numel(), dtype=passed.dtype, device=passed.device)
         return held[: passed.numel()].view(passed.shape).copy_(passed)
 

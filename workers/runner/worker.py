@@ -132,6 +132,7 @@ class Worker:
             accepted=pack_i32([row[-1] for row in rows]),
             logprobs=self._logprobs(pending, counts),
             failed=pack_i32(pending.failed),
+            num_grammars=0 if self._grammars is None else self._grammars.num_prepared,
             elapsed_s=time.perf_counter() - pending.started_s,
         )
 
@@ -151,6 +152,7 @@ class Worker:
         sent = upload(columns, table.device)
         table.enter(plan, sent)
         if self._grammars is not None:
+            self._grammars.prepare(plan.grammars)
             self._grammars.enter(plan.inits)
         return StepBatch(
             slots=self._round_slots.on_device(rounds, sent),

@@ -6,6 +6,9 @@ was copied to the host meanwhile. Used by `workers.runner.worker`.
 """
 
 import logging
+import os
+import time
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from workers.structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
+
+MAX_KEPT = 64  # compiled grammars beside those in use, up to 10 MB each; the compiler keeps some too
 
 
 class Emitted(Protocol):
@@ -82,7 +87,8 @@ class _Standing:
             self.is_lost = True
 
     def begun(self) -> "xgrammar.GrammarMatcher":
-        """The matcher; waits for the compiler at its first call."""
+        """The matcher; waits for the compiler at its first call. Raises InvalidGrammarError, which the edge's trial
+        should have found."""
         if self.matcher is None:
             import xgrammar
 
@@ -97,15 +103,21 @@ class SlotGrammars:
 
     folder: of the model, whose tokenizer is read with the first grammar.
     forgives: requests begin their grammar anew where they leave it; for synthetic acceptance, which heeds no mask.
+    fill_s, num_fills: seconds that filling masks took so far, without waiting for the device, and how often that was.
     """
 
     def __init__(self, folder: str, vocab_size: int, masks: MaskTable, forgives: bool = False) -> None:
         self.masks = masks
+        self.fill_s = 0.0
+        self.num_fills = 0
         self._folder = folder
         self._vocab_size = vocab_size
         self._forgives = forgives
         self._standing: dict[int, _Standing] = {}
         self._unread: list[tuple[Emitted, list[tuple[int, _Standing]]]] = []
+        self._futures: OrderedDict[Grammar, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._announced: deque[Future[xgrammar.CompiledGrammar]] = deque()
+        self._num_prepared = 0
         self._thread: ThreadPoolExecutor | None = None
         self._compiler: GrammarCompiler | None = None
 
@@ -116,27 +128,50 @@ class SlotGrammars:
             grammar = init.sampling.grammar
             if grammar is not None:
                 output = unpack_i32(init.output).tolist()
-                self._standing[init.slot] = _Standing(self.compiled(grammar), output, self._forgives)
+                self._standing[init.slot] = _Standing(self._compiled(grammar), output, self._forgives)
 
-    def compiled(self, grammar: Grammar) -> "Future[xgrammar.CompiledGrammar]":
-        """The grammar, compiled in a thread; one that was compiled before is kept by the compiler."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        return self._thread.submit(self._compile, grammar)
+    def prepare(self, grammars: Iterable[Grammar]) -> None:
+        """Compile grammars of requests that will come, beside what runs."""
+        self._announced.extend(self._compiled(grammar) for grammar in grammars)
+
+    @property
+    def num_prepared(self) -> int:
+        """How many of all that were to be prepared are done with, in their order."""
+        while self._announced and self._announced[0].done():
+            self._announced.popleft()
+            self._num_prepared += 1
+        return self._num_prepared
+
+    def _compiled(self, grammar: Grammar) -> "Future[xgrammar.CompiledGrammar]":
+        """The grammar, compiled in a thread, or before."""
+        found = self._futures.pop(grammar, None)
+        if found is None:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+            found = self._thread.submit(self._compile, grammar)
+        self._futures[grammar] = found
+        if len(self._futures) > MAX_KEPT:
+            self._futures.popitem(last=False)
+        return found
 
     def _compile(self, grammar: Grammar) -> "xgrammar.CompiledGrammar":
         from workers.structured_output.compiler import GrammarCompiler
 
         if self._compiler is None:
-            self._compiler = GrammarCompiler(self._folder, self._vocab_size)
+            # few threads: those of what else this machine runs must not wait
+            num_threads = max(1, min(4, (os.cpu_count() or 1) // 4))
+            self._compiler = GrammarCompiler(self._folder, self._vocab_size, num_threads)
         return self._compiler.compile(grammar)
 
     def fill(self, rounds: Sequence[int], width: int, finals: Sequence[int]) -> list[int]:
         """Bring the masks of a step to the device: for each of `rounds`, slots that verify trees of `width` nodes, and
         for `finals`, slots whose prompts end. Waits for the step before. Returns the slots whose requests have left
         their grammars, so that nothing they emit may be shown."""
+        for emitted, _ in self._unread:
+            emitted.wait()
+        began_s = time.perf_counter()
         self._read()
-        masks, lost, row = self.masks, [], 0
+        masks, lost, row = self.masks, list[int](), 0
         masks.host_index.fill_(FREE)
         for slot, count in [(slot, width) for slot in rounds] + [(slot, 1) for slot in finals]:
             standing = self._standing.get(slot)
@@ -147,6 +182,8 @@ class SlotGrammars:
                 lost.append(slot)
             row += count
         masks.upload(row)
+        self.fill_s += time.perf_counter() - began_s
+        self.num_fills += 1
         return lost
 
     def ran(self, entries: Sequence[int], emitted: Emitted) -> None:
@@ -157,7 +194,6 @@ class SlotGrammars:
     def _read(self) -> None:
         """Follow what the steps before emitted."""
         for emitted, entries in self._unread:
-            emitted.wait()
             counts, finish = emitted.counts.tolist(), emitted.finish.tolist()
             tokens, drafts = emitted.tokens, emitted.drafts
             for entry, standing in entries:
@@ -168,7 +204,12 @@ class SlotGrammars:
 
     def _fill(self, standing: _Standing, row: int, count: int) -> bool:
         """The masks of one request's rows; False if it has left its grammar, or its grammar leaves it no token."""
-        words, matcher = self.masks.host_words, standing.begun()
+        words = self.masks.host_words
+        try:
+            matcher = standing.begun()
+        except ValueError as error:
+            logger.error("a grammar cannot be compiled: %s", error)
+            standing.is_lost = True
         if standing.is_lost or matcher.is_terminated():
             words[row : row + count].fill_(-1)
             return not standing.is_lost
