@@ -134,6 +134,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
         taken back is replaced by page 0, the dummy page.
     max_kv_len: no position that this step reads or writes reaches it (a host-side bound; no device value is read).
+    grammars: of waiting requests, to be compiled meanwhile.
     """
 
     epoch: int
@@ -146,6 +147,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     page_updates: bytes = b""
     inits: tuple[SlotInit, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    grammars: tuple[Grammar, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -162,7 +164,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     counts: int32 [n], tokens emitted per entry (0 for a slot that had already finished). tokens: int32, ragged by
     counts. finish: uint8 [n], FINISH_*. accepted: int32 [n], draft tokens accepted before truncation by a stop; -1
     where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
-    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0.
+    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0. failed: int32 slots whose
+    requests have left their grammar, or which it left no token: nothing that they emitted may be shown. num_grammars:
+    how many of those in the plans of this epoch are compiled, in their order.
     """
 
     epoch: int
@@ -173,3 +177,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     accepted: bytes
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     elapsed_s: float = 0.0
+    failed: bytes = b""
+    num_grammars: int = 0
