@@ -10,6 +10,8 @@ from cluster.http.config import OutputParserName
 from cluster.http.schema.message import NO_PARAMETERS, Tool
 from workers.scheduling.plan import Grammar
 
+MAX_WHITESPACE = 8  # characters in a row between parts of arguments: a model can go on with them for ever
+
 
 @dataclass(frozen=True)
 class CallSyntax:
@@ -112,10 +114,11 @@ def content_format(parser: OutputParserName, grammar: Grammar) -> dict[str, Any]
 def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
     function = tool.function
     schema: Any = NO_PARAMETERS if function.parameters is None else function.parameters
+    arguments = schema if forced or function.strict else True
     return {
         "type": "tag",
         "begin": syntax.begin.replace("{name}", function.name),
-        "content": {"type": "json_schema", "json_schema": schema if forced or function.strict else True},
+        "content": {"type": "json_schema", "json_schema": arguments, "max_whitespace_cnt": MAX_WHITESPACE},
         "end": syntax.end,
     }
 
