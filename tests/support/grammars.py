@@ -70,6 +70,6 @@ def assert_follows(schema: Any, tokens: list[int], max_tokens: int) -> bool:
     if tokens[-1] not in eos_token_ids():
         assert len(tokens) == max_tokens, f"ended before its end: {text!r}"
         return False
-    # dates and times are enforced by their pattern: one may be a 30th of February
-    jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker(("ipv4", "uuid")))
+    # formats are enforced by their pattern: a date may be a 30th of February, a part of an address 007
+    jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker(("uuid",)))
     return True
