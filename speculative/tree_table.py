@@ -40,6 +40,11 @@ class TreeTable:
         positions = (length.long().unsqueeze(1) + tree.depths).flatten()
         return RoundRows(tree, length, tree.tokens.clamp_min(0).flatten(), positions)
 
+    def drafted(self, slots: Tensor) -> Tensor:
+        """[B, 2, W] int64: tokens and parents of the trees of slots [B] int64."""
+        tokens, parents = self._fields[:2]
+        return torch.stack((tokens[slots], parents[slots]), dim=1)
+
     def write(self, slots: Tensor, tree: Tree) -> None:
         """Replace the trees of slots [B] int64, which must be distinct or padding."""
         fields = (tree.tokens,) if self._is_chain else (tree.tokens, tree.parents, tree.depths, tree.masks)

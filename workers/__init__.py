@@ -1,13 +1,14 @@
 """One engine replica without Ray: requests become steps, steps become tokens. Knows no speculation and no HTTP.
 
-scheduling   what each step runs: queues, pages, the plan that travels to the ranks and the result that comes back
-runner       one rank: a plan as tensors, a step of rounds and prompts, rounds as graphs; an engine assembled, and run
-             without transport
-sampling     which token comes next, on the device
-slots        what a running request is on the device
-models       targets: a checkpoint's folder to a module on this rank, by its architecture's family
-layers       the tensor-parallel layers that models are made of
-distributed  how the ranks of an engine talk
+scheduling         what each step runs: queues, pages, the plan that travels to the ranks and the result that comes back
+runner             one rank: a plan as tensors, a step of rounds and prompts, rounds as graphs; an engine assembled, and
+                   run without transport
+sampling           which token comes next, on the device
+structured_output  answers that follow a grammar: which tokens it allows next
+slots              what a running request is on the device
+models             targets: a checkpoint's folder to a module on this rank, by its architecture's family
+layers             the tensor-parallel layers that models are made of
+distributed        how the ranks of an engine talk
 config, device, memory_use   what an engine is configured with; the device and type that follow; where memory went
 
 Rooms import downwards in this order: runner, models, layers, distributed.

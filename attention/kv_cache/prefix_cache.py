@@ -16,7 +16,8 @@ Tokens = npt.NDArray[np.int32]
 
 class _Node:
     """A run of pages. tokens: their len(pages) * page_size tokens, and `lookahead` more. key: the first page's tokens,
-    under which the parent knows it. stamp: when it was last matched or inserted."""
+    under which the parent knows it, behind the salt for the tree's first pages. stamp: when it was last matched or
+    inserted."""
 
     __slots__ = ("tokens", "pages", "children", "parent", "key", "stamp", "queued")
 
@@ -66,26 +67,27 @@ class PrefixCache:
         self.reset()
         return len(gone)
 
-    def match(self, tokens: Tokens) -> list[int]:
-        """Pages of the longest known beginning of `tokens` (int32 [n]); each gets one more holder, the caller.
+    def match(self, tokens: Tokens, salt: bytes = b"") -> list[int]:
+        """Pages of the longest known beginning of `tokens` (int32 [n]); each gets one more holder, the caller. salt:
+        only what was inserted with the same one is known.
 
         At most (n - 1) // page_size pages: at least one token is left to compute, and with lookahead 1 a page's last
         key token must be part of `tokens`.
         """
-        _, _, pages = self._walk(tokens, (len(tokens) - 1) // self._page_size)
+        _, _, pages = self._walk(tokens, (len(tokens) - 1) // self._page_size, salt)
         self._allocator.acquire(pages)
         return pages
 
-    def num_cached(self, tokens: Tokens) -> int:
+    def num_cached(self, tokens: Tokens, salt: bytes = b"") -> int:
         """How many of `tokens` (int32 [n]) the pages hold that `match` would give; nobody gets them."""
-        return len(self._walk(tokens, (len(tokens) - 1) // self._page_size)[2]) * self._page_size
+        return len(self._walk(tokens, (len(tokens) - 1) // self._page_size, salt)[2]) * self._page_size
 
     def record_query(self, num_tokens: int, num_hits: int) -> None:
         """Count one admitted prompt of `num_tokens`, `num_hits` of them found."""
         self.num_queried_tokens += num_tokens
         self.num_hit_tokens += num_hits
 
-    def insert(self, tokens: Tokens, pages: list[int]) -> list[int]:
+    def insert(self, tokens: Tokens, pages: list[int], salt: bytes = b"") -> list[int]:
         """Keep the caller's `pages` (held by it), which hold the KV of the beginning of `tokens`.
 
         Returns the tree's page for each of the first min(len(pages), (n - lookahead) // page_size) pages. Where that is
@@ -93,7 +95,7 @@ class PrefixCache:
         """
         size = self._page_size
         count = min(len(pages), (len(tokens) - self._lookahead) // size)
-        node, kept, present = self._walk(tokens, count)
+        node, kept, present = self._walk(tokens, count, salt)
         known = len(present)
         if known >= count:
             return present
@@ -101,7 +103,7 @@ class PrefixCache:
             node = self._split(node, kept)
         new = pages[known:count]
         start = known * size
-        key = tokens[start : start + size + self._lookahead].tobytes()
+        key = (b"" if known else salt) + tokens[start : start + size + self._lookahead].tobytes()
         child = _Node(tokens[start : count * size + self._lookahead].copy(), new, node, key, self._clock)
         node.children[key] = child
         self._queue(child)
@@ -139,7 +141,7 @@ class PrefixCache:
             yield from node.pages
             stack.extend(node.children.values())
 
-    def _walk(self, tokens: Tokens, limit: int) -> tuple[_Node, int, list[int]]:
+    def _walk(self, tokens: Tokens, limit: int, salt: bytes) -> tuple[_Node, int, list[int]]:
         """Follows `tokens` for up to `limit` pages: the last node touched, its pages matched, all pages matched."""
         size, lookahead = self._page_size, self._lookahead
         self._clock += 1
@@ -147,7 +149,8 @@ class PrefixCache:
         pages: list[int] = []
         while len(pages) < limit:
             start = len(pages) * size
-            child = node.children.get(tokens[start : start + size + lookahead].tobytes())
+            first = tokens[start : start + size + lookahead].tobytes()
+            child = node.children.get(first if pages else salt + first)
             if child is None:
                 break
             child.stamp = self._clock

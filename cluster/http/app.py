@@ -4,37 +4,46 @@ Bodies are read and checked by `cluster.http.endpoint` and not by FastAPI, whose
 understands.
 """
 
+import dataclasses
 import functools
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
 from cluster.http.counts import set_reason
+from cluster.http.docs_page import docs_page
 from cluster.http.endpoint import answering
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
+from cluster.http.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
-from cluster.http.routes import generation, models, prefix_cache, status, tokenization
+from cluster.http.parsers.detection import detect_parser
+from cluster.http.routes import generation, models, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
 from cluster.http.tokenizer import ChatTokenizer
 
-ROUTES = (generation, tokenization, models, status, prefix_cache)
+ROUTES = (generation, responses, tokenization, models, status, prefix_cache)
 
 
 def build_app(
-    config: EdgeConfig, tokenizer: ChatTokenizer, engine: EngineClient, echo_request_id: bool = True
+    config: EdgeConfig,
+    tokenizer: ChatTokenizer,
+    engine: EngineClient,
+    echo_request_id: bool = True,
+    grammars: GrammarChecker = NoChecker(),  # noqa: B008 - has no state
 ) -> FastAPI:
     """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down.
 
     echo_request_id: send X-Request-Id with each reply; False under Ray Serve, whose server (2.60) adds the header
         itself: clients would read "id, id".
+    grammars: tries the grammars that answers are to follow.
 
     Raises ValueError for a configuration without model name or length, which only its builder can know.
     """
@@ -43,7 +52,10 @@ def build_app(
             f"served_model_name={config.served_model_name!r}, max_model_len={config.max_model_len}: both "
             "must be filled in from the model before the application is built"
         )
-    edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s))
+    if config.output_parser == "auto":
+        found = detect_parser(tokenizer.template_source, tokenizer.response_template is not None)
+        config = dataclasses.replace(config, output_parser=found)
+    edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s), grammars)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
     app.add_middleware(EdgeMiddleware, api_keys=config.api_keys, echo_request_id=echo_request_id, counts=edge.counts)
@@ -52,7 +64,7 @@ def build_app(
     endpoints = [endpoint for group in ROUTES for endpoint in group.endpoints(edge)]
     edge.counts.tell_apart([endpoint.path for endpoint in endpoints])
     for endpoint in endpoints:
-        answer = answering(endpoint, edge.admission, config.max_body_bytes)
+        answer = answering(endpoint, edge.admission, config.max_body_bytes, config.body_timeout_s)
         # Starlette's own route: FastAPI's would look for parameters and dependencies in every request.
         route = Route(endpoint.path, answer, methods=[endpoint.method])
         route.methods = {endpoint.method}  # without the HEAD that Starlette adds to GET
@@ -65,6 +77,10 @@ def build_app(
     @app.get("/openapi.json")
     async def openapi(http: Request) -> Response:
         return Response(document(), headers=JSON_HEADERS)
+
+    @app.get("/docs")
+    async def docs(http: Request) -> Response:
+        return HTMLResponse(docs_page(msgspec.json.decode(document())))
 
     return app
 

@@ -3,7 +3,9 @@
 Held equal to `PreTrainedTokenizerBase.apply_chat_template` by tests/cluster/http/test_tokenizer.py.
 """
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -13,6 +15,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_ASKS_FOR_NONE = re.compile(r"content(?:['\"]\])? is (?:not )?none", re.IGNORECASE)
 
 
 class ChatTemplateError(ValueError):
@@ -40,25 +44,38 @@ class ChatTemplate:
                 f"chat template: {error.message} (line {error.lineno}); correct chat_template.jinja or "
                 "tokenizer_config.json"
             ) from None
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        # Some templates know an assistant's turn of nothing but tool calls by its content.
+        self._empty_content = None if _ASKS_FOR_NONE.search(source) else ""
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The prompt's text. A "developer" message becomes "system" where the template has no such role.
+        """The prompt's text. A "developer" message becomes "system" where the template has no such role. Arguments of
+        tool calls are objects, or JSON texts where the template fails on objects.
 
         Raises ChatTemplateError.
         """
         turns = [dict(message) for message in messages]
+        for turn in turns:
+            if turn.get("tool_calls") and not turn["content"]:
+                turn["content"] = self._empty_content
         if not self._knows_developer:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
-        values = {**self._special_tokens, **(variables or {})}
-        values |= {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        values = {**self.special_tokens, **(variables or {})}
+        values |= {"messages": turns, "tools": [dict(tool) for tool in tools] or None, "documents": None}
+        values["add_generation_prompt"] = add_generation_prompt
+        if any(turn.get("tool_calls") for turn in turns):
+            with contextlib.suppress(jinja2.TemplateError, TypeError):
+                return self._template.render(values)
+            values["messages"] = [_with_texts(turn) for turn in turns]
         try:
             return self._template.render(values)
         except jinja2.TemplateError as error:
@@ -68,6 +85,17 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the model's chat template cannot render these messages ({type(error).__name__})"
             ) from None
+
+
+def _with_texts(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn whose tool calls have their arguments as JSON texts."""
+    if not turn.get("tool_calls"):
+        return dict(turn)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _to_json(call["function"]["arguments"])}}
+        for call in turn["tool_calls"]
+    ]
+    return {**turn, "tool_calls": calls}
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-OutputParserName = Literal["text"]  # rows of `cluster.http.output_parser.PARSERS`
+# Rows of `cluster.http.parsers.table.PARSERS`.
+OutputParserName = Literal[
+    "text", "think", "hermes", "llama3", "mistral", "deepseek_v3", "harmony", "response_template"
+]
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,21 @@ class EdgeConfig:
     request_timeout_s: a generation that takes longer is aborted: 504 with `x-should-retry: false` (OpenAI's client
         would repeat a 408 or a bare 504 twice, and so triple the work), or an error event in a stream; None: no limit.
     max_body_bytes: 413 above.
+    body_timeout_s: for a request's body to come whole; 408 above.
+    max_bytes_per_token: no token of the model's stands for more; longer texts than max_model_len of them are refused
+        before they are tokenized. 0: the longest token of the vocabulary.
     max_n: choices per prompt.
     max_choices: prompts x n.
     max_stop_strings: entries of `stop`.
     max_stop_length: characters of each.
+    max_grammar_bytes: of a JSON schema, regular expression or other grammar of an answer.
+    max_schema_depth: of schemas in schemas.
+    grammar_timeout_s: a grammar that takes longer to compile is refused.
+    max_stored_responses: replies of /v1/responses that one ingress keeps for previous_response_id; 0: none.
+    max_stored_bytes: of them and the conversations before them.
     api_keys: if any, every route but /health wants `Authorization: Bearer <key>`.
-    output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content.
+    output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content; "auto": what
+        the model's chat template tells of (`cluster.http.parsers.detection`).
     default_*: sampling parameters of a request that does not set them.
     """
 
@@ -32,12 +44,19 @@ class EdgeConfig:
     retry_after_s: float = 1.0
     request_timeout_s: float | None = None
     max_body_bytes: int = 8 * 2**20
+    body_timeout_s: float = 60.0
+    max_bytes_per_token: int = 0
     max_n: int = 16
     max_choices: int = 128
     max_stop_strings: int = 16
     max_stop_length: int = 1024
+    max_grammar_bytes: int = 2**17
+    max_schema_depth: int = 32
+    grammar_timeout_s: float = 10.0
+    max_stored_responses: int = 1024
+    max_stored_bytes: int = 64 * 2**20
     api_keys: tuple[str, ...] = ()
-    output_parser: OutputParserName = "text"
+    output_parser: OutputParserName | Literal["auto"] = "auto"
     default_temperature: float = 1.0
     default_top_p: float = 1.0
     default_top_k: int = 0
@@ -52,10 +71,17 @@ class EdgeConfig:
             "max_choices",
             "max_stop_strings",
             "max_stop_length",
+            "max_grammar_bytes",
+            "max_schema_depth",
         )
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.max_stored_responses < 0 or self.max_stored_bytes < 1:
+            raise ValueError(
+                f"max_stored_responses={self.max_stored_responses}, max_stored_bytes={self.max_stored_bytes}: the "
+                "first must be at least 0 (none), the second at least 1"
+            )
         if self.max_model_len < 0:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 1, or 0 for the engine's")
         if self.max_choices > self.max_concurrent_requests:
@@ -65,6 +91,12 @@ class EdgeConfig:
             )
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s={self.request_timeout_s}: must be above 0, or null for no limit")
+        if self.grammar_timeout_s <= 0:
+            raise ValueError(f"grammar_timeout_s={self.grammar_timeout_s}: must be above 0 seconds")
+        if self.body_timeout_s <= 0:
+            raise ValueError(f"body_timeout_s={self.body_timeout_s}: must be above 0 seconds")
+        if self.max_bytes_per_token < 0:
+            raise ValueError(f"max_bytes_per_token={self.max_bytes_per_token}: must be 1 or more, or 0 for the longest")
         if self.retry_after_s <= 0:
             raise ValueError(f"retry_after_s={self.retry_after_s}: must be above 0")
         for key in self.api_keys:

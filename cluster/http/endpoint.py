@@ -1,6 +1,7 @@
 """One route of the edge: what comes in, what goes out, who answers. `cluster.http.app` makes its routes and its OpenAPI
 document from these."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.http.admission import Admission
-from cluster.http.errors import JSON_HEADERS, body_too_large
+from cluster.http.errors import JSON_HEADERS, body_too_large, body_too_slow
 from cluster.http.schema.request import parse_body
 from cluster.http.schema.response import ErrorReply
 
@@ -33,7 +34,7 @@ class Endpoint:
     generates: refused while the ingress is full or drains, before the work of reading the body.
     """
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     handler: Handler
     body: type[BaseModel] | None
@@ -70,8 +71,13 @@ def command(path: str, handler: Callable[[Request], Awaitable[Reply | Response]]
     return Endpoint("POST", path, handler, None, reply)
 
 
+def delete(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
+    """A DELETE route."""
+    return Endpoint("DELETE", path, handler, None, reply)
+
+
 def answering(
-    endpoint: Endpoint, admission: Admission, max_body_bytes: int
+    endpoint: Endpoint, admission: Admission, max_body_bytes: int, body_timeout_s: float
 ) -> Callable[[Request], Awaitable[Response]]:
     """What the web framework calls for `endpoint`. Raises ApiError."""
 
@@ -80,7 +86,7 @@ def answering(
             admission.check()
         given: list[Any] = [http]
         if endpoint.body is not None:
-            given.append(parse_body(await _read(http, max_body_bytes), endpoint.body))
+            given.append(parse_body(await _read(http, max_body_bytes, body_timeout_s), endpoint.body))
         reply = await endpoint.handler(*given)
         return reply if isinstance(reply, Response) else json_response(reply)
 
@@ -92,8 +98,16 @@ def json_response(reply: msgspec.Struct, status: int = 200, headers: dict[str, s
     return Response(msgspec.json.encode(reply), status, {**JSON_HEADERS, **(headers or {})})
 
 
-async def _read(http: Request, max_bytes: int) -> bytes:
-    """The body. Raises ApiError if it is too large, before all of it is read."""
+async def _read(http: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The body. Raises ApiError if it is too large, before all of it is read, or does not come in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_parts(http, max_bytes)
+    except TimeoutError:
+        raise body_too_slow(timeout_s) from None
+
+
+async def _read_parts(http: Request, max_bytes: int) -> bytes:
     declared = http.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise body_too_large(max_bytes)

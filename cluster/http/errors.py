@@ -70,6 +70,11 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"The request body is larger than {limit} bytes", code="request_too_large")
 
 
+def body_too_slow(limit_s: float) -> ApiError:
+    message = f"The request's body did not come within {limit_s:g} s"
+    return ApiError(408, message, code="request_timeout", headers={"connection": "close", "x-should-retry": "false"})
+
+
 def unauthorized() -> ApiError:
     return ApiError(
         401,

@@ -9,7 +9,7 @@ import msgspec
 from pydantic.json_schema import models_json_schema
 
 from cluster.http.endpoint import Endpoint
-from cluster.http.schema import response
+from cluster.http.schema.response import Struct
 
 _REF = "#/components/schemas/{}"
 
@@ -70,12 +70,18 @@ def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         if kind is not None
     ]
     _, of_replies = msgspec.json.schema_components(replies, ref_template=_REF.format("{name}"))
+    structs = {struct.__name__: struct for struct in _subclasses(Struct)}
     for name, schema in of_replies.items():
         # msgspec requires what it would require of a sender; a reply has every field that cannot be left out.
-        fields = msgspec.structs.fields(getattr(response, name))
+        fields = msgspec.structs.fields(structs[name])
         schema["required"] = [field.name for field in fields if field.default is not msgspec.UNSET]
     bodies = dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None)
     _, of_bodies = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF.format("{model}"))
     schemas: dict[str, Any] = of_bodies["$defs"]
     assert not schemas.keys() & of_replies.keys(), "two classes of one name"
     return schemas | of_replies
+
+
+def _subclasses(kind: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
+    """Of every generation."""
+    return [each for child in kind.__subclasses__() for each in (child, *_subclasses(child))]

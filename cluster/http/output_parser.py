@@ -1,20 +1,19 @@
 """From an answer's text to its parts: what of it is content, what is reasoning, what is a tool call.
 
 Every generation goes through a parser, one per choice, whole replies and streams alike. Which one: the configuration's
-`ingress.output_parser` for chats, "text" for completions, by the table PARSERS. See docs/add-an-endpoint.md.
+`ingress.output_parser` for chats, "text" for completions, by the table in `cluster.http.parsers.table`. See
+docs/add-an-endpoint.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 from msgspec import UNSET
 
 from cluster.http.answer import Piece
-from cluster.http.config import OutputParserName
-from cluster.http.request import EdgeRequest
-from cluster.http.schema.response import FinishReason, FunctionCall, ToolCall, ToolCallDelta
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.schema.chat_reply import FunctionCall, ToolCall, ToolCallDelta
+from cluster.http.schema.response import FinishReason
 
 
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
@@ -44,12 +43,6 @@ class TextParser:
     def push(self, piece: Piece) -> ReplyDelta:
         """See `OutputParser`."""
         return ReplyDelta(piece.text, finish=piece.finish)
-
-
-# What a request may need of its model's form is in the request and the tokenizer.
-PARSERS: dict[OutputParserName, Callable[[EdgeRequest, ChatTokenizer], OutputParser]] = {
-    "text": lambda request, tokenizer: TextParser(),
-}
 
 
 def joined_deltas(deltas: Sequence[ReplyDelta]) -> tuple[ReplyDelta, list[ToolCall]]:

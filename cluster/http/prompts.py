@@ -5,13 +5,50 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.http.chat_template import ChatTemplateError
-from cluster.http.errors import invalid, unsupported
-from cluster.http.schema.request import Message
+from cluster.http.config import EdgeConfig
+from cluster.http.errors import invalid, too_long, unsupported
+from cluster.http.schema.message import NO_PARAMETERS, Message, Tool
 from cluster.http.tokenizer import ChatTokenizer
 
 MAX_PARTS = 4096
 MAX_TEMPLATE_VARIABLES = 32
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+async def encode_prompt(
+    text: str, add_special_tokens: bool, param: str, bounded: bool, tokenizer: ChatTokenizer, config: EdgeConfig
+) -> list[int]:
+    """The tokens of a prompt's text. bounded: one that must have more than the model's length is refused before the
+    work."""
+    longest = config.max_bytes_per_token or tokenizer.longest_token_bytes
+    # len(text) characters are at least as many bytes; counting those copies the text.
+    if bounded and longest and len(text) > longest * config.max_model_len:
+        raise too_long(
+            f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer together, but "
+            f"the prompt has {len(text)} characters, which are more tokens in any case; shorten it",
+            param,
+        )
+    return await tokenizer.encode(text, add_special_tokens)
+
+
+def chat_text(
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None,
+    tools: Sequence[Tool] = (),
+    continue_final_message: bool = False,
+) -> str:
+    """Messages through the model's template. variables: `chat_template_kwargs`, further names the template may use."""
+    turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    _check_variables(variables or {})
+    if continue_final_message and add_generation_prompt:
+        raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt: false")
+    try:
+        text = tokenizer.render(turns, add_generation_prompt, variables, [template_tool(tool) for tool in tools])
+    except ChatTemplateError as error:
+        raise invalid("messages", str(error), "chat_template_error") from None
+    return _cut_after(turns[-1]["content"], text) if continue_final_message else text
 
 
 async def chat_prompt(
@@ -20,14 +57,31 @@ async def chat_prompt(
     add_generation_prompt: bool,
     variables: Mapping[str, Any] | None,
 ) -> list[int]:
-    """Messages through the model's template. variables: `chat_template_kwargs`, further names the template may use."""
-    turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    _check_variables(variables or {})
-    try:
-        text = tokenizer.render(turns, add_generation_prompt, variables)
-    except ChatTemplateError as error:
-        raise invalid("messages", str(error), "chat_template_error") from None
+    """The tokens of `chat_text`."""
+    text = chat_text(messages, tokenizer, add_generation_prompt, variables)
     return await tokenizer.encode(text, add_special_tokens=False)
+
+
+def _cut_after(content: str, text: str) -> str:
+    """A rendered chat without what the template writes after its last message's content, which it may strip."""
+    at = text.rfind(content.strip())
+    if not content.strip() or at < 0:
+        raise invalid(
+            "continue_final_message",
+            "continue_final_message needs a last message whose text the chat template shows as it is",
+        )
+    whole = text[at:].startswith(content)
+    return text[: at + len(content if whole else content.strip())]
+
+
+def template_tool(tool: Tool) -> dict[str, Any]:
+    """As chat templates expect a tool."""
+    function = tool.function
+    parameters = NO_PARAMETERS if function.parameters is None else function.parameters
+    return {
+        "type": "function",
+        "function": {"name": function.name, "description": function.description or "", "parameters": parameters},
+    }
 
 
 def listed_prompts(prompt: Any, max_prompts: int, tokenizer: ChatTokenizer) -> list[str | list[int]]:
@@ -71,15 +125,19 @@ def check_token_ids(param: str, ids: Any, tokenizer: ChatTokenizer) -> list[int]
 def _turn(message: Message, where: str) -> dict[str, Any]:
     """One message as templates expect it: plain text content, tool arguments as objects, no empty fields."""
     if message.role != "assistant":
-        for name in ("tool_calls", "reasoning_content", "refusal"):
+        for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
             if getattr(message, name):
                 raise invalid(f"{where}.{name}", f"{where}.{name} belongs to the assistant's messages only")
-    if message.content is None and not message.tool_calls:
+    if message.content is None and not message.tool_calls and not (message.reasoning_content or message.reasoning):
         raise invalid(f"{where}.content", f"{where}.content must be a string or a list of text parts")
     turn: dict[str, Any] = {"role": message.role, "content": _content(message.content, f"{where}.content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None:
+        # gpt-oss's template calls it thinking; other templates do not look there.
+        turn["reasoning_content"] = turn["thinking"] = reasoning
     if message.tool_calls:
         turn["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     return turn

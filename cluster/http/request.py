@@ -3,9 +3,10 @@
 What depends on the model (length, vocabulary) or on several parameters together is checked here.
 """
 
+import dataclasses
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,15 @@ import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
-from cluster.http.prompts import chat_prompt, check_token_ids, listed_prompts
+from cluster.http.prompts import chat_text, encode_prompt, listed_prompts, template_tool
+from cluster.http.sampling import sampling_params
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from cluster.http.structured_output import GrammarMaker
 from cluster.http.tokenizer import ChatTokenizer
-from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
+from cluster.http.tools import answer_grammar, template_variables, tool_calling
+from workers.scheduling.plan import SamplingParams
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
-MIN_TEMPERATURE = 1e-5  # below, the choice is greedy anyway and dividing logits overflows
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class EdgeRequest:
     echo: texts in front of the answers, one per prompt, or none.
     eos_token_ids: the model's own among the stop tokens.
     logprobs: as in SamplingParams.
+    prompt_text: of a chat.
+    tools: as the chat template gets them.
+    reads_calls: whether the answer's parser looks for tool calls. parallel_calls: and shows more than the first.
     The rest says how the answer is shown.
     """
 
@@ -51,10 +57,15 @@ class EdgeRequest:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
+    tokens_as_ids: bool
     stream: bool
     include_usage: bool
     continuous_usage: bool
     output_parser: OutputParserName
+    prompt_text: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    reads_calls: bool = False
+    parallel_calls: bool = True
 
 
 async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
@@ -65,11 +76,42 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     _num_choices(body.n, 1, config)
-    prompt = await chat_prompt(
-        body.messages, tokenizer, body.add_generation_prompt is not False, body.chat_template_kwargs
+    calls = tool_calling(body, _chat_parser(config))
+    continued = body.continue_final_message is True
+    text = chat_text(
+        body.messages,
+        tokenizer,
+        not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        template_variables(body, tokenizer.template_source),
+        calls.tools,
+        continued,
     )
+    whole = body.truncate_prompt_tokens is None
+    prompt = await encode_prompt(text, False, "messages", whole, tokenizer, config)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    return _request(body, [prompt], [], logprobs, body.max_completion_tokens or body.max_tokens, config, tokenizer)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    request = _request(body, [prompt], [], logprobs, max_tokens, config, tokenizer)
+    sampling, template = request.choices[0].sampling, tokenizer.template_source
+    maker = GrammarMaker(config, request.eos_token_ids)
+    if body.allowed_token_ids or body.bad_words:  # of the whole answer, thinking included
+        grammar = sampling.grammar
+        if calls.forced or any(tool.function.strict for tool in calls.tools):
+            raise invalid("tools", "calls that are constrained cannot be combined with allowed_token_ids or bad_words")
+    else:
+        grammar = answer_grammar(sampling.grammar, calls, request.output_parser, text, template, maker)
+    if grammar is not None and body.min_tokens:
+        raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
+    return dataclasses.replace(
+        request,
+        choices=[
+            Choice(choice.prompt, msgspec.structs.replace(choice.sampling, grammar=grammar))
+            for choice in request.choices
+        ],
+        prompt_text=text,
+        tools=tuple(template_tool(tool) for tool in calls.tools),
+        reads_calls=bool(calls.tools),
+        parallel_calls=calls.parallel,
+    )
 
 
 async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
@@ -77,12 +119,17 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
     check_model(body.model, config)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "it must equal n; ask for n choices and rank them by logprobs")
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise unsupported("echo", "beside truncate_prompt_tokens it would show what the model did not see")
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "with logprobs it needs log-probabilities of the prompt, which are not computed")
     given = listed_prompts(body.prompt, config.max_choices, tokenizer)
     _num_choices(body.n, len(given), config)
+    whole = body.truncate_prompt_tokens is None
     prompts = [
-        await tokenizer.encode(prompt, body.add_special_tokens is not False) if isinstance(prompt, str) else prompt
+        await encode_prompt(prompt, body.add_special_tokens is not False, "prompt", whole, tokenizer, config)
+        if isinstance(prompt, str)
+        else prompt
         for prompt in given
     ]
     echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in given] if body.echo else []
@@ -118,8 +165,9 @@ def _request(
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     chat = isinstance(body, ChatCompletionRequest)
     n = _num_choices(body.n, len(prompts), config)
+    prompts = [_truncated(prompt, body.truncate_prompt_tokens, max_tokens, config) for prompt in prompts]
     eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
-    sampling = _sampling(body, logprobs, eos, config, tokenizer)
+    sampling = sampling_params(body, logprobs, eos, config, tokenizer)
     random_seed = secrets.randbits(64)
     choices = []
     for p, prompt in enumerate(prompts):
@@ -133,6 +181,7 @@ def _request(
     options = body.stream_options
     return EdgeRequest(
         chat=chat,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         prompts=prompts,
         choices=choices,
         echo=echo,
@@ -145,48 +194,24 @@ def _request(
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
-        output_parser=config.output_parser if chat else "text",
+        output_parser=_chat_parser(config) if chat else "text",
     )
 
 
-def _sampling(
-    body: ChatCompletionRequest | CompletionRequest,
-    logprobs: int,
-    eos: frozenset[int],
-    config: EdgeConfig,
-    tokenizer: ChatTokenizer,
-) -> SamplingParams:
-    """What all choices have in common; max_tokens and seed are still to be set."""
-    temperature = _given(body.temperature, config.default_temperature)
-    top_p = _given(body.top_p, config.default_top_p)
-    top_k = max(0, int(_given(body.top_k, config.default_top_k)))
-    stop_tokens = eos.union(check_token_ids("stop_token_ids", body.stop_token_ids or [], tokenizer))
-    if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
-        raise invalid(
-            "stop_token_ids",
-            f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, the model's own {len(eos)} "
-            "included; send fewer, or use stop strings",
-        )
-    return SamplingParams(
-        max_tokens=0,
-        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-        # top_p=0 is permitted by OpenAI and keeps the most likely token, which is what top_k=1 says.
-        top_k=top_k if top_p > 0.0 else 1,
-        top_p=top_p if top_p > 0.0 else 1.0,
-        min_p=_given(body.min_p, config.default_min_p),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, config.default_repetition_penalty),
-        logit_bias=_logit_bias(body.logit_bias or {}, tokenizer),
-        min_tokens=body.min_tokens or 0,
-        stop_token_ids=tuple(sorted(stop_tokens)),
-        logprobs=logprobs,
-        speculative=body.speculative is not False,
-    )
+def _truncated(prompt: list[int], limit: int | None, max_tokens: int | None, config: EdgeConfig) -> list[int]:
+    """The last `limit` tokens of a prompt; -1: as many as leave room for the answer."""
+    if limit is None:
+        return prompt
+    if limit == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for the length")
+    if limit == -1:
+        limit = max(1, config.max_model_len - (max_tokens or 1))
+    return prompt[-limit:]
 
 
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _chat_parser(config: EdgeConfig) -> OutputParserName:
+    assert config.output_parser != "auto", "the application's builder finds it"
+    return config.output_parser
 
 
 def _num_choices(n: int | None, num_prompts: int, config: EdgeConfig) -> int:
@@ -234,16 +259,3 @@ def _stops(stop: Any, config: EdgeConfig) -> tuple[str, ...]:
         if not isinstance(entry, str) or not 1 <= len(entry) <= config.max_stop_length:
             raise invalid("stop", f"each stop must be a string of 1 to {config.max_stop_length} characters")
     return tuple(entries)
-
-
-def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, float]:
-    biases = {}
-    for key, bias in given.items():
-        # str.isdigit alone would let other scripts' digits through.
-        token = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
-        if not 0 <= token < tokenizer.vocab_size:
-            raise invalid(
-                "logit_bias", f"logit_bias: {key[:20]!r} must be a token id from 0 to {tokenizer.vocab_size - 1}"
-            )
-        biases[token] = float(bias)
-    return biases

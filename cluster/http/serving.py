@@ -21,9 +21,12 @@ from cluster.http.config import EdgeConfig
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
-from cluster.http.output_parser import PARSERS, ReplyDelta, joined_deltas
+from cluster.http.grammar_checker import GrammarChecker, NoChecker
+from cluster.http.output_parser import ReplyDelta, joined_deltas
+from cluster.http.parsers.marks import MARKS
+from cluster.http.parsers.table import PARSERS
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
-from cluster.http.replies.streaming import DONE, STREAM_HEADERS, event
+from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.request import EdgeRequest
 from cluster.http.tokenizer import ChatTokenizer
 
@@ -41,6 +44,7 @@ class Edge:
     tokenizer: ChatTokenizer
     engine: EngineClient
     admission: Admission
+    grammars: GrammarChecker = NoChecker()  # noqa: RUF009 - has no state
     counts: RequestCounts = field(default_factory=RequestCounts)
 
 
@@ -95,7 +99,7 @@ class GenerationResponse(Response):
         except ApiError as error:
             set_reason(scope, error.code)
             if self._started:
-                await send(_body(event(error.body()), more=False))
+                await send(_body(self._reply.error_event(error), more=False))
             else:
                 await error.response()(scope, receive, send)
 
@@ -106,10 +110,11 @@ class GenerationResponse(Response):
         opened: set[int] = set()
 
         async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
-            events = reply.piece_event(index, piece, delta)
+            events = b""
             if index not in opened:
                 opened.add(index)
-                events = reply.first_event(index) + events
+                events = reply.first_event(index)
+            events += reply.piece_event(index, piece, delta)
             if piece.finish is not None:
                 events += reply.finish_event(index, delta.finish)
             async with lock:
@@ -120,8 +125,7 @@ class GenerationResponse(Response):
                     await send(_body(events, more=True))
 
         await self._generate(emit)
-        end = reply.usage_event() + DONE if self._request.include_usage else DONE
-        await send(_body(end, more=False))
+        await send(_body(reply.end_events(), more=False))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One document. Raises ApiError."""
@@ -178,7 +182,7 @@ def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answe
     choice = request.choices[index]
     before: Sequence[int] = () if request.chat else request.prompts[choice.prompt]
     return Answer(
-        tokenizer.detokenizer(request.skip_special_tokens, before),
+        tokenizer.detokenizer(request.skip_special_tokens, before, MARKS[request.output_parser]),
         request.stops,
         request.include_stop,
         choice.sampling.min_tokens,

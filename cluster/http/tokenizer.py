@@ -6,6 +6,7 @@ config.json, chat_template.jinja.
 """
 
 import asyncio
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from cluster.http.chat_template import ChatTemplate, ChatTemplateError
 from cluster.http.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
+MAX_LONG_ENCODES = 2
 TOKENS_BEFORE = 5  # of the prompt, seen by a PrefixDetokenizer
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -25,6 +27,7 @@ class ChatTokenizer:
     """Texts and messages to tokens and back. template None: the model has none, and chat is refused.
 
     eos_token_ids: tokens that end an answer.
+    response_template: how the model's answers are to be read, as transformers has it; None: the model does not say.
     """
 
     def __init__(
@@ -32,12 +35,16 @@ class ChatTokenizer:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         eos_token_ids: tuple[int, ...],
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.eos_token_ids = eos_token_ids
+        self.response_template = response_template
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, content in added.items() if content.special)
+        self._long_encodes = asyncio.Semaphore(MAX_LONG_ENCODES)
+        self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
         self._bytes = ByteVocabulary(tokenizer) if _is_byte_level(tokenizer) else None
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -59,36 +66,70 @@ class ChatTokenizer:
         eos = _ids(generation.get("eos_token_id")) or _ids(_read_json(path / "config.json").get("eos_token_id"))
         own = tokenizer.token_to_id(special.get("eos_token", ""))
         eos_ids = dict.fromkeys([*eos, *([] if own is None else [own])])
-        return cls(tokenizer, template, tuple(eos_ids))
+        return cls(tokenizer, template, tuple(eos_ids), _response_template(config))
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """By name, "eos_token" -> "</s>"; those that the chat template may use."""
+        return {} if self._template is None else dict(self._template.special_tokens)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's text; "" without one."""
+        return "" if self._template is None else self._template.source
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Messages through the chat template. Raises ChatTemplateError."""
         if self._template is None:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or add chat_template.jinja to the model's folder"
             )
-        return self._template.render(messages, add_generation_prompt, variables)
+        return self._template.render(messages, add_generation_prompt, variables, tools)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. Long texts are encoded in a thread, beside which the event loop goes on."""
+        """Token ids. Long texts are encoded in a thread, beside which the event loop goes on, two at a time: each takes
+        a hundred times its size while it is worked on."""
         if len(text) < LONG_TEXT:
             return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        async with self._long_encodes:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of text that one token stands for, at most; 0 where that cannot be known, because the tokenizer changes
+        text (normalizes it, or has one token for all that it does not know)."""
+        if self._bytes is None or self._tokenizer.normalizer is not None:
+            return 0
+        plain = max(map(len, self._tokenizer.get_vocab(with_added_tokens=False)))  # a character for each byte
+        added = (len(token.content.encode()) for token in self._tokenizer.get_added_tokens_decoder().values())
+        return max(plain, *added, 1)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
-        """For one answer. before: the prompt, if the answer continues its text (not in a chat)."""
-        hidden = self._special if skip_special_tokens else frozenset()
+    def detokenizer(
+        self, skip_special_tokens: bool, before: Sequence[int] = (), shown: tuple[str, ...] | None = ()
+    ) -> Detokenizer:
+        """For one answer. before: the prompt, if the answer continues its text (not in a chat). shown: special tokens
+        that are in the text anyway; None: all."""
+        hidden = self._hidden(shown) if skip_special_tokens else frozenset()
         if self._bytes is not None:
             return ByteLevelDetokenizer(self._bytes, hidden)
         return PrefixDetokenizer(self._tokenizer, hidden, before[-TOKENS_BEFORE:])
+
+    def _hidden(self, shown: tuple[str, ...] | None) -> frozenset[int]:
+        """Special tokens but those shown."""
+        if shown is None:
+            return frozenset()
+        if shown not in self._hidden_beside:
+            self._hidden_beside[shown] = self._special - {self._tokenizer.token_to_id(text) for text in shown}
+        return self._hidden_beside[shown]
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for by itself, possibly a part of a character."""
@@ -151,6 +192,23 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(source, list):  # several named templates
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     return source if isinstance(source, str) else None
+
+
+def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Raises ValueError for one that this version of transformers cannot read."""
+    template = config.get("response_template")
+    if template is None:
+        return None
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        load_response_template(template)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer_config.json: response_template: {error}; correct or remove it, and choose "
+            "ingress.output_parser yourself"
+        ) from None
+    return dict(template)
 
 
 def _ids(value: Any) -> list[int]:

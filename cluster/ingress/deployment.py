@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import AerieConfig
 from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
+from cluster.http.grammar_checker import ProcessChecker
 from cluster.http.tokenizer import ChatTokenizer
 from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
 from cluster.logs import use_json_logs
@@ -112,15 +113,17 @@ class Ingress:
         self._listener = Listener(socket, lambda raw: inbox.deliver(decode_tokens(raw)))
         self._edge = edge_config(config)
         self._tokenizer = ChatTokenizer.from_folder(config.model.path)
+        self._grammars = ProcessChecker(config.model.path, self._edge.grammar_timeout_s)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve adds the header X-Request-ID to every answer itself
-        return build_app(self._edge, self._tokenizer, self._engines, echo_request_id=False)
+        return build_app(self._edge, self._tokenizer, self._engines, False, self._grammars)
 
     async def __del__(self) -> None:
         # Serve awaits this when it stops the replica, after its requests have ended.
         if hasattr(self, "_listener"):
             self._listener.close()
+            self._grammars.close()
             self._context.destroy(linger=0)
             shutil.rmtree(self._transport.folder, ignore_errors=True)
 

@@ -147,3 +147,16 @@ def test_reset_forgets_everything():
     assert cache.match(tokens_of(*range(16))) == []
     assert cache.evict(1) == 0
     allocator.check_integrity([], cache.pages())
+
+
+def test_pages_are_shared_between_requests_of_one_salt_only() -> None:
+    allocator = PageAllocator(16)
+    cache = PrefixCache(allocator, page_size=4)
+    plain, salted = allocator.allocate(2), allocator.allocate(3)
+    tokens = tokens_of(*range(13))
+    assert cache.insert(tokens, plain) == plain
+    assert cache.insert(tokens, salted, b"a") == salted
+    assert cache.match(tokens) == plain and cache.match(tokens, b"a") == salted and cache.match(tokens, b"b") == []
+    assert cache.num_cached(tokens, b"a") == 12
+    other = tokens_of(*range(8), 50, 51, 52, 53, 54)
+    assert cache.match(other, b"a") == salted[:2], "a split keeps the salt"

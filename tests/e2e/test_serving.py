@@ -1,6 +1,7 @@
 """The whole path with a tiny random model and its draft on two tensor-parallel ranks, from HTTP to ranks and back."""
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,3 +216,42 @@ def test_metrics_count_what_was_served(server: Server, client: openai.OpenAI) ->
     time.sleep(0.6)  # statistics are cached for half a second
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
     assert "vllm:spec_decode_num_drafts_total" in text and "vllm:num_requests_running" in text
+
+
+FORM = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}}, "required": ["ok", "n"]}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_answers_follow_a_schema(client: openai.OpenAI, temperature: float) -> None:
+    """With drafts and without, from HTTP to two ranks; the grammar is tried in a process of its own before."""
+    texts = []
+    for speculative in (True, False):
+        answer = client.chat.completions.create(
+            model="target",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=60,
+            temperature=temperature,
+            seed=3,
+            n=2,
+            extra_body={
+                "structured_outputs": {"json": FORM, "disable_any_whitespace": True},
+                "speculative": speculative,
+            },
+        )
+        assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+        texts.append([choice.message.content for choice in answer.choices])
+    assert texts[0] == texts[1]
+    for text in texts[0]:
+        found = json.loads(text)
+        assert found.keys() == {"ok", "n"} and found["ok"] in (True, False) and found["n"] in (1, 22)
+    wait_idle()
+
+
+def test_a_grammar_that_does_not_compile_is_refused(client: openai.OpenAI) -> None:
+    for asked, reason in (
+        ({"regex": "a(b"}, "parenthesis is not closed"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            _complete(client, "x", extra_body={"structured_outputs": asked})

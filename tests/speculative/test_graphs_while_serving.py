@@ -14,6 +14,7 @@ from workers.config import GraphCapture
 from workers.distributed.tp_group import SOLO
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes
+from workers.runner.decoding import FillMasks
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.plan import SamplingParams
@@ -65,9 +66,9 @@ def test_nothing_is_recorded_while_requests_run(pair: Pair, shape: str, limits: 
         with_chunks: list[bool] = []
         step = graphs.step
 
-        def noted(batch: StepBatch) -> StepTensors:
+        def noted(batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
             before = recorder.num_replays
-            out = step(batch)
+            out = step(batch, fill_masks)
             if batch.chunks is not None:
                 with_chunks.append(recorder.num_replays > before)
             return out

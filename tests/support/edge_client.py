@@ -12,27 +12,28 @@ import uvicorn
 
 from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
+from cluster.http.tokenizer import ChatTokenizer
 from tests.support.fake_engine import FakeEngine, chat_tokenizer
 
 MODEL = "tiny/model"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": MODEL, "prompt": "hi"}
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 def edge_config(**changes: Any) -> EdgeConfig:
     return EdgeConfig(**{"served_model_name": MODEL, "max_model_len": 256} | changes)
 
 
-def in_process(engine: FakeEngine, **changes: Any) -> httpx.AsyncClient:
-    app = build_app(edge_config(**changes), chat_tokenizer(), engine)
+def in_process(engine: FakeEngine, tokenizer: ChatTokenizer | None = None, **changes: Any) -> httpx.AsyncClient:
+    app = build_app(edge_config(**changes), tokenizer or chat_tokenizer(), engine)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge")
 
 
 @contextlib.asynccontextmanager
-async def served(engine: FakeEngine, **changes: Any) -> AsyncIterator[str]:
+async def served(engine: FakeEngine, tokenizer: ChatTokenizer | None = None, **changes: Any) -> AsyncIterator[str]:
     """Base URL of a server that runs in this event loop."""
-    app = build_app(edge_config(**changes), chat_tokenizer(), engine)
+    app = build_app(edge_config(**changes), tokenizer or chat_tokenizer(), engine)
     # With the protocol named, asyncio switches Nagle off on accepted connections; 40 ms per reply otherwise.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))

@@ -114,10 +114,12 @@ def chat_tokenizer() -> ChatTokenizer:
     return ChatTokenizer(tokenizer, ChatTemplate(CHATML, {"eos_token": EOS}), (tokenizer.token_to_id(EOS),))
 
 
-def says(*texts: str, finish: str = "stop", delay_s: float = 0.0, **last: object) -> Script:
+def says(
+    *texts: str, finish: str = "stop", delay_s: float = 0.0, tokenizer: Tokenizer | None = None, **last: object
+) -> Script:
     """A script with one delta per text; "stop" adds the end-of-sequence token to the last one. last: further fields of
     the last delta. Log-probabilities are there if the request wants them."""
-    tokenizer = small_tokenizer()
+    tokenizer = tokenizer or small_tokenizer()
     eos = tokenizer.token_to_id(EOS)
 
     def script(prompt: list[int], sampling: SamplingParams) -> Iterable[Step]:

@@ -19,6 +19,7 @@ from workers.runner.cuda_graph import (
     is_always_captured,
     token_buckets,
 )
+from workers.runner.decoding import FillMasks, Passed
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
@@ -32,6 +33,9 @@ NEEDS = (
     SamplingNeeds(False, shaping=True),
     SamplingNeeds(False, num_logprobs=0),
     SamplingNeeds(True, True, True, 20),
+    SamplingNeeds(False, masked=True),
+    SamplingNeeds(True, filtered=True, masked=True),
+    SamplingNeeds(False, shaping=True, num_logprobs=2, masked=True),
 )
 
 
@@ -43,7 +47,16 @@ class NotingStrategy:
     def __init__(self) -> None:
         self.ran: list[StepBatch] = []
 
-    def step(self, batch: StepBatch) -> StepTensors:
+    def forward(self, batch: StepBatch) -> Passed:
+        return Passed(batch.slots.unsqueeze(1).clone())
+
+    def choose(self, batch: StepBatch, passed: Passed) -> StepTensors:
+        assert torch.equal(passed.hidden, batch.slots.unsqueeze(1)), "the halves of a step ran different batches"
+        return self.step(batch)
+
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
+        if fill_masks is not None:
+            fill_masks()
         self.ran.append(batch)
         ones = torch.ones_like(batch.slots)
         return StepTensors(batch.slots.unsqueeze(1).clone(), ones, ones * 0, -ones, None)
@@ -68,7 +81,7 @@ def test_rarer_kinds_have_fewer_buckets() -> None:
             assert set(sizes) <= set(buckets) and sizes[-1] == buckets[-1] and sorted(sizes) == list(sizes)
             for count in range(1, largest + 1):
                 assert next(size for size in sizes if size >= count) < 2 * count
-            assert len(sizes) == len(buckets) or needs.full_logits
+            assert len(sizes) == len(buckets) or needs.full_logits or needs.masked
     assert len(buckets_of(CAPTURED_NEEDS[-1], bucket_sizes(256))) == 9
 
 
@@ -93,7 +106,9 @@ def test_no_step_captures_anything(limits: GraphCapture) -> None:
     graphs, strategy, recorder = graphed()
     report = graphs.capture(limits, SOLO)
     at_start = graphs.captured
-    assert list(report.rounds) == list(graphs._captured) and recorder.num_recorded == len(at_start)
+    num_recorded = recorder.num_recorded
+    assert list(report.rounds) == list(graphs._captured)
+    assert num_recorded == len(at_start) + sum(key.needs.masked for key in at_start), "only masks cut a step in two"
     for size in range(1, 42):
         for shape in range(2):
             for needs in NEEDS:
@@ -103,17 +118,31 @@ def test_no_step_captures_anything(limits: GraphCapture) -> None:
                 out = graphs.step(batch)
                 assert out.tokens.flatten().tolist() == list(range(size))
                 (ran,) = strategy.ran
-                captured = limits in (PLENTY, GraphCapture()) or (not needs.full_logits)
-                assert recorder.num_replays - replays == (captured and size <= 40)
+                captured = limits in (PLENTY, GraphCapture()) or not (needs.full_logits or needs.masked)
+                assert recorder.num_replays - replays == (captured and size <= 40) * (2 if needs.masked else 1)
+                assert ran.needs.masked == needs.masked, "who has no grammar pays for none"
                 assert (ran is batch) == (recorder.num_replays == replays)
                 assert ran.needs.covers(needs) and ran.num_requests < 2 * size + (size > 40)
-    assert recorder.num_recorded == len(at_start) and graphs.captured == at_start
+    assert recorder.num_recorded == num_recorded and graphs.captured == at_start
+
+
+def test_masks_are_filled_once_between_the_halves() -> None:
+    for limits in (PLENTY, GraphCapture(limit_s=0.0)):
+        graphs, strategy, _ = graphed()
+        graphs.capture(limits, SOLO)
+        for needs in NEEDS:
+            strategy.ran.clear()
+            filled: list[int] = []
+            ran = strategy.ran
+            graphs.step(batch_of(3, 1, needs), lambda filled=filled, ran=ran: filled.append(len(ran)))
+            if needs.masked:
+                assert filled == [0]
 
 
 def test_captures_stop_at_the_allowance() -> None:
     """Greedy and random rounds are captured whatever they take, the rest until seconds or bytes are used up."""
     always = 2 * 2 * len(BUCKETS)
-    wanted = always + 3 * 2 * len(buckets_of(CAPTURED_NEEDS[-1], BUCKETS))
+    wanted = always + (len(CAPTURED_NEEDS) - 2) * 2 * len(buckets_of(CAPTURED_NEEDS[-1], BUCKETS))
     for limits, expected in (
         (PLENTY, wanted),
         (GraphCapture(1e9, 0.0), always),
@@ -125,7 +154,7 @@ def test_captures_stop_at_the_allowance() -> None:
         # every recording takes ten seconds
         report = graphs.capture(limits, SOLO, lambda recorder=recorder: 10.0 * recorder.num_recorded)
         assert len(graphs.captured) == expected and report.num_left_out == wanted - expected
-        assert report.whole == Taken(10.0 * expected, 10**6 * expected)
+        assert report.whole == Taken(10.0 * recorder.num_recorded, 10**6 * recorder.num_recorded)
         optional = [key for key in graphs.captured if not is_always_captured(key)]
         order = [CAPTURED_NEEDS.index(key.needs) for key in optional]
         assert not order or max(order) == 2 or expected == wanted

@@ -191,14 +191,18 @@ def test_one_token_kept_is_greedy_ties_included(filters: dict[str, float], shapi
         assert torch.equal(drafted.argmax(-1), greedy)
 
 
-def test_captured_rounds_come_in_five_kinds() -> None:
+def test_captured_rounds_come_in_few_kinds() -> None:
     """A graph may do more than its requests need, never less, and no more than the next cheaper one lacks."""
-    for random, filtered, shaping, k in itertools.product((False, True), (False, True), (False, True), (-1, 0, 7, 20)):
-        needs = SamplingNeeds(random, filtered, shaping, k)
+    flags = itertools.product((False, True), (False, True), (False, True), (-1, 0, 7, 20), (False, True))
+    for random, filtered, shaping, k, masked in flags:
+        needs = SamplingNeeds(random, filtered, shaping, k, masked)
         kind = needs.captured
         assert kind in CAPTURED_NEEDS and kind.covers(needs) and kind.captured == kind
+        assert kind.masked == masked, "who has no grammar pays for none"
         assert not any(cheaper.covers(needs) for cheaper in CAPTURED_NEEDS[: CAPTURED_NEEDS.index(kind)])
-    assert all(later.covers(sooner) for sooner, later in itertools.pairwise(CAPTURED_NEEDS))
+    for masked in (False, True):
+        kinds = [kind for kind in CAPTURED_NEEDS if kind.masked == masked]
+        assert all(later.covers(sooner) for sooner, later in itertools.pairwise(kinds))
     assert CAPTURED_NEEDS[-1].num_logprobs == MAX_LOGPROBS
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from tests.attention import test_triton_compile as compiling  # noqa: E402
 from workers.layers.kernels import argmax  # noqa: E402
-from workers.sampling.kernels import choose, draft_scores, filters, logprobs, penalties  # noqa: E402
+from workers.sampling.kernels import choose, draft_scores, filters, logprobs, masks, penalties  # noqa: E402
 
 pytestmark = compiling.pytestmark
 
@@ -50,6 +50,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (draft_scores._perturb, {"FILTERED": False, "PARTS": 1, "BLOCK": draft_scores.BLOCK}, 4),
     (draft_scores._perturb, {"FILTERED": True, "PARTS": 8, "BLOCK": draft_scores.BLOCK}, 4),
     (draft_scores._perturb, {"FILTERED": True, "PARTS": 64, "BLOCK": draft_scores.BLOCK}, 4),
+    (masks._apply_masks, {"FREE": -1, "BLOCK": masks.BLOCK}, 4),
     (penalties._shape, {"STOPS": 64, "BLOCK": penalties.BLOCK}, 4),
     (logprobs._summarize, {"PART": logprobs.PART, "BLOCK": logprobs.BLOCK}, 4),
     (argmax._partial, {"BLOCK": argmax.BLOCK}, 8),

@@ -27,17 +27,19 @@ from workers.sampling.filters import (  # noqa: E402
     lowest_kept,
     scaled_logits,
 )
-from workers.sampling.kernels import draft_scores  # noqa: E402
+from workers.sampling.kernels import draft_scores, masks  # noqa: E402
 from workers.sampling.kernels.choose import choose  # noqa: E402
 from workers.sampling.kernels.draft_scores import perturb  # noqa: E402
 from workers.sampling.kernels.filters import Filters, Limits, find_limits  # noqa: E402
 from workers.sampling.kernels.gumbel import Draws  # noqa: E402
 from workers.sampling.kernels.logprobs import norms_and_top  # noqa: E402
 from workers.sampling.kernels.penalties import shape  # noqa: E402
+from workers.sampling.masks import apply_masks  # noqa: E402
 from workers.sampling.sampler import Rows, Sampler  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32  # noqa: E402
 from workers.slots.kernels.commit import commit_one  # noqa: E402
 from workers.slots.slot_table import SlotTable  # noqa: E402
+from workers.structured_output.mask_table import MaskTable  # noqa: E402
 
 pytestmark = MARKS
 
@@ -249,6 +251,26 @@ def test_shaping_is_that_of_torch(size: int, nodes: int) -> None:
     # one rounding fewer, of numbers up to 100
     torch.testing.assert_close(ours.cpu(), expected, atol=1e-5, rtol=1e-6)
     assert bool((expected == float("-inf")).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size,first", [(size, 0) for size in SIZES[:3]] + [(50, 50), (64, 128)])
+def test_masks_are_those_of_torch(size: int, first: int, dtype: torch.dtype) -> None:
+    """Of a whole vocabulary, and of a later rank's part; of slots with and without a grammar, and padding."""
+    generator = torch.Generator().manual_seed(size)
+    on_cpu, ours = (MaskTable(4, 3, size + first, device) for device in (torch.device("cpu"), DEVICE))
+    random_bits = torch.randint(-(2**31), 2**31, on_cpu.words.shape, generator=generator)
+    for table in (on_cpu, ours):
+        table.host_words.copy_(random_bits)
+        table.host_index[:4] = torch.tensor([6, -1, 0, 3])
+        table.upload(9)
+    slots = torch.tensor([2, 1, 4, 0, 3])
+    logits = torch.randn((15, size), generator=generator).to(dtype)
+    expected, found = logits.clone(), logits.clone().to(DEVICE)
+    apply_masks(expected, slots, on_cpu, first)
+    masks.apply_masks(found, slots.to(DEVICE), ours.index, ours.words, first)
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(expected[3:9], logits[3:9]) and not torch.equal(expected, logits)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -8,6 +8,7 @@ from tests.support import strict_device
 from tests.support.slots import apply_plan
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepBatch, StepTensors
+from workers.runner.decoding import FillMasks
 from workers.runner.worker import Worker
 from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.slots import upload
@@ -25,7 +26,7 @@ class Listening:
         self._device = device
         self.batches: list[StepBatch] = []
 
-    def step(self, batch: StepBatch) -> StepTensors:
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
         self.batches.append(batch)
         count = batch.num_requests + (batch.chunks.num_finals if batch.chunks is not None else 0)
         ones = torch.ones(count, dtype=torch.int64, device=self._device)

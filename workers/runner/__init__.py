@@ -12,5 +12,6 @@ build           from configuration to a rank; warm_up: its first steps
 memory          how a rank's memory is divided while it is built; device_memory: how much there is
 executor        the interface of whoever sends plans
 local_engine    an engine in this process, without transport; rank_processes: its ranks, if it has several
+emitted         what a step emitted, on its way to the host
 graph_inputs    what a captured step reads
 """

@@ -112,10 +112,12 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor:
 @dataclass(frozen=True)
 class StepTensors:
     """What the entries of a step emitted: tokens [B + F, M] int64, counts, finish, accepted [B + F] int64 (accepted is
-    -1 where nothing was verified), logprobs if any request asked."""
+    -1 where nothing was verified), logprobs if any request asked; drafts [B + F, 2, W] int64, tokens and parents of the
+    trees that they verify next, if any has a grammar and there is a draft."""
 
     tokens: Tensor
     counts: Tensor
     finish: Tensor
     accepted: Tensor
     logprobs: Logprobs | None
+    drafts: Tensor | None = None

@@ -17,7 +17,7 @@ from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
 from workers.runner.cost_probe import probe_costs
-from workers.runner.decoding import DecodingStrategy
+from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.device_memory import device_memory
 from workers.runner.layout import EngineLayout, EngineParts, PhaseDone, slot_table
@@ -26,6 +26,8 @@ from workers.runner.model_runner import TargetRunner
 from workers.runner.warm_up import largest_steps, run, warm_up
 from workers.runner.worker import Worker
 from workers.sampling.sampler import Sampler
+from workers.structured_output.mask_table import MaskTable
+from workers.structured_output.slot_grammars import SlotGrammars
 
 if TYPE_CHECKING:
     from workers.runner.cuda_graph import GraphedDecoding
@@ -82,7 +84,7 @@ def build_rank(
     parts = load_parts(worker, layout, group, backends, memory, deterministic, phases.done)
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
         strategy = layout.speculation.strategy(parts, others, phases.done)
-    eager = Worker(strategy, parts.slots, group, worker.debug)
+    eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars)
     graphed = None
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
         graphed = _graphed(strategy, parts, with_chunks=not deterministic and chunks_on_device(backends, others))
@@ -92,7 +94,7 @@ def build_rank(
         with must_fit("CUDA graphs", "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"):
             _capture(graphed, parts, memory.capture_limits(group))
         phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
-    built = eager if graphed is None else Worker(graphed, parts.slots, group, worker.debug)
+    built = eager if graphed is None else Worker(graphed, parts.slots, group, worker.debug, parts.grammars)
     warm_up(built, parts.layout)
     use = memory.use(parts.layout, graphed is not None, group)
     if memory.runs_steps:
@@ -133,10 +135,14 @@ def load_parts(
     layout = memory.settle_slots(layout, group)
     with must_fit(f"the tables of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
         slots = slot_table(worker, layout, device)
+        masks = MaskTable(layout.scheduler.num_slots, layout.mask_width, layout.target.vocab_size, device)
     groups = layout.target.kv_groups(group.size, layout.dtype), layout.speculation.kv_groups(layout.dtype)
     pool, beside = (KVPool(each, 1, worker.cache.page_size, device) for each in groups)
     target = TargetRunner(model, pool, backends)
-    return EngineParts(worker, layout, group, target, beside, slots, Sampler(slots, model.lm_head.shard))
+    sampler = Sampler(slots, model.lm_head.shard, masks)
+    forgives = layout.speculation.heeds_no_choice
+    grammars = SlotGrammars(worker.model.path, layout.target.vocab_size, masks, forgives)
+    return EngineParts(worker, layout, group, target, beside, slots, sampler, grammars)
 
 
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int) -> EngineParts:
@@ -180,7 +186,7 @@ def _backends_of_target(
     return target_backends(worker.attention, shape, layout.speculation.verified_modes, span)
 
 
-def _graphed(strategy: DecodingStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
+def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
     """The strategy with graphs, none of them captured yet."""
     from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes, token_buckets
     from workers.runner.recorder import CudaRecorder

@@ -7,6 +7,10 @@ with more prompt tokens or chunks than any graph has room for, chunks beside req
 log-probabilities, and kinds that the allowance for captures (`workers.config.GraphCapture`) did not reach. No request
 ever waits for a capture, which would hold up all others on every rank.
 
+A step of requests with grammars is two graphs, cut where the target's pass ends: the masks of its rows come from the
+host while that pass runs. What the first graph leaves for the second lies in memory of the graph, or if it is large in
+memory that all such graphs share, since otherwise it would be kept for each.
+
 A round may verify any shape, whatever was drafted before (`speculative.tree_table`), so that every graph verifies and
 drafts the same one, and a change of shape needs no graph of its own: S shapes take S graphs per bucket and kind, not S
 squared. Shapes between plain decoding and the default (`workers.config.RoundShapes.unrestricted`) have fewer: batches
@@ -18,9 +22,11 @@ Capturing changes no request's state: it runs rounds of the padding slot, which 
 and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +34,7 @@ from torch import Tensor
 from workers.config import GraphCapture, RoundShapes
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
-from workers.runner.decoding import DecodingStrategy
+from workers.runner.decoding import CuttableStrategy, FillMasks
 from workers.runner.graph_inputs import MAX_CHUNKS, StepInput
 from workers.runner.recorder import Recorder
 from workers.sampling.sampler import CAPTURED_NEEDS, Logprobs, SamplingNeeds
@@ -38,6 +44,8 @@ TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
 BETWEEN_NEEDS = (SamplingNeeds(random=True), CHUNK_NEEDS)  # of shapes between plain decoding and the default
+MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
+_SHARED_BYTES = 1 << 18  # of a tensor between two graphs, from which on a copy costs less than keeping it for each
 _EAGER_RUNS = 1  # before capture: it compiles kernels, chooses algorithms and makes workspaces
 
 
@@ -57,10 +65,12 @@ class GraphKey:
 class _Captured:
     """A captured step.
 
-    run: replays it.
+    begin: replays it up to where masks join; None where none do.
+    run: replays it, or the rest.
     output: what it emitted, at the same place after every replay.
     """
 
+    begin: Callable[[], None] | None
     run: Callable[[], None]
     input: StepInput
     output: StepTensors
@@ -105,13 +115,13 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
 
 def is_always_captured(key: GraphKey) -> bool:
     """Whether this is captured whatever it takes: greedy and plainly random rounds."""
-    return key.tokens == 0 and not key.needs.full_logits
+    return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked
 
 
 def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
     """The buckets, ascending, that rounds of a kind are captured for: all of them, or, of the kinds that fewer requests
     have, powers of two and the largest, so that a batch is padded to twice its size at most."""
-    return powers_of_two(buckets) if needs.full_logits else tuple(buckets)
+    return powers_of_two(buckets) if needs.full_logits or needs.masked else tuple(buckets)
 
 
 def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
@@ -148,7 +158,7 @@ class GraphedDecoding:
 
     def __init__(
         self,
-        inner: DecodingStrategy,
+        inner: CuttableStrategy,
         slots: SlotTable,
         buckets: Sequence[int],
         max_kv_len: int,
@@ -162,6 +172,8 @@ class GraphedDecoding:
         self._max_kv_len = max_kv_len
         self._recorder = recorder
         self._captured: dict[GraphKey, _Captured] = {}
+        self._shared: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []  # what graphs write to that were captured before a larger one
         self.report = CaptureReport({}, 0)
 
     @property
@@ -212,7 +224,8 @@ class GraphedDecoding:
             if needs in self._kinds(shape) and bucket in self._buckets_of(shape, needs)
         ]
         always = [key for key in rounds if is_always_captured(key)]
-        return always + self._chunk_keys() + rounds[len(always) :]
+        rare = [key for key in rounds if not is_always_captured(key)]
+        return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
 
     def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
         """The kinds of sampling that rounds of a shape are captured for."""
@@ -222,36 +235,77 @@ class GraphedDecoding:
         """The buckets that they are captured for."""
         return buckets_of(needs, self._buckets if shape in self.shapes.unrestricted else powers_of_two(self._buckets))
 
-    def _chunk_keys(self) -> list[GraphKey]:
+    def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
         """Steps with prompt chunks: alone, and beside rounds of the shapes that run there. Those with filters serve all
         but penalties and log-probabilities."""
-        alone = [GraphKey(0, self.shapes.default, 0, CHUNK_NEEDS, tokens) for tokens in reversed(self._tokens)]
+        sizes = self._tokens_of(needs)
+        alone = [GraphKey(0, self.shapes.default, 0, needs, tokens) for tokens in reversed(sizes)]
         return [
-            GraphKey(shape, shape, bucket, CHUNK_NEEDS, tokens)
+            GraphKey(shape, shape, bucket, needs, tokens)
             for bucket in reversed(powers_of_two(self._buckets))
             for shape in reversed(self.shapes.beside_chunks(bucket))
-            for tokens in reversed(self._tokens)
-            if bucket in buckets_beside(tokens, self._buckets)
+            for tokens in reversed(sizes)
+            if bucket in self._buckets_beside(tokens, needs)
         ] + alone
+
+    def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
+        """Numbers of prompt tokens that steps of a kind are captured for: of those with grammars every third, since a
+        capture takes a start's time, and a prompt of theirs comes seldom."""
+        return self._tokens[::-1][::3][::-1] if needs.masked else self._tokens
+
+    def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
+        """The numbers of requests that they are captured beside: with grammars every second power of two."""
+        return (
+            powers_of_two(self._buckets)[::-1][::2][::-1] if needs.masked else buckets_beside(num_tokens, self._buckets)
+        )
 
     def _capture(self, key: GraphKey) -> _Captured:
         """Of a batch of padding that runs all that the batches of `key` may need."""
         given = StepInput(key.bucket, key.tokens, self._slots)
 
+        def batch() -> StepBatch:
+            return given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
+
         def step() -> StepTensors:
-            return self._inner.step(given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs))
+            return self._inner.step(batch())
 
         for _ in range(_EAGER_RUNS):
             self._recorder.run_apart(step)
-        run, output = self._recorder.record(step)
-        return _Captured(run, given, output)
+        if not key.needs.masked:
+            run, output = self._recorder.record(step)
+            return _Captured(None, run, given, output)
+        self._recorder.run_apart(lambda: self._share(self._inner.forward(batch())))  # a capture must not allocate it
+        begin, passed = self._recorder.record(lambda: self._share(self._inner.forward(batch())))
+        run, output = self._recorder.record(lambda: self._inner.choose(batch(), passed))
+        return _Captured(begin, run, given, output)
 
-    def step(self, batch: StepBatch) -> StepTensors:
+    def _share(self, passed: Any, path: str = "") -> Any:
+        """What a first graph leaves, its large tensors in memory that all first graphs share: one is in use at a
+        time."""
+        if passed is None:
+            return None
+        if not isinstance(passed, Tensor):
+            names = [field.name for field in dataclasses.fields(passed)]
+            shared = {name: self._share(getattr(passed, name), f"{path}.{name}") for name in names}
+            return dataclasses.replace(passed, **shared)
+        if passed.nbytes < _SHARED_BYTES:
+            return passed
+        held = self._shared.get(path)
+        if held is None or held.numel() < passed.numel():
+            self._outgrown += [] if held is None else [held]
+            held = self._shared[path] = torch.empty(passed.numel(), dtype=passed.dtype, device=passed.device)
+        return held[: passed.numel()].view(passed.shape).copy_(passed)
+
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
         key = self._key(batch)
         captured = self._captured.get(key) if key is not None else None
         if key is None or captured is None:
-            return self._inner.step(batch)
+            return self._inner.step(batch, fill_masks)
         captured.input.fill(batch)
+        if captured.begin is not None:
+            captured.begin()
+            if fill_masks is not None:
+                fill_masks()
         captured.run()
         num_finals = batch.chunks.num_finals if batch.chunks is not None else 0
         return _entries(captured.output, batch.num_requests, key.bucket, num_finals)
@@ -271,18 +325,19 @@ class GraphedDecoding:
         return None if bucket is None else GraphKey(shape, shape, bucket, needs)
 
     def _chunk_key(self, batch: StepBatch, chunks: PromptChunks) -> GraphKey | None:
-        if chunks.batch.num_chunks > MAX_CHUNKS or not CHUNK_NEEDS.covers(batch.needs):
+        needs = MASKED_CHUNK_NEEDS if batch.needs.masked else CHUNK_NEEDS
+        if chunks.batch.num_chunks > MAX_CHUNKS or not needs.covers(batch.needs):
             return None
         shape = batch.shape if batch.num_requests else self.shapes.default
         if batch.next_shape not in (0, shape):
             return None  # a wider shape would write KV that nobody reserved
-        tokens = _fitting(self._tokens, chunks.batch.num_rows)
+        tokens = _fitting(self._tokens_of(needs), chunks.batch.num_rows)
         if tokens is None:
             return None
-        bucket = _fitting((0, *buckets_beside(tokens, self._buckets)), batch.num_requests)
+        bucket = _fitting((0, *self._buckets_beside(tokens, needs)), batch.num_requests)
         if bucket is None:
             return None
-        return GraphKey(shape if bucket else 0, shape, bucket, CHUNK_NEEDS, tokens)
+        return GraphKey(shape if bucket else 0, shape, bucket, needs, tokens)
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int | None:
@@ -310,4 +365,5 @@ def _entries(out: StepTensors, num_requests: int, bucket: int, num_finals: int) 
     logprobs = out.logprobs
     if logprobs is not None:
         logprobs = Logprobs(taken(logprobs.chosen), taken(logprobs.top_ids), taken(logprobs.top))
-    return StepTensors(taken(out.tokens), taken(out.counts), taken(out.finish), taken(out.accepted), logprobs)
+    drafts = None if out.drafts is None else taken(out.drafts)
+    return StepTensors(taken(out.tokens), taken(out.counts), taken(out.finish), taken(out.accepted), logprobs, drafts)

@@ -1,7 +1,9 @@
 """`DecodingStrategy`: how a step turns running requests and prompt chunks into tokens; and plain decoding, the
 simplest one. Speculation is another (`speculative.decoding`); the worker does not know which it runs."""
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from workers.runner.model_runner import TargetRunner
 from workers.sampling.sampler import Rows, Sampler, logprobs_of
 from workers.slots.slot_table import SlotTable
 
+FillMasks = Callable[[], None]
+
 
 class DecodingStrategy(Protocol):
     """Runs steps on one rank."""
@@ -22,14 +26,33 @@ class DecodingStrategy(Protocol):
     def shapes(self) -> RoundShapes:
         """The shapes that its rounds may verify and draft."""
 
-    def step(self, batch: StepBatch) -> StepTensors:
-        """Run one step; changes slots, KV pools and its own state in place."""
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
+        """Run one step; changes slots, KV pools and its own state in place. fill_masks: brings the masks of the step to
+        the device; called while the target's pass runs, before tokens are chosen."""
+
+
+class CuttableStrategy(DecodingStrategy, Protocol):
+    """A strategy whose steps can be cut where masks join."""
+
+    def forward(self, batch: StepBatch) -> Any:
+        """A step up to the target's last hidden states. Returns what `choose` needs: a dataclass of tensors, and of
+        such dataclasses."""
+
+    def choose(self, batch: StepBatch, passed: Any) -> StepTensors:
+        """The rest of a step: of the same batch, and what `forward` returned."""
 
 
 def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
     """Prepare slots whose prompt ends in this step: its last token takes the place of a round's root."""
     if chunks.num_finals:
         slots.seq_len[chunks.final_slots] = chunks.final_lengths
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What the target's pass left: hidden [rows of rounds + F, H]."""
+
+    hidden: Tensor
 
 
 class Autoregressive:
@@ -45,14 +68,20 @@ class Autoregressive:
     def shapes(self) -> RoundShapes:
         return RoundShapes()
 
-    def step(self, batch: StepBatch) -> StepTensors:
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
+        passed = self.forward(batch)
+        if fill_masks is not None:
+            fill_masks()
+        return self.choose(batch, passed)
+
+    def forward(self, batch: StepBatch) -> Passed:
         slots, chunks = self._slots, batch.chunks
         rounds = self._rounds(batch) if batch.num_requests else None
         if chunks is not None:
             begin_finals(slots, chunks)
         ids = joined((slots.bonus[batch.slots], chunks.ids if chunks else None))
         out = self._target.forward(ids, rounds, None, chunks.batch if chunks else None)
-        return self._emit(batch.rows(width=1).with_finals(out.hidden), batch)
+        return Passed(batch.rows(width=1).with_finals(out.hidden))
 
     def _rounds(self, batch: StepBatch) -> DecodeBatch:
         """One row per running request, which writes its bonus token's KV."""
@@ -60,11 +89,11 @@ class Autoregressive:
         length, page_table = slots.seq_len[batch.slots], slots.page_table[batch.slots]
         return DecodeBatch(Mode.DECODE, 1, 1, length, mask, page_table, batch.max_kv_len)
 
-    def _emit(self, hidden: Tensor, batch: StepBatch) -> StepTensors:
+    def choose(self, batch: StepBatch, passed: Passed) -> StepTensors:
         head: LMHead = self._target.model.lm_head
         entries = batch.entry_slots
         positions = (self._slots.seq_len[entries] + 1).long().unsqueeze(1)
-        sampled = self._sampler.sample(head(hidden), Rows(entries, positions), batch.needs)
+        sampled = self._sampler.sample(head(passed.hidden), Rows(entries, positions), batch.needs)
         logprobs = None
         if sampled.logits is not None:
             logprobs = logprobs_of(sampled.logits, sampled.tokens, batch.needs.num_logprobs)

@@ -17,10 +17,12 @@ from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
 from workers.runner.backends import Backends
-from workers.runner.decoding import Autoregressive, DecodingStrategy
+from workers.runner.decoding import Autoregressive, CuttableStrategy
 from workers.runner.model_runner import TargetRunner
 from workers.sampling.sampler import Sampler
 from workers.slots.slot_table import SlotTable
+from workers.structured_output.mask_table import mask_bytes
+from workers.structured_output.slot_grammars import SlotGrammars
 
 PhaseDone = Callable[[str], None]
 
@@ -45,13 +47,17 @@ class Speculation(Protocol):
     def verified_modes(self) -> Mapping[Mode, bool]:
         """The modes in which rounds run the target beside DECODE, and whether their masks branch."""
 
+    @property
+    def heeds_no_choice(self) -> bool:
+        """Whether drafts are accepted whatever the target chose, for benchmarks."""
+
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         """Of the layers whose KV is kept beside the target's, in as many pages of the same ids."""
 
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
         """Of the models beside the target; raises ValueError where one cannot do what it is named for."""
 
-    def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> DecodingStrategy:
+    def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> CuttableStrategy:
         """Loads what drafts. backends: what `backends` chose. done: hears each phase that ends.
         Raises ValueError where a checkpoint does not fit."""
 
@@ -109,6 +115,11 @@ class EngineLayout:
         return self.speculation.shapes
 
     @property
+    def mask_width(self) -> int:
+        """Rows of a request in a step, each of which a grammar may mask."""
+        return _mask_width(self.shapes)
+
+    @property
     def lookahead(self) -> int:
         """See `Speculation.lookahead`."""
         return self.speculation.lookahead
@@ -128,6 +139,7 @@ class EngineParts:
     pool_beside: KVPool
     slots: SlotTable
     sampler: Sampler
+    grammars: SlotGrammars
 
     def allocate_pages(self, num_pages: int) -> None:
         """Take memory for so many KV pages, in the place of what there is."""
@@ -142,6 +154,7 @@ class NoSpeculation:
     shapes: RoundShapes = RoundShapes()  # noqa: RUF009 - frozen
     captured_layers: tuple[int, ...] = ()
     lookahead: int = 0
+    heeds_no_choice: bool = False
 
     @property
     def verified_modes(self) -> Mapping[Mode, bool]:
@@ -153,7 +166,7 @@ class NoSpeculation:
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
         return {}
 
-    def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> DecodingStrategy:
+    def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
         return Autoregressive(parts.target, parts.slots, parts.sampler)
 
 
@@ -171,6 +184,7 @@ def plan_layout(
     shapes = speculation.shapes
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)  # two rounds in flight past it
     bytes_per_slot = _bytes_per_slot(worker.cache, max_position, target.vocab_size)
+    bytes_per_slot += mask_bytes(_mask_width(shapes), target.vocab_size)
     per_page, scheduler = bytes_per_page(groups, worker.cache.page_size), worker.scheduler
     least_slots = AUTO_SLOTS["cpu"][0] if scheduler.max_running == "auto" else scheduler.num_slots
     asked = pages_asked(worker.cache, per_page, table_bytes(bytes_per_slot, least_slots))
@@ -196,6 +210,10 @@ def slot_table(worker: WorkerConfig, layout: EngineLayout, device: torch.device)
 def table_bytes(bytes_per_slot: int, num_slots: int) -> int:
     """Of the tables of so many slots, and the padding slot."""
     return bytes_per_slot * (num_slots + 1)
+
+
+def _mask_width(shapes: RoundShapes) -> int:
+    return max(shape.width for shape in shapes.shapes)
 
 
 def _bytes_per_slot(cache: CacheConfig, max_position: int, vocab_size: int) -> int:

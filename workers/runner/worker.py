@@ -3,6 +3,7 @@
 Used by the cluster's worker loop and by the local engine; knows no transport.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -18,11 +19,13 @@ from attention.metadata import ChunkLists, PrefillBatch
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
-from workers.sampling.sampler import Logprobs, SamplingNeeds
+from workers.runner.emitted import Emitted
+from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import Chunk, StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
 from workers.slots.slot_table import SlotTable
 from workers.slots.upload import upload
+from workers.structured_output.slot_grammars import SlotGrammars
 
 
 class RanksDisagreeError(RuntimeError):
@@ -30,49 +33,12 @@ class RanksDisagreeError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Emitted:
-    """A step's outcome on the host, or on its way there: rows [n, M + 3] int64 of tokens, count, finish, accepted.
-    Nothing of it stays on the device, where the next replay of a captured round writes to the same place."""
-
-    rows: Tensor
-    logprobs: Logprobs | None
-    copied: torch.cuda.Event | None
-
-    @staticmethod
-    def of(tensors: StepTensors) -> "_Emitted":
-        """On a GPU the copy is only started: nothing waits for it before the result is read, a step later."""
-        columns = (tensors.counts, tensors.finish, tensors.accepted)
-        rows = torch.cat((tensors.tokens, torch.stack(columns, dim=1)), dim=1)
-        if not rows.is_cuda:
-            return _Emitted(rows, tensors.logprobs, None)
-        logprobs = tensors.logprobs
-        if logprobs is not None:
-            logprobs = Logprobs(*(_start_copy(t) for t in (logprobs.chosen, logprobs.top_ids, logprobs.top)))
-        host = _start_copy(rows)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return _Emitted(host, logprobs, copied)
-
-    def is_here(self) -> bool:
-        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        if self.copied is not None:
-            self.copied.synchronize()
-
-
-def _start_copy(tensor: Tensor) -> Tensor:
-    """A pinned copy on the host, which is there once the stream has come this far."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-@dataclass(frozen=True)
 class _Pending:
     plan: StepPlan
-    emitted: _Emitted
+    emitted: Emitted
     num_logprobs: tuple[int, ...]  # per entry of the result, as its request asked; its slot may have a new owner by now
     started_s: float
+    failed: list[int]  # slots whose requests have left their grammar
 
 
 class _SlotIds:
@@ -103,12 +69,21 @@ def _entries(plan: StepPlan) -> tuple[int, ...]:
 class Worker:
     """Implements `workers.runner.executor.StepExecutor`. costs: set once they are measured."""
 
-    def __init__(self, strategy: DecodingStrategy, slots: SlotTable, group: TPGroup, debug: bool) -> None:
+    def __init__(
+        self,
+        strategy: DecodingStrategy,
+        slots: SlotTable,
+        group: TPGroup,
+        debug: bool,
+        grammars: SlotGrammars | None = None,
+    ) -> None:
+        """grammars: of the engine's slots; None of an engine whose requests have none."""
         self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
         self._group = group
         self._debug = debug
+        self._grammars = grammars
         self._pending: deque[_Pending] = deque()
         self._round_slots = _SlotIds("round slots", slots.device)
         self._draft_slots = _SlotIds("draft slots", slots.device)
@@ -125,16 +100,28 @@ class Worker:
         assert len(self._pending) < 2, "a third step was submitted before a result was taken"
         started_s = time.perf_counter()
         entries = _entries(plan)
-        tensors = self._strategy.step(self._batch(plan, entries))
+        batch, failed = self._batch(plan, entries), list[int]()
+        fill = functools.partial(self._fill_masks, plan, entries, failed) if batch.needs.masked else None
+        tensors = self._strategy.step(batch, fill)
         if self._debug:
             self._assert_ranks_agree(tensors)
         num_logprobs = tuple(self._slots.facts[slot].sampling.logprobs for slot in entries)
-        self._pending.append(_Pending(plan, _Emitted.of(tensors), num_logprobs, started_s))
+        emitted = Emitted.of(tensors)
+        if self._grammars is not None and batch.needs.masked:
+            self._grammars.ran(entries, emitted)
+        self._pending.append(_Pending(plan, emitted, num_logprobs, started_s, failed))
+
+    def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: list[int]) -> None:
+        """The masks of a step's rows onto the device; adds to `failed`."""
+        assert self._grammars is not None, "a grammar in an engine without them"
+        num_rounds, width = len(plan.slots) // 4, self._strategy.shapes[plan.shape].width
+        failed += self._grammars.fill(entries[:num_rounds], width, entries[num_rounds:])
 
     def take(self) -> StepResult:
         pending = self._pending.popleft()
         pending.emitted.wait()
-        rows: list[list[int]] = pending.emitted.rows.tolist()
+        width = pending.emitted.num_tokens
+        rows: list[list[int]] = pending.emitted.rows[:, : width + 3].tolist()
         counts = [row[-3] for row in rows]
         return StepResult(
             epoch=pending.plan.epoch,
@@ -144,6 +131,8 @@ class Worker:
             finish=bytes(row[-2] for row in rows),
             accepted=pack_i32([row[-1] for row in rows]),
             logprobs=self._logprobs(pending, counts),
+            failed=pack_i32(pending.failed),
+            num_grammars=0 if self._grammars is None else self._grammars.num_prepared,
             elapsed_s=time.perf_counter() - pending.started_s,
         )
 
@@ -162,6 +151,9 @@ class Worker:
         }
         sent = upload(columns, table.device)
         table.enter(plan, sent)
+        if self._grammars is not None:
+            self._grammars.prepare(plan.grammars)
+            self._grammars.enter(plan.inits)
         return StepBatch(
             slots=self._round_slots.on_device(rounds, sent),
             shape=plan.shape,

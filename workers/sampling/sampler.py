@@ -25,7 +25,9 @@ from workers.sampling.filters import (
     lowest_kept,
     scaled_logits,
 )
+from workers.sampling.masks import apply_masks
 from workers.slots.slot_table import SlotFacts, SlotTable
+from workers.structured_output.mask_table import MaskTable
 
 if TYPE_CHECKING:
     from workers.sampling.kernels.filters import Filters, Limits
@@ -43,6 +45,7 @@ class SamplingNeeds:
     filtered: bool = False
     shaping: bool = False
     num_logprobs: int = -1  # -1: none
+    masked: bool = False
 
     @staticmethod
     def of(facts: Sequence[SlotFacts]) -> "SamplingNeeds":
@@ -51,6 +54,7 @@ class SamplingNeeds:
             filtered=any(f.is_filtered for f in facts),
             shaping=any(f.shapes_logits for f in facts),
             num_logprobs=max((f.sampling.logprobs for f in facts), default=-1),
+            masked=any(f.sampling.grammar is not None for f in facts),
         )
 
     @property
@@ -71,17 +75,22 @@ class SamplingNeeds:
             and self.filtered >= other.filtered
             and self.shaping >= other.shaping
             and self.num_logprobs >= other.num_logprobs
+            and self.masked >= other.masked
         )
 
 
-# The kinds that rounds are captured for, each with all that those before it have. Log-probabilities and penalties take
-# a pass over the logits each, so requests of the last kind that want one of the two pay for both.
+# The kinds that rounds are captured for; a step takes the first that covers it, so that only those with a grammar take
+# one with masks, whose graphs are cut in two. Log-probabilities and penalties take a pass over the logits each, so
+# requests of the last kinds that want one of the two pay for both.
 CAPTURED_NEEDS = (
     SamplingNeeds(False),
     SamplingNeeds(True),
     SamplingNeeds(True, filtered=True),
+    SamplingNeeds(False, masked=True),
+    SamplingNeeds(True, filtered=True, masked=True),
     SamplingNeeds(True, filtered=True, shaping=True),
     SamplingNeeds(True, filtered=True, shaping=True, num_logprobs=MAX_LOGPROBS),
+    SamplingNeeds(True, filtered=True, shaping=True, num_logprobs=MAX_LOGPROBS, masked=True),
 )
 
 
@@ -171,19 +180,27 @@ def _of_all_ranks(summaries: Tensor, group: TPGroup) -> Tensor:
 class Sampler:
     """Samples from logits that are cut by vocabulary over the ranks."""
 
-    def __init__(self, slots: SlotTable, shard: VocabShard) -> None:
+    def __init__(self, slots: SlotTable, shard: VocabShard, masks: MaskTable | None = None) -> None:
+        """masks: of the tokens that grammars allow, for engines that have any."""
         self._slots = slots
         self._shard = shard
+        self._masks = masks
 
     def sample(self, logits: Tensor, rows: Rows, needs: SamplingNeeds) -> "Sampled":
-        """Tokens from logits [B * R, shard size] of this rank."""
+        """Tokens from logits [B * R, shard size] of this rank, which masks change in place."""
         shape = rows.positions.shape
         if not needs.full_logits:
+            if needs.masked:
+                self._mask(logits, rows, self._shard.first)
             tokens = self._draw_sharded(logits, rows) if needs.random else self._shard.argmax(logits)
             return Sampled(tokens.view(shape), None)
         raw = logits = self._shard.gather_logits(logits)
         if needs.shaping:
             logits = self._shaped(logits, rows)
+        if needs.masked:
+            if logits is raw and needs.num_logprobs >= 0:
+                logits = raw.clone()
+            self._mask(logits, rows, 0)
         if needs.random:
             _, tokens = self._draw(logits, rows, 0, needs.filtered)
         else:
@@ -214,6 +231,10 @@ class Sampler:
         lowest = lowest_kept(summaries, table.top_k[slots], table.top_p[slots], table.min_p[slots])
         dropped = (temperature > 0).unsqueeze(1) & (scaled < lowest.unsqueeze(1))
         return torch.where(dropped, noisy - DROPPED, noisy)
+
+    def _mask(self, logits: Tensor, rows: Rows, first: int) -> None:
+        assert self._masks is not None, "a grammar in an engine without masks"
+        apply_masks(logits, rows.slots, self._masks, first)
 
     def _draw_sharded(self, logits: Tensor, rows: Rows) -> Tensor:
         """[B * R] int64 token ids drawn from this and the other ranks' logits [B * R, shard size]."""

@@ -6,6 +6,7 @@ number and is read one step late.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -25,6 +26,25 @@ def unpack_i32(raw: bytes) -> npt.NDArray[np.int32]:
     return np.frombuffer(raw, dtype="<i4")
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must be: a whole text of a grammar, then one of end_token_ids (docs/structured-output.md). A plain
+    value; `workers.structured_output` compiles it.
+
+    kind, text: "json_schema", a schema that `workers.structured_output.json_schema` has checked; "regex"; "ebnf", whose
+        first rule is `root`; "choice", a JSON list of strings; "structural_tag", a JSON object as xgrammar has it.
+    end_token_ids: the model's end-of-sequence ids, allowed where the text may end and nowhere else.
+    any_whitespace: between the parts of JSON; else one space after each comma and colon and no other.
+    """
+
+    kind: GrammarKind
+    text: str
+    end_token_ids: tuple[int, ...]
+    any_whitespace: bool = True
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How one request's tokens are chosen. Defaults: plain sampling from the model's distribution.
 
@@ -35,7 +55,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     Penalties follow OpenAI's and (for `repetition_penalty`, over prompt and output) Hugging Face's definitions.
     logit_bias: token id -> bias. stop_token_ids end the request and include the model's end-of-sequence ids unless the
     request ignores them; they cannot be chosen before `min_tokens` output tokens. logprobs: -1 none, 0 the chosen
-    token's, k also the k most likely, of the model's distribution before penalties and temperature.
+    token's, k also the k most likely, of the model's distribution before penalties, grammar and temperature.
+    grammar: tokens that it does not allow are never chosen.
+    cache_salt: the prefix cache shares pages only between requests of the same one; changes no token.
     """
 
     max_tokens: int
@@ -52,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
     speculative: bool = True
+    grammar: Grammar | None = None
+    cache_salt: bytes = b""
 
     @property
     def needs_token_counts(self) -> bool:
@@ -62,7 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     def is_rare(self) -> bool:
         """Whether choosing a token needs more than temperature and filters, so that not all shapes are captured for
         it."""
-        return bool(self.needs_token_counts or self.logit_bias or self.min_tokens or self.logprobs >= 0)
+        shaped = self.needs_token_counts or self.logit_bias or self.min_tokens
+        return bool(shaped or self.logprobs >= 0 or self.grammar is not None)
 
 
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):
@@ -70,8 +95,8 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
 
     num_cached: KV tokens that the prefix cache already holds, where the first chunk starts. prompt_len: the request's
     own prompt (a resumed request's chunks also replay tokens generated before). max_len: the position after its last
-    permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far, filled only if the sampling
-    parameters need counts.
+    permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far; prompt is filled only if the
+    sampling parameters need counts, output then and for a grammar.
     """
 
     slot: int
@@ -109,6 +134,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
         taken back is replaced by page 0, the dummy page.
     max_kv_len: no position that this step reads or writes reaches it (a host-side bound; no device value is read).
+    grammars: of waiting requests, to be compiled meanwhile.
     """
 
     epoch: int
@@ -121,6 +147,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     page_updates: bytes = b""
     inits: tuple[SlotInit, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    grammars: tuple[Grammar, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -137,7 +164,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     counts: int32 [n], tokens emitted per entry (0 for a slot that had already finished). tokens: int32, ragged by
     counts. finish: uint8 [n], FINISH_*. accepted: int32 [n], draft tokens accepted before truncation by a stop; -1
     where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
-    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0.
+    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0. failed: int32 slots whose
+    requests have left their grammar, or which it left no token: nothing that they emitted may be shown. num_grammars:
+    how many of those in the plans of this epoch are compiled, in their order.
     """
 
     epoch: int
@@ -148,3 +177,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     accepted: bytes
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     elapsed_s: float = 0.0
+    failed: bytes = b""
+    num_grammars: int = 0

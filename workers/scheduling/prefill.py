@@ -5,6 +5,7 @@ from itertools import islice
 from operator import attrgetter
 
 from workers.config import RoundShape, RoundShapes
+from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from workers.scheduling.plan import Chunk, pack_i32
 from workers.scheduling.request_queues import RequestQueues
@@ -22,7 +23,8 @@ class PrefillPlanner:
     which is first come first served). It is set once, when the request comes. So a prompt waits for those with earlier
     deadlines only, all of which came before its own deadline: none starves, whatever comes later.
 
-    New requests are admitted in the same order, with their first chunk; the first that has no room lets none pass. A
+    New requests are admitted in the same order, with their first chunk; the first that has no room lets none pass (one
+    whose grammar is still compiled does). A
     request may so be admitted before an older one that waits. Memory stays safe: whoever is admitted has room for its
     whole prompt beside all that was promised to the others, and pages are still taken from the youngest arrival. The
     oldest of all unfinished requests, once it has a slot, can take every page and so ends; while it waits, nothing that
@@ -38,6 +40,7 @@ class PrefillPlanner:
         clock: Callable[[], float],
         max_step_tokens: int,
         shapes: RoundShapes,
+        grammars: GrammarQueue,
     ) -> None:
         self._queues = queues
         self._slot_pages = queues.slot_pages
@@ -45,6 +48,7 @@ class PrefillPlanner:
         self._clock = clock
         self._max_step_tokens = max_step_tokens
         self._shapes = shapes
+        self._grammars = grammars
         self.budget: LatencyBudget | None = None
 
     def deadline_s(self, sequence: Sequence) -> float:
@@ -52,7 +56,7 @@ class PrefillPlanner:
         if self.budget is None:
             return sequence.submitted_s
         cache = self._slot_pages.cache
-        num_cached = 0 if cache is None else cache.num_cached(sequence.tokens)
+        num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, sequence.request.sampling.cache_salt)
         return sequence.submitted_s + self.budget.patience_s(len(sequence.tokens) - num_cached)
 
     def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds) -> StepBudget:
@@ -61,7 +65,7 @@ class PrefillPlanner:
         queues, budget = self._queues, self._step_budget(rounds)
         admitted = sorted(queues.prefilling.values(), key=_ORDER, reverse=True)
         while budget.room(1, 0):
-            waiting = queues.waiting[0] if queues.waiting and self._can_admit(builder) else None
+            waiting = self._next_waiting(rounds) if self._can_admit(builder) else None
             if waiting is not None and (not admitted or waiting.order < admitted[-1].order):
                 builder.admits = self._admit(waiting, builder, budget)
                 if builder.admits:
@@ -74,6 +78,11 @@ class PrefillPlanner:
             else:
                 break
         return budget
+
+    def _next_waiting(self, rounds: StepRounds) -> Sequence | None:
+        """The first who waits, but for those whose grammar is still compiled: rounds beside them would wait too."""
+        ready = (s for s in self._queues.waiting if rounds.num_requests == 0 or self._grammars.is_ready(s))
+        return next(ready, None)
 
     def _can_admit(self, builder: PlanBuilder) -> bool:
         return builder.admits and not builder.preempted and self._slot_pages.num_free_slots > 0
@@ -141,7 +150,7 @@ class PrefillPlanner:
             sequence.tokens = sequence.known_tokens()
         total = len(sequence.tokens)
         held_before = allocator.num_held
-        cached = [] if cache is None else cache.match(sequence.tokens)
+        cached = [] if cache is None else cache.match(sequence.tokens, request.sampling.cache_salt)
         need = slot_pages.pages_for(total + self._shapes.max_kv_tokens) - len(cached)
         if self._queues.active and need + (allocator.num_held - held_before) > room:
             allocator.release(cached)

@@ -67,11 +67,12 @@ class RequestQueues:
             sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, cached_pages
         )
         self.slot_pages.rare_sampling[sequence.slot] = request.sampling.is_rare
+        self.slot_pages.cache_salt[sequence.slot] = request.sampling.cache_salt
         sequence.computed = len(cached_pages) * self.slot_pages.page_size
         request.state = RequestState.PREFILL
         self.active[sequence.number] = self.prefilling[sequence.number] = sequence
         self.by_slot[sequence.slot] = sequence
-        counts = request.sampling.needs_token_counts
+        counts, grammar = request.sampling.needs_token_counts, request.sampling.grammar
         return SlotInit(
             slot=sequence.slot,
             num_cached=sequence.computed,
@@ -79,7 +80,7 @@ class RequestQueues:
             max_len=sequence.max_len,
             sampling=request.sampling,
             prompt=pack_i32(sequence.prompt) if counts else b"",
-            output=pack_i32(request.output) if counts else b"",
+            output=pack_i32(request.output) if counts or grammar is not None else b"",
         )
 
     def start_decoding(self, sequence: Sequence) -> None:

@@ -14,6 +14,7 @@ from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
 from workers.config import RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable
+from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32
 from workers.scheduling.prefill import PrefillPlanner
@@ -68,7 +69,8 @@ class Scheduler:
         self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self.queues = RequestQueues(self.slot_pages, self.stats)
-        self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes)
+        self._grammars = GrammarQueue()
+        self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, clock)
         self.epoch = epoch
         self._in_flight: deque[InFlightStep] = deque()
@@ -154,6 +156,7 @@ class Scheduler:
         dropped. Returns the requests that had a slot, oldest first.
         """
         self._in_flight.clear()
+        self._grammars.reset()
         self.epoch = epoch
         self._next_step = 0
         return self.queues.requeue()
@@ -197,6 +200,7 @@ class Scheduler:
             page_updates=slot_pages.take_updates(),
             inits=tuple(builder.inits),
             chunks=tuple(builder.chunks),
+            grammars=self._grammars.announce(self.queues.waiting),
         )
         self._next_step += 1
         return plan
@@ -208,6 +212,7 @@ class Scheduler:
             return []
         in_flight_step = self._in_flight.popleft()
         assert result.step == in_flight_step.step, f"result of step {result.step}, awaited {in_flight_step.step}"
+        self._grammars.compiled(result.num_grammars)
         return self._results.apply(in_flight_step, result)
 
     def _check(self, request: Request) -> None:

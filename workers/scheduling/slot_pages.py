@@ -31,6 +31,7 @@ class SlotPages:
     decoding: runs rounds.
     speculative: wants drafts.
     rare_sampling: see `SamplingParams.is_rare`.
+    cache_salt: see `SamplingParams`.
     drafted: index of the shape that the last plan drafted for it, 0 if none.
     user: number of the request that has the slot; a result for another user of the slot is late.
 
@@ -54,6 +55,7 @@ class SlotPages:
         self.decoding = np.zeros(num_slots, np.bool_)
         self.speculative = np.zeros(num_slots, np.bool_)
         self.rare_sampling = np.zeros(num_slots, np.bool_)
+        self.cache_salt = [b""] * num_slots
         self.drafted = np.zeros(num_slots, np.int64)
         self.user = np.full(num_slots, -1, np.int64)
         self.last_token_s = np.zeros(num_slots, np.float64)
@@ -163,7 +165,7 @@ class SlotPages:
         if self.cache is None:
             return
         table = self.pages[slot]
-        kept = self.cache.insert(tokens, table[: int(self.committed[slot]) >> self._shift])
+        kept = self.cache.insert(tokens, table[: int(self.committed[slot]) >> self._shift], self.cache_salt[slot])
         for index, page in enumerate(kept):
             if table[index] != page:
                 self.allocator.acquire((page,))
@@ -175,7 +177,7 @@ class SlotPages:
         """Frees the slot and its pages; those full below `num_committed` go to the prefix cache."""
         table = self.pages[slot]
         if self.cache is not None:
-            self.cache.insert(tokens, table[: num_committed >> self._shift])
+            self.cache.insert(tokens, table[: num_committed >> self._shift], self.cache_salt[slot])
         self.allocator.release(table)
         self._clear(slot)
         # Its table is not read any more, and is emptied when the slot gets a new user, perhaps in the same plan.

@@ -47,6 +47,7 @@ class StepResults:
         outputs: list[RequestOutput] = []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
+        failed = set(unpack_i32(result.failed).tolist())
         columns = (counts.tolist(), finish.tolist(), accepted, num_drafted)
         entries = zip(step.sequences, *columns, strict=True)
         for index, (sequence, count, finish_code, num_accepted, num_drafts) in enumerate(entries):
@@ -55,6 +56,10 @@ class StepResults:
             if count == 0 or sequence.is_finished:
                 continue
             request = sequence.request
+            if sequence.slot in failed and sequence.slot >= 0:
+                self._queues.finish(sequence, FinishReason.ERROR, 0, now)
+                outputs.append(RequestOutput(request, [], None, FinishReason.ERROR))
+                continue
             request.output += new
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1

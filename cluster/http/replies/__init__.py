@@ -3,6 +3,7 @@
 reply      what the forms have in common: the protocol, usage, speculation's statistics
 chat       of /v1/chat/completions
 text       of /v1/completions
+responses  of /v1/responses
 logprobs   log-probabilities in OpenAI's two forms
 streaming  server-sent events
 """

@@ -7,11 +7,12 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.http.answer import Piece
+from cluster.http.errors import ApiError
 from cluster.http.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import chat_logprobs
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
-from cluster.http.replies.streaming import TextEvents, chunk_event
-from cluster.http.schema.response import (
+from cluster.http.replies.streaming import DONE, TextEvents, chunk_event, event
+from cluster.http.schema.chat_reply import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -19,8 +20,8 @@ from cluster.http.schema.response import (
     ChatCompletionChunk,
     ChatDelta,
     ChatLogprobs,
-    FinishReason,
 )
+from cluster.http.schema.response import FinishReason
 
 
 class ChatReply:
@@ -65,10 +66,15 @@ class ChatReply:
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)
 
-    def usage_event(self) -> bytes:
+    def end_events(self) -> bytes:
+        if not self._context.request.include_usage:
+            return DONE
         chunk = self._chunk()
         chunk.usage, chunk.metrics = self._context.usage(), self._context.metrics()
-        return chunk_event(chunk)
+        return chunk_event(chunk) + DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         context = self._context
@@ -117,4 +123,6 @@ class ChatReply:
         request = self._context.request
         if request.logprobs < 0:
             return None
-        return chat_logprobs(piece, request.choices[index].sampling.logprobs, self._context.tokenizer)
+        return chat_logprobs(
+            piece, request.choices[index].sampling.logprobs, self._context.tokenizer, request.tokens_as_ids
+        )

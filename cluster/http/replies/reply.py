@@ -8,9 +8,11 @@ from typing import NamedTuple, Protocol
 from msgspec import UNSET, UnsetType
 
 from cluster.http.answer import Answer, Piece
+from cluster.http.errors import ApiError
 from cluster.http.output_parser import ReplyDelta
 from cluster.http.request import EdgeRequest
-from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, ToolCall, Usage
+from cluster.http.schema.chat_reply import ToolCall
+from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, Usage
 from cluster.http.tokenizer import ChatTokenizer
 from cluster.transport.messages import SpeculationStats
 
@@ -35,8 +37,11 @@ class Reply(Protocol):
     def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
         """The last event of a choice."""
 
-    def usage_event(self) -> bytes:
-        """The event in front of [DONE] for `stream_options.include_usage`."""
+    def end_events(self) -> bytes:
+        """What the stream ends with, once all choices have."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What it ends with instead if it fails."""
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         """The whole reply to a request that does not stream. answers: one per choice."""

@@ -7,18 +7,13 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.http.answer import Piece
+from cluster.http.errors import ApiError
 from cluster.http.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import text_logprobs
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
-from cluster.http.replies.streaming import TextEvents, chunk_event
-from cluster.http.schema.response import (
-    Completion,
-    CompletionChunk,
-    FinishReason,
-    TextChoice,
-    TextChunkChoice,
-    TextLogprobs,
-)
+from cluster.http.replies.streaming import DONE, TextEvents, chunk_event, event
+from cluster.http.schema.response import FinishReason
+from cluster.http.schema.text_reply import Completion, CompletionChunk, TextChoice, TextChunkChoice, TextLogprobs
 
 
 class TextReply:
@@ -56,10 +51,15 @@ class TextReply:
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)
 
-    def usage_event(self) -> bytes:
+    def end_events(self) -> bytes:
+        if not self._context.request.include_usage:
+            return DONE
         chunk = self._chunk()
         chunk.usage, chunk.metrics = self._context.usage(), self._context.metrics()
-        return chunk_event(chunk)
+        return chunk_event(chunk) + DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         context = self._context
@@ -106,4 +106,6 @@ class TextReply:
         request = self._context.request
         if request.logprobs < 0:
             return None
-        return text_logprobs(piece, request.choices[index].sampling.logprobs, self._context.tokenizer)
+        return text_logprobs(
+            piece, request.choices[index].sampling.logprobs, self._context.tokenizer, request.tokens_as_ids
+        )

@@ -1,7 +1,8 @@
 """The routes, each module a group: `endpoints(edge)` gives them for `cluster.http.app`.
 
 generation    /v1/chat/completions, /v1/completions
-tokenization  /tokenize, /detokenize
+responses     /v1/responses
+tokenization  /tokenize, /detokenize, /tokenizer_info
 models        /v1/models, /version
 status        /health, /ready, /metrics
 prefix_cache  /flush_cache, /reset_prefix_cache

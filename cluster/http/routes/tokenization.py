@@ -3,12 +3,12 @@
 from msgspec import UNSET
 from starlette.requests import Request
 
-from cluster.http.endpoint import Endpoint, post
+from cluster.http.endpoint import Endpoint, get, post
 from cluster.http.errors import invalid
 from cluster.http.prompts import chat_prompt, check_token_ids
 from cluster.http.request import check_model
 from cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
-from cluster.http.schema.response import DetokenizeReply, TokenizeReply
+from cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
 from cluster.http.serving import Edge
 
 
@@ -39,7 +39,18 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         check_model(body.model, config)
         return DetokenizeReply(prompt=tokenizer.decode(check_token_ids("tokens", body.tokens, tokenizer)))
 
+    async def tokenizer_info(http: Request) -> TokenizerReply:
+        """What clients that tokenize for themselves need to know."""
+        return TokenizerReply(
+            vocab_size=tokenizer.vocab_size,
+            max_model_len=config.max_model_len,
+            eos_token_ids=tokenizer.eos_token_ids,
+            special_tokens=tokenizer.special_tokens,
+            chat_template=tokenizer.template_source or None,
+        )
+
     return [
+        get("/tokenizer_info", tokenizer_info, TokenizerReply),
         post("/tokenize", tokenize, TokenizeRequest, TokenizeReply),
         post("/detokenize", detokenize, DetokenizeRequest, DetokenizeReply),
     ]

@@ -1,5 +1,10 @@
 """What travels over HTTP, typed. Requests are checked with pydantic, replies encoded with msgspec.
 
-request   what clients may send, and what is refused with a reason
-response  what clients receive: documents and stream events
+request            what clients may send, and what is refused with a reason
+message            a conversation, tools, which tool to call
+responses_request  to /v1/responses
+response           what clients receive, of all routes but those below
+chat_reply         of /v1/chat/completions: documents and stream events
+text_reply         of /v1/completions
+responses_reply    of /v1/responses
 """

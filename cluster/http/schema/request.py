@@ -12,29 +12,25 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.schema.message import MAX_TOOLS, Message, ReasoningEffort, Tool, ToolChoice
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-# Checked in `cluster.http.request` and `cluster.http.prompts`, whose messages name the entry; here only described.
+MAX_ALLOWED_TOKENS = 1024
+MAX_BAD_WORDS = 128
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+# Checked in `cluster.http.request` and the modules that it calls, whose messages name the entry; here only described.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
-_PARTS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    },
-}
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
-Content = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]})]
 Prompt = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _TOKENS, {"type": "array", "items": _TOKENS}]})
 ]
+JSONSchema = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]})]
+Strings = Annotated[Any, WithJsonSchema({"anyOf": [_STRINGS, {"type": "null"}]})]
 TokenIds = Annotated[Any, WithJsonSchema(_TOKENS)]
 # Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
 # for the worst bodies of 8 MB, in which no stream of this process would go on.
@@ -46,48 +42,31 @@ MAX_OBJECT_FIELDS = 1024  # of an object that is a parameter; logit_bias is the 
 Body = TypeVar("Body", bound=BaseModel)
 
 # name -> (why it is refused, values that ask for nothing and so are accepted). null always asks for nothing.
-_NO_TOOLS = "tool calling is not implemented"
-_NO_GRAMMAR = "constrained decoding is not implemented"
+_NO_TOOLS = "use tools and tool_choice, which came in its place"
 _NO_LORA = "LoRA adapters are not implemented"
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": (_NO_TOOLS, ([],)),
-    "tool_choice": (_NO_TOOLS, ("none",)),
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none",)),
-    "parallel_tool_calls": (_NO_TOOLS, (True, False)),
-    "response_format": (_NO_GRAMMAR, ({"type": "text"},)),
-    "structured_outputs": (_NO_GRAMMAR, ({},)),
-    "guided_json": (_NO_GRAMMAR, ()),
-    "guided_regex": (_NO_GRAMMAR, ()),
-    "guided_choice": (_NO_GRAMMAR, ()),
-    "guided_grammar": (_NO_GRAMMAR, ()),
-    "regex": (_NO_GRAMMAR, ()),
-    "json_schema": (_NO_GRAMMAR, ()),
-    "ebnf": (_NO_GRAMMAR, ()),
+    "guided_whitespace_pattern": ("use structured_outputs with disable_any_whitespace", ()),
+    "guided_decoding_backend": ("there is one: xgrammar", ("auto", "xgrammar")),
     "audio": ("answers are text only", ()),
     "modalities": ("answers are text only", (["text"],)),
     "prediction": ("predicted outputs are not implemented", ()),
     "web_search_options": ("web search is not implemented", ()),
-    "reasoning_effort": ("pass the model's own switch in chat_template_kwargs", ()),
-    "verbosity": ("the model has no such control", ()),
+    "verbosity": ("the model has no such control", ("low", "medium", "high")),
     "store": ("answers are not stored", (False,)),
-    "service_tier": ("there is one tier", ("auto", "default")),
+    "service_tier": ("there is one tier", ("auto", "default", "flex", "scale", "priority")),
     "suffix": ("fill-in-the-middle is not implemented", ("",)),
     "prompt_logprobs": ("log-probabilities of the prompt are not computed", ()),
     "use_beam_search": ("beam search is not implemented", (False,)),
     "length_penalty": ("beam search is not implemented", (1, 1.0)),
     "early_stopping": ("beam search is not implemented", (False,)),
-    "truncate_prompt_tokens": ("shorten the prompt before you send it", ()),
-    "allowed_token_ids": ("use logit_bias", ()),
-    "bad_words": ("use logit_bias", ([],)),
     "logits_processors": ("code from requests is not run", ([],)),
     "lora_request": (_NO_LORA, ()),
     "lora_path": (_NO_LORA, ()),
     "adapter": (_NO_LORA, ()),
     "chat_template": ("templates from requests are not run; the model's own is used", ()),
     "documents": ("the chat template gets messages only", ([],)),
-    "continue_final_message": ("the last message cannot be continued", (False,)),
-    "return_tokens_as_token_ids": ("use return_token_ids", (False,)),
     "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
     "priority": ("requests are served in the order of arrival", (0,)),
 }
@@ -118,6 +97,21 @@ class _SamplingRequest(BaseModel):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     speculative: bool | None = None
+    # The form of the answer; read by `cluster.http.structured_output`.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: JSONSchema = None
+    guided_regex: str | None = None
+    guided_choice: Strings = None
+    guided_grammar: str | None = None
+    json_schema: JSONSchema = None
+    regex: str | None = None
+    ebnf: str | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
     request_id: RequestId | None = None
@@ -126,6 +120,7 @@ class _SamplingRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class StreamOptions(BaseModel):
@@ -133,26 +128,14 @@ class StreamOptions(BaseModel):
 
     include_usage: an event with the usage before the last.
     continuous_usage_stats: the usage in every event.
+    include_obfuscation: accepted; events are not padded in any case.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class Message(BaseModel):
-    """One turn of a conversation. tool_calls, reasoning_content, refusal: of the assistant's turns only."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Role
-    content: Content = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
+    include_obfuscation: bool | None = None
 
 
 class ChatCompletionRequest(_SamplingRequest):
@@ -165,6 +148,11 @@ class ChatCompletionRequest(_SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     echo: Literal[False] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(_SamplingRequest):
@@ -219,7 +207,7 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _fault(error) from None
+        raise validation_fault(error) from None
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
@@ -254,7 +242,7 @@ def _without_refused(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _fault(error: ValidationError) -> ApiError:
+def validation_fault(error: ValidationError) -> ApiError:
     """The first fault, or all unknown parameters together."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
     unknown = [_path(fault["loc"]) for fault in faults if fault["type"] == "extra_forbidden"]

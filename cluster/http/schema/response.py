@@ -16,34 +16,6 @@ class Struct(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     """Every part of a reply. gc=False: parts hold no circles, and are many."""
 
 
-class TopLogprob(Struct):
-    """A token that could have been chosen. bytes: of its text, which may be a part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    """A token of the answer. top_logprobs: the most likely ones in its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Struct):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class TextLogprobs(Struct):
-    """Parallel lists, an entry per token. text_offset: where its text begins in the answer's."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: tuple[int, ...]
-
-
 class CachedTokens(Struct):
     """cached_tokens: prompt tokens found in the prefix cache."""
 
@@ -80,150 +52,6 @@ class RequestMetrics(Struct):
     speculative_decoding: SpeculationMetrics
 
 
-class FunctionCall(Struct):
-    """arguments: a JSON text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Struct, kw_only=True):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class AssistantMessage(Struct, kw_only=True):
-    """The answer of a chat.
-
-    content: null where there are only tool calls.
-    reasoning_content: what the model thought before.
-    """
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(Struct):
-    """stop_reason: the stop string or the stop token's id that ended the answer."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class ChatCompletion(Struct, kw_only=True):
-    object: Literal["chat.completion"] = "chat.completion"
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    metrics: RequestMetrics | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class FunctionDelta(Struct):
-    """What an event adds to a call.
-
-    name: with the call's first delta.
-    arguments: more of its JSON text.
-    """
-
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Struct, kw_only=True):
-    """index: of the call in the answer. id and type: with its first delta."""
-
-    index: int
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionDelta
-
-
-class ChatDelta(Struct):
-    """What an event adds to the message."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: tuple[ToolCallDelta, ...] | UnsetType = UNSET
-
-
-class ChatChunkChoice(Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None | UnsetType = UNSET
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletionChunk(Struct, kw_only=True):
-    """An event of a stream. usage: null in all but the last, if the request asks for it."""
-
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
-
-
-class TextChoice(Struct):
-    """stop_reason: the stop string or the stop token's id that ended the answer."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class Completion(Struct, kw_only=True):
-    object: Literal["text_completion"] = "text_completion"
-    id: str
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: Usage
-    metrics: RequestMetrics | UnsetType = UNSET
-
-
-class TextChunkChoice(Struct):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None | UnsetType = UNSET
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionChunk(Struct, kw_only=True):
-    """An event of a stream. usage: null in all but the last, if the request asks for it."""
-
-    object: Literal["text_completion"] = "text_completion"
-    id: str
-    created: int
-    model: str
-    choices: list[TextChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
-
-
 class ErrorDetail(Struct):
     """Why a request failed.
 
@@ -254,6 +82,16 @@ class TokenizeReply(Struct):
 
 class DetokenizeReply(Struct):
     prompt: str
+
+
+class TokenizerReply(Struct):
+    """chat_template: null where the model has none. special_tokens: by their names in tokenizer_config.json."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    special_tokens: dict[str, str]
+    chat_template: str | None
 
 
 class ModelCard(Struct, kw_only=True):

@@ -52,7 +52,7 @@ async def test_every_route_is_in_the_document() -> None:
     documented = {
         (path, method.upper()) for path, methods in (await _document())["paths"].items() for method in methods
     }
-    assert routes == documented | {("/openapi.json", "GET")}
+    assert routes == documented | {("/openapi.json", "GET"), ("/docs", "GET")}
 
 
 async def test_every_reference_leads_somewhere_and_every_schema_is_used() -> None:
@@ -62,6 +62,34 @@ async def test_every_reference_leads_somewhere_and_every_schema_is_used() -> Non
     assert set(schemas) == {ref.partition('"')[0] for ref in text.split("#/components/schemas/")[1:]}
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
+
+
+async def test_responses_fit_whole_and_streamed_and_stored() -> None:
+    document = await _document()
+    body = {"model": MODEL, "input": "hi", "top_logprobs": 1}
+    path = "/v1/responses"
+    _check(document, body, "paths", path, "post", "requestBody", "content", "application/json", "schema")
+    async with in_process(FakeEngine(ANSWER)) as client:
+        whole = await client.post(path, json=body)
+        stored = await client.get(f"{path}/{whole.json()['id']}")
+        stream = await client.post(path, json=body | {"stream": True})
+        removed = await client.delete(f"{path}/{whole.json()['id']}")
+    one = f"{path}/{{response_id}}"
+    _check(document, whole.json(), *_reply_schema(path, "post", "200"))
+    _check(document, stored.json(), *_reply_schema(one, "get", "200"))
+    _check(document, removed.json(), *_reply_schema(one, "delete", "200"))
+    for block in stream.text.removesuffix("\n\n").split("\n\n"):
+        event = json.loads(block.partition("\ndata: ")[2])
+        _check(document, event, *_reply_schema(path, "post", "200", "text/event-stream"))
+
+
+async def test_the_page_for_people_has_every_route_and_schema() -> None:
+    document = await _document()
+    async with in_process(FakeEngine(ANSWER)) as client:
+        page = await client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert all(f" {path}</code>" in page.text for path in document["paths"])
+    assert all(f'id="{name}"' in page.text for name in document["components"]["schemas"])
 
 
 @pytest.mark.parametrize(("route", "body"), GENERATIONS)
@@ -89,6 +117,7 @@ async def test_requests_and_replies_of_generation_fit(route: str, body: dict[str
         ("get", "/v1/models", None),
         ("get", f"/v1/models/{MODEL}", None),
         ("get", "/version", None),
+        ("get", "/tokenizer_info", None),
         ("get", "/health", None),
         ("get", "/ready", None),
         ("post", "/flush_cache", None),

@@ -7,8 +7,10 @@ import pytest
 
 from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
-from cluster.http.output_parser import PARSERS, ReplyDelta, TextParser, joined_deltas
-from cluster.http.schema.response import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
+from cluster.http.output_parser import ReplyDelta, TextParser, joined_deltas
+from cluster.http.parsers.marks import MARKS
+from cluster.http.parsers.table import PARSERS
+from cluster.http.schema.chat_reply import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, served
 from tests.support.fake_engine import FakeEngine, says
 
@@ -50,10 +52,11 @@ class MarkedParser:
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PARSERS, "marked", lambda request, tokenizer: MarkedParser())
+    monkeypatch.setitem(MARKS, "marked", ())
 
 
 def test_the_table_has_what_the_configuration_may_name() -> None:
-    assert set(PARSERS) == set(get_args(OutputParserName))
+    assert set(PARSERS) == set(MARKS) == set(get_args(OutputParserName))
 
 
 def test_plain_text_is_content_and_keeps_the_answers_end() -> None:

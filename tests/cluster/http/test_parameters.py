@@ -1,5 +1,6 @@
 """What the edge makes of parameters: what reaches the engine, and what is refused with status, form and parameter."""
 
+import json
 from typing import Any
 
 import pytest
@@ -164,7 +165,65 @@ async def test_messages_of_every_form() -> None:
         {"stop": ["a"] * 16},
         {"logit_bias": {}},
         {"seed": 2**64 - 1},
+        {"service_tier": "flex"},
+        {"verbosity": "low"},
+        {"prompt_cache_retention": "24h"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"tool_choice": "auto", "parallel_tool_calls": False},
+        {"bad_words": []},
     ],
 )
 async def test_harmless_parameters_are_accepted(extra: dict[str, Any]) -> None:
     await _sampling(CHAT, HELLO | extra)
+
+
+async def test_only_the_end_of_a_long_prompt_is_kept_if_asked_for() -> None:
+    engine = FakeEngine(says("x"))
+    async with in_process(engine) as client:
+        for limit, max_tokens in ((2, 5), (-1, 56), (-1, None), (1000, 5)):
+            body = PROMPT | {"prompt": [*range(100)] * 3, "truncate_prompt_tokens": limit, "max_tokens": max_tokens}
+            if limit == 1000:
+                body["prompt"] = [1, 2]
+            assert (await client.post(TEXT, json=body)).status_code == 200
+        zero = await client.post(TEXT, json=PROMPT | {"truncate_prompt_tokens": 0})
+    assert [len(call.prompt) for call in engine.calls] == [2, 200, 255, 2]
+    assert engine.calls[0].prompt == [98, 99]
+    assert zero.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+async def test_tokens_can_be_named_by_their_ids() -> None:
+    async with in_process(FakeEngine(says("ab"))) as client:
+        body = {"return_tokens_as_token_ids": True}
+        chat = (await client.post(CHAT, json=HELLO | body | {"logprobs": True, "top_logprobs": 1})).json()
+        text = (await client.post(TEXT, json=PROMPT | body | {"logprobs": 1})).json()
+    entries = chat["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == ["token_id:64", "token_id:65", f"token_id:{EOS_ID}"]
+    assert entries[0]["bytes"] == [97] and entries[0]["top_logprobs"][0]["token"] == "token_id:64"
+    logprobs = text["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:2] == ["token_id:64", "token_id:65"] and "token_id:64" in logprobs["top_logprobs"][0]
+
+
+async def test_allowed_tokens_and_bad_words_are_a_constraint() -> None:
+    (allowed,) = await _sampling(TEXT, PROMPT | {"allowed_token_ids": [5, 9]})
+    (bad,) = await _sampling(CHAT, HELLO | {"bad_words": ["cat"]})
+    assert allowed.grammar is not None and bad.grammar is not None
+    each = [{"type": "token", "token": token} for token in (5, 9)]
+    assert json.loads(allowed.grammar.text)["format"] == {
+        "type": "plus",
+        "content": {"type": "or", "elements": each},
+    }
+    assert json.loads(bad.grammar.text)["format"] == {"type": "any_text", "excludes": ["cat"]}
+    async with in_process(FakeEngine(says("x"))) as client:
+        both = await client.post(TEXT, json=PROMPT | {"allowed_token_ids": [5], "guided_regex": "a"})
+        unknown = await client.post(TEXT, json=PROMPT | {"allowed_token_ids": [10**6]})
+    assert both.json()["error"]["param"] == "allowed_token_ids"
+    assert unknown.json()["error"]["param"] == "allowed_token_ids[0]"
+
+
+async def test_a_salt_reaches_the_prefix_cache_and_hides_what_it_is() -> None:
+    salts = [
+        (await _sampling(TEXT, PROMPT | extra))[0].cache_salt
+        for extra in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"})
+    ]
+    assert salts[0] == b"" and salts[1] == salts[3] and len(set(salts)) == 3
+    assert all(b"a" not in salt or len(salt) == 16 for salt in salts)

@@ -179,6 +179,9 @@ FIELDS = [
     "stream_options",
     "tools",
     "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_choice",
     "echo",
     "best_of",
     "user",
@@ -262,7 +265,7 @@ async def test_nonsense_is_never_a_server_error() -> None:
                 assert set(reply.json()) == {"error"}
                 assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
                 assert reply.json()["error"]["message"]
-    assert statuses.count(200) > 20
+    assert statuses.count(200) > 10
     assert engine.num_active == 0
 
 

@@ -1,6 +1,7 @@
 """Sampling on GPUs, without sorting and without writing a changed copy of the logits. References are in
 `workers.sampling`; importing a module here needs triton.
 
+masks         what a grammar does not allow
 penalties     penalties, biases and forbidden stop tokens, in one pass
 filters       what top-k, top-p and min-p keep, by a search over gaps
 gumbel        Gumbel noise from (seed, position, token)

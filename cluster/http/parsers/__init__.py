@@ -1,0 +1,13 @@
+"""What of an answer is content, what is reasoning, what is a tool call: a parser for each form that models answer in.
+
+table              which parser a name means
+detection          which parser a model needs, by its chat template
+marks              marks in text that comes in pieces
+marked             a parser of marks in the text: reasoning first, then content and tool calls
+reasoning          thinking between two marks
+tool_calls         tool calls between marks, as each family of models writes them
+json_calls         calls in JSON, read as they come
+harmony            gpt-oss's channels
+response_template  templates that come with the checkpoint, read by transformers
+call_grammar       tools and tool_choice as a constraint on the answer
+"""

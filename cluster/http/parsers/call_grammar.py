@@ -1,0 +1,145 @@
+"""Tools and tool_choice as a constraint on the answer: a structural tag of xgrammar, in the form in which the model
+calls tools, which the same form's parser reads."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.http.config import OutputParserName
+from cluster.http.schema.message import NO_PARAMETERS, Tool
+from workers.scheduling.plan import Grammar
+
+MAX_WHITESPACE = 8  # characters in a row between parts of arguments: a model can go on with them for ever
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How calls are written.
+
+    begin, end: around the arguments of one; "{name}" stands for its name.
+    separator: between two.
+    opening, closing: around all.
+    trigger: what an answer's call begins with, whatever its name.
+    """
+
+    begin: str
+    end: str
+    separator: str
+    trigger: str
+    opening: str = ""
+    closing: str = ""
+
+
+_DEEPSEEK = {
+    "opening": "<｜tool▁calls▁begin｜>",
+    "closing": "<｜tool▁calls▁end｜>",
+    "trigger": "<｜tool▁calls▁begin｜>",
+}
+SYNTAX: dict[OutputParserName, CallSyntax] = {
+    "hermes": CallSyntax('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n", "<tool_call>"),
+    "llama3": CallSyntax('{"name": "{name}", "parameters": ', "}", "; ", '{"name": '),
+    "mistral": CallSyntax(
+        '{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS]", opening="[TOOL_CALLS][", closing="]"
+    ),
+    "deepseek_v3": CallSyntax(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>", "\n", **_DEEPSEEK
+    ),
+    "harmony": CallSyntax(
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        "",  # the token that ends a call is an end of sequence, which the constraint allows at its end only
+        "<|start|>assistant",
+        "<|channel|>commentary to=",
+    ),
+}
+_DEEPSEEK_V3_1 = CallSyntax("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", **_DEEPSEEK)
+_THINKING = {"mistral": ("[THINK]", "[/THINK]")}
+
+
+def calls_format(
+    parser: OutputParserName, tools: Sequence[Tool], forced: bool, parallel: bool, template: str
+) -> dict[str, Any] | None:
+    """The format of answers that call `tools`; None where nothing constrains them.
+
+    forced: the answer is calls, at least one; else only calls of strict tools are constrained, and whether there are
+        any is the model's choice.
+    template: the chat template's text.
+    """
+    syntax = SYNTAX[parser]
+    if parser == "deepseek_v3" and "```json" not in template:
+        syntax = _DEEPSEEK_V3_1
+    if not forced and not any(tool.function.strict for tool in tools):
+        return None
+    tags = [_tag(syntax, tool, forced) for tool in tools]
+    calls: dict[str, Any] = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": syntax.separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    if syntax.opening:
+        calls = {"type": "tag", "begin": syntax.opening, "content": calls, "end": syntax.closing}
+    if forced:
+        return calls
+    return {
+        "type": "triggered_tags",
+        "triggers": [syntax.trigger],
+        "tags": [calls] if syntax.opening else tags,
+        "at_least_one": False,
+        "stop_after_first": not parallel,
+    }
+
+
+def content_format(parser: OutputParserName, grammar: Grammar) -> dict[str, Any]:
+    """The format of answers whose content is of `grammar`."""
+    match grammar.kind:
+        case "json_schema":
+            content: Any = {"type": "json_schema", "json_schema": json.loads(grammar.text)}
+        case "regex":
+            content = {"type": "regex", "pattern": grammar.text}
+        case "ebnf":
+            content = {"type": "grammar", "grammar": grammar.text}
+        case "choice":
+            entries = [{"type": "const_string", "value": entry} for entry in json.loads(grammar.text)]
+            content = {"type": "or", "elements": entries}
+        case "structural_tag":
+            content = json.loads(grammar.text).get("format")
+    if parser != "harmony" or content is None:
+        return content  # type: ignore[no-any-return]
+    head = {"type": "const_string", "value": "<|channel|>final<|message|>"}
+    return {"type": "sequence", "elements": [head, content]}
+
+
+def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
+    function = tool.function
+    schema: Any = NO_PARAMETERS if function.parameters is None else function.parameters
+    arguments = schema if forced or function.strict else True
+    return {
+        "type": "tag",
+        "begin": syntax.begin.replace("{name}", function.name),
+        "content": {"type": "json_schema", "json_schema": arguments, "max_whitespace_cnt": MAX_WHITESPACE},
+        "end": syntax.end,
+    }
+
+
+def after_thinking(parser: OutputParserName, calls: dict[str, Any], prompt: str, template: str) -> dict[str, Any]:
+    """`calls`, or another format, with room in front for what the model thinks: where the prompt has begun it, or the
+    template knows it. prompt, template: texts."""
+    if parser in ("text", "response_template"):
+        return calls
+    if parser == "harmony":
+        analysis = _thinking("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+        return {"type": "sequence", "elements": [{"type": "optional", "content": analysis}, calls]}
+    opens, closes = _THINKING.get(parser, ("<think>", "</think>"))
+    if prompt.rstrip().endswith(opens):
+        thinking = _thinking("", closes)
+    elif opens in template and not prompt.rstrip().endswith(closes):
+        thinking = {"type": "optional", "content": _thinking(opens, closes)}
+    else:
+        return calls
+    return {"type": "sequence", "elements": [thinking, {"type": "regex", "pattern": "[ \\n]{0,2}"}, calls]}
+
+
+def _thinking(opens: str, closes: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": opens, "content": {"type": "any_text"}, "end": closes}

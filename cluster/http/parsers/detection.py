@@ -1,0 +1,29 @@
+"""Which form a model answers in, from its chat template: what a template writes for earlier turns the model writes for
+its own."""
+
+from cluster.http.config import OutputParserName
+
+# In this order; the first whose marks are all in the template. DeepSeek's distillations of Llama and Qwen have
+# DeepSeek's template, so the marks say more than the architecture.
+_MARKS: tuple[tuple[OutputParserName, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama3", ("<|start_header_id|>", "tools", "parameters")),
+    ("hermes", ("<tool_call>", "arguments")),
+    ("think", ("</think>",)),
+)
+_OTHER_CALLS = ("<function=", "<arg_key>")  # XML between hermes' marks: Qwen3-Coder, GLM
+
+
+def detect_parser(template: str | None, has_response_template: bool) -> OutputParserName:
+    """The row of `cluster.http.parsers.table.PARSERS` for a model. template: the source of its chat template."""
+    if has_response_template:
+        return "response_template"
+    source = template or ""
+    for name, marks in _MARKS:
+        if all(mark in source for mark in marks) and not (
+            name == "hermes" and any(mark in source for mark in _OTHER_CALLS)
+        ):
+            return name
+    return "text"

@@ -1,0 +1,221 @@
+"""Tool calls in JSON, read while they are written: name and arguments come out as soon as they are known, arguments as
+the model wrote them, character by character."""
+
+import json
+import re
+from typing import NamedTuple
+
+_STRUCTURE = re.compile(r'["\\{}\[\]]')
+_SCALAR_END = re.compile(r"[\s,}\]]")
+_KEY = re.compile(r'\s*[{,]?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+_OBJECT_END = re.compile(r"\s*}")
+_BETWEEN = re.compile(r"[\s,;]*")
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+CALL_KEYS = ARGUMENT_KEYS | {"name", "type", "id", "function"}
+
+
+class CallPart(NamedTuple):
+    """name: begins a call. arguments: more of its JSON text."""
+
+    name: str | None
+    arguments: str
+
+
+class JsonSpan:
+    """Finds where one JSON value ends in text that comes in pieces. Malformed JSON ends somewhere or not at all."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._scalar = False
+        self._started = False
+
+    def take(self, text: str) -> tuple[str, str | None]:
+        """What of `text` belongs to the value, and the rest once it is complete (None: it goes on)."""
+        at = 0
+        if not self._started:
+            at = len(text) - len(text.lstrip())
+            if at == len(text):
+                return "", None
+            self._started = True
+            self._scalar = text[at] not in '{["'
+        start = at
+        if self._scalar:
+            end = _SCALAR_END.search(text, at)
+            return (text[start:], None) if end is None else (text[start : end.start()], text[end.start() :])
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = _STRUCTURE.search(text, at)
+            if found is None:
+                break
+            at = found.end()
+            self._step(found[0])
+            if self._depth == 0 and not self._in_string:
+                return text[start:at], text[at:]
+        return text[start:], None
+
+    def _step(self, character: str) -> None:
+        if self._in_string:
+            if character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+
+
+class CallObject:
+    """Reads one object {"name": ..., "arguments" or "parameters": {...}}, whose keys may stand in any order."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._raw = ""
+        self._key: str | None = None
+        self._value = ""
+        self._span = JsonSpan()
+        self._named = False
+        self._early = ""  # arguments that came before the name
+        self._has_arguments = False
+        self.failed = False
+
+    @property
+    def raw(self) -> str:
+        """Everything read, for an object that turns out to be no call."""
+        return self._raw + self._text
+
+    @property
+    def named(self) -> bool:
+        """Whether a call has been told."""
+        return self._named
+
+    def take(self, text: str) -> tuple[list[CallPart], str | None]:
+        """Parts of the call, and the rest of the text once the object is complete. `failed` is set if it is no call."""
+        parts: list[CallPart] = []
+        self._text += text
+        while not self.failed:
+            if self._key is None:
+                rest = self._next_key()
+                if rest is not None:
+                    return [*parts, *self._close()], rest
+                if self._key is None:
+                    break
+            part, value_rest = self._span.take(self._text)
+            self._raw += self._text[: len(self._text) - len(value_rest or "")]
+            self._text = value_rest or ""
+            parts += self._value_part(part, value_rest is not None)
+            if value_rest is None:
+                break
+        return parts, None
+
+    def _next_key(self) -> str | None:
+        """Read the next key if it is there; the rest of the text at the object's end."""
+        end = _OBJECT_END.match(self._text)
+        if end is not None and self._raw:
+            rest = self._text[end.end() :]
+            self._raw += self._text[: end.end()]
+            self._text = ""
+            return rest
+        found = _KEY.match(self._text)
+        if found is None:
+            # A key has a quotation mark behind at most white space and one comma or brace.
+            self.failed = (
+                len(self._text.lstrip().lstrip("{,").lstrip()) > 0
+                and (self._text.lstrip().lstrip("{,").lstrip()[0]) != '"'
+            )
+            return None
+        try:
+            key = json.loads(found[1])
+        except ValueError:
+            key = ""
+        self._key, self._value, self._span = key, "", JsonSpan()
+        self.failed = key not in CALL_KEYS
+        if not self.failed:
+            self._raw += self._text[: found.end()]
+            self._text = self._text[found.end() :]
+        return None
+
+    def _value_part(self, part: str, complete: bool) -> list[CallPart]:
+        """What more of a value says."""
+        parts = []
+        if self._key in ARGUMENT_KEYS:
+            self._has_arguments = True
+            if self._named and part:
+                parts.append(CallPart(None, part))
+            elif part:
+                self._early += part
+        else:
+            self._value += part
+            if complete and self._key == "name":
+                parts += self._name()
+        if complete:
+            self._key = None
+        return parts
+
+    def _name(self) -> list[CallPart]:
+        try:
+            name = json.loads(self._value)
+        except ValueError:
+            name = None
+        if not isinstance(name, str):
+            self.failed = True
+            return []
+        self._named = True
+        return [CallPart(name, ""), *([CallPart(None, self._early)] if self._early else [])]
+
+    def _close(self) -> list[CallPart]:
+        if not self._named:
+            self.failed = True
+            return []
+        return [] if self._has_arguments else [CallPart(None, "{}")]
+
+
+class CallList:
+    """Call objects one after the other, in an array or with ";" between. num: at most so many; None: any number."""
+
+    def __init__(self, num: int | None = None) -> None:
+        self._left = num
+        self._object: CallObject | None = None
+        self._held = ""
+        self._in_array = False
+
+    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
+        """Parts of calls, and the rest that belongs to none once they are over. end: no text follows."""
+        parts: list[CallPart] = []
+        text, self._held = self._held + text, ""
+        while True:
+            if self._object is None:
+                between = _BETWEEN.match(text)
+                assert between is not None
+                at = between.end()
+                if at == len(text):
+                    self._held = text
+                    return parts, (text if end else None)
+                if text[at] == "[" and not self._in_array:
+                    self._in_array, text = True, text[at + 1 :]
+                    continue
+                if text[at] == "]" and self._in_array:
+                    return parts, text[at + 1 :]
+                if text[at] != "{" or self._left == 0:
+                    return parts, text
+                self._object, text = CallObject(), text[at:]
+            found, rest = self._object.take(text)
+            parts += found
+            if self._object.failed and not self._object.named:
+                raw, self._object = self._object.raw, None
+                return parts, raw + (rest or "")
+            if rest is None:
+                unfinished = self._object.raw if end and not self._object.named else None
+                return parts, unfinished
+            self._object, text = None, rest
+            if self._left is not None:
+                self._left -= 1
+                if self._left == 0 and not self._in_array:
+                    return parts, text

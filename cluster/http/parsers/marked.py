@@ -1,0 +1,67 @@
+"""A parser of marks in the text: reasoning first, then content and tool calls."""
+
+import secrets
+import string
+
+from cluster.http.answer import Piece
+from cluster.http.output_parser import ReplyDelta
+from cluster.http.parsers.json_calls import CallPart
+from cluster.http.parsers.reasoning import ReasoningReader
+from cluster.http.parsers.tool_calls import CallReader
+from cluster.http.schema.chat_reply import FunctionDelta, ToolCallDelta
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+class CallDeltas:
+    """Parts of calls as the reply's deltas. parallel: whether more than the first is shown."""
+
+    def __init__(self, parallel: bool) -> None:
+        self._parallel = parallel
+        self._num = 0
+
+    def of(self, parts: list[CallPart]) -> tuple[ToolCallDelta, ...]:
+        """The deltas of more parts."""
+        deltas = []
+        for name, arguments in parts:
+            self._num += name is not None
+            if self._num > 1 and not self._parallel:
+                continue
+            if name is not None:
+                function = FunctionDelta(name=name, arguments=arguments)
+                deltas.append(ToolCallDelta(index=self._num - 1, id=_call_id(), type="function", function=function))
+            elif arguments:
+                deltas.append(ToolCallDelta(index=self._num - 1, function=FunctionDelta(arguments=arguments)))
+        return tuple(deltas)
+
+    @property
+    def any(self) -> bool:
+        """Whether there was a call."""
+        return self._num > 0
+
+
+class MarkedParser:
+    """reasoning, calls: None where the answer has none."""
+
+    def __init__(self, reasoning: ReasoningReader | None, calls: CallReader | None, parallel: bool) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self._deltas = CallDeltas(parallel)
+
+    def push(self, piece: Piece) -> ReplyDelta:
+        """See `cluster.http.output_parser.OutputParser`."""
+        end = piece.finish is not None
+        reasoning, content = "", piece.text
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.take(content, end)
+        if self._calls is None:
+            return ReplyDelta(content, reasoning, finish=piece.finish)
+        content, parts = self._calls.take(content, end)
+        deltas = self._deltas.of(parts)
+        finish = "tool_calls" if piece.finish == "stop" and self._deltas.any else piece.finish
+        return ReplyDelta(content, reasoning, deltas, finish)
+
+
+def _call_id() -> str:
+    """Nine letters and digits, the only form that Mistral's templates take back; 53 random bits."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))

@@ -1,0 +1,52 @@
+"""Marks in text that comes in pieces."""
+
+from typing import NamedTuple
+
+from cluster.http.config import OutputParserName
+
+
+class Cut(NamedTuple):
+    """Text cut at the first mark. after: what follows the mark; without one, the end that may begin a mark."""
+
+    before: str
+    mark: str | None
+    after: str
+
+
+def cut(text: str, marks: tuple[str, ...]) -> Cut:
+    """`text` at the earliest of `marks`, none of which begins another; white space in front of one stays with it."""
+    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    if found:
+        at, mark = min(found)
+        return Cut(text[:at], mark, text[at + len(mark) :])
+    start = len(text)
+    for mark in marks:
+        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while 0 <= at < start:
+            if mark.startswith(text[at:]):
+                start = at
+            at = text.find(mark[0], at + 1)
+    start = len(text[:start].rstrip())
+    return Cut(text[:start], None, text[start:])
+
+
+# The marks that a parser looks for. Where they are special tokens, the text that the parser gets has them anyway; None:
+# it gets all special tokens.
+MARKS: dict[OutputParserName, tuple[str, ...] | None] = {
+    "text": (),
+    "think": ("<think>", "</think>"),
+    "hermes": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    "llama3": ("<think>", "</think>", "<|python_tag|>"),
+    "mistral": ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "deepseek_v3": (
+        "<think>",
+        "</think>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "harmony": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    "response_template": None,
+}

@@ -1,0 +1,70 @@
+"""Answers of checkpoints that bring a response template (tokenizer_config.json), read by transformers, whose module for
+it imports no torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from cluster.http.answer import Piece
+from cluster.http.output_parser import ReplyDelta
+from cluster.http.parsers.json_calls import CallPart
+from cluster.http.parsers.marked import CallDeltas
+
+REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
+
+
+class _EventParser(Protocol):
+    initial_events: list[dict[str, Any]]
+
+    def feed(self, text: str) -> list[dict[str, Any]]: ...
+
+    def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]: ...
+
+
+class ResponseTemplateParser:
+    """template: the checkpoint's. prompt: its text. tools: as the chat template gets them; none: calls are not read."""
+
+    def __init__(
+        self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]], parallel: bool
+    ) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._parser: _EventParser = ResponseParser(dict(template), prefix=prompt, tools=[dict(tool) for tool in tools])
+        self._with_calls = bool(tools)
+        self._deltas = CallDeltas(parallel)
+
+    def push(self, piece: Piece) -> ReplyDelta:
+        """See `cluster.http.output_parser.OutputParser`."""
+        events = self._parser.feed(piece.text) if piece.text else []
+        if piece.finish is not None:
+            events = [*events, *self._last_events()]
+        content = reasoning = ""
+        parts: list[CallPart] = []
+        for event in events:
+            name = event["field"]
+            if event["type"] == "region_chunk" and not event["dirty"]:
+                content += event["text"] if name == "content" else ""
+                reasoning += event["text"] if name in REASONING_FIELDS else ""
+            elif event["type"] == "region_close" and name == "tool_calls":
+                parts += _parts(event["value"])
+        deltas = self._deltas.of(parts) if self._with_calls else ()
+        finish = "tool_calls" if piece.finish == "stop" and self._deltas.any else piece.finish
+        return ReplyDelta(content, reasoning, deltas, finish)
+
+    def _last_events(self) -> list[dict[str, Any]]:
+        try:
+            return self._parser.finalize()[1]
+        except ValueError:  # an answer cut by length lacks what the template requires
+            return []
+
+
+def _parts(value: Any) -> list[CallPart]:
+    """Calls of a field's value, which is one call or several."""
+    parts = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        arguments = function.get("arguments", {})
+        if isinstance(function.get("name"), str):
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            parts.append(CallPart(function["name"], written))
+    return parts

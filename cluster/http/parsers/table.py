@@ -1,0 +1,47 @@
+"""Which parser a name means. See docs/add-an-endpoint.md."""
+
+from collections.abc import Callable
+
+from cluster.http.config import OutputParserName
+from cluster.http.output_parser import OutputParser, TextParser
+from cluster.http.parsers.harmony import HarmonyParser
+from cluster.http.parsers.marked import MarkedParser
+from cluster.http.parsers.reasoning import ReasoningReader
+from cluster.http.parsers.response_template import ResponseTemplateParser
+from cluster.http.parsers.tool_calls import CallReader, Llama3Calls, deepseek_calls, hermes_calls, mistral_calls
+from cluster.http.request import EdgeRequest
+from cluster.http.tokenizer import ChatTokenizer
+
+_Maker = Callable[[EdgeRequest, ChatTokenizer], OutputParser]
+
+
+def _marked(calls: Callable[[], CallReader] | None, opens: str = "<think>", closes: str = "</think>") -> _Maker:
+    def make(request: EdgeRequest, tokenizer: ChatTokenizer) -> OutputParser:
+        reasoning = ReasoningReader(opens, closes, request.prompt_text)
+        reader = calls() if calls is not None and request.reads_calls else None
+        return MarkedParser(reasoning, reader, request.parallel_calls)
+
+    return make
+
+
+def _harmony(request: EdgeRequest, tokenizer: ChatTokenizer) -> OutputParser:
+    return HarmonyParser(request.reads_calls, request.parallel_calls)
+
+
+def _response_template(request: EdgeRequest, tokenizer: ChatTokenizer) -> OutputParser:
+    assert tokenizer.response_template is not None
+    tools = request.tools if request.reads_calls else ()
+    return ResponseTemplateParser(tokenizer.response_template, request.prompt_text, tools, request.parallel_calls)
+
+
+# What a request may need of its model's form is in the request and the tokenizer.
+PARSERS: dict[OutputParserName, _Maker] = {
+    "text": lambda request, tokenizer: TextParser(),
+    "think": _marked(None),
+    "hermes": _marked(hermes_calls),
+    "llama3": _marked(Llama3Calls),
+    "mistral": _marked(mistral_calls, "[THINK]", "[/THINK]"),
+    "deepseek_v3": _marked(deepseek_calls),
+    "harmony": _harmony,
+    "response_template": _response_template,
+}

@@ -1,0 +1,177 @@
+"""Tool calls between marks, as each family of models writes them."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from cluster.http.parsers.json_calls import CallList, CallPart, JsonSpan
+from cluster.http.parsers.marks import cut
+
+PYTHON_TAG = "<|python_tag|>"
+_MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
+_DEEPSEEK_HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([^\n<`{]+?)(?:<｜tool▁sep｜>|\n```json)\s*(?={)")
+
+
+class CallReader(Protocol):
+    """Finds the calls of one answer."""
+
+    def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
+        """(content, parts of calls) that more text adds; text may be held back unless it is the end."""
+
+
+class CallBody(Protocol):
+    """What follows a mark: calls, until they are over."""
+
+    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
+        """Parts of calls, and the rest that belongs to none once they are over. end: no text follows."""
+
+
+class NamedCall:
+    """A name, then its arguments as a JSON object.
+
+    head: matches up to the arguments; group 1 is the name.
+    tail: the mark that ends the call, up to which nothing is shown; "": none.
+    """
+
+    def __init__(self, head: re.Pattern[str], tail: str = "") -> None:
+        self._head = head
+        self._tail = tail
+        self._held = ""
+        self._span: JsonSpan | None = None
+        self._complete = False
+
+    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
+        """See `CallBody`."""
+        parts: list[CallPart] = []
+        text, self._held = self._held + text, ""
+        if self._span is None:
+            found = self._head.match(text)
+            if found is None:
+                self._held = text
+                return parts, (text if end else None)
+            parts.append(CallPart(found[1], ""))
+            self._span, text = JsonSpan(), text[found.end() :]
+        if not self._complete:
+            arguments, rest = self._span.take(text)
+            if arguments:
+                parts.append(CallPart(None, arguments))
+            if rest is None:
+                return parts, None
+            self._complete, text = True, rest
+        if not self._tail:
+            return parts, text
+        _, mark, after = cut(text, (self._tail,))
+        if mark is None:
+            self._held = after
+            return parts, None
+        return parts, after
+
+
+class MistralBody:
+    """An array of calls, or (tokenizers from version 11 on) one call's name and arguments."""
+
+    def __init__(self) -> None:
+        self._body: CallBody | None = None
+
+    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
+        """See `CallBody`."""
+        if self._body is None:
+            if not text.strip():
+                return [], (text if end else None)
+            self._body = CallList() if text.lstrip()[0] in "[{" else NamedCall(_MISTRAL_HEAD)
+        return self._body.take(text, end)
+
+
+class MarkedCalls:
+    """Calls that begin with a mark. marks: what makes the body after each; None: the mark is only left out."""
+
+    def __init__(self, marks: Mapping[str, Callable[[], CallBody] | None]) -> None:
+        self._marks = marks
+        self._held = ""
+        self._mark = ""
+        self._body: CallBody | None = None
+        self._body_has_calls = False
+        self._has_calls = False
+
+    def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
+        """See `CallReader`."""
+        content: list[str] = []
+        parts: list[CallPart] = []
+        text, self._held = self._held + text, ""
+        while True:
+            if self._body is not None:
+                found, rest = self._body.take(text, end)
+                parts += found
+                self._body_has_calls = self._body_has_calls or bool(found)
+                self._has_calls = self._has_calls or bool(found)
+                if rest is None:
+                    break
+                if not self._body_has_calls:
+                    content.append(self._mark)
+                self._body, text = None, rest
+            before, mark, after = cut(text, tuple(self._marks))
+            self._show(before.rstrip() if mark else before, content)
+            if mark is None:
+                if end:
+                    self._show(after, content)
+                else:
+                    self._held = after
+                break
+            make = self._marks[mark]
+            self._mark, self._body, text = mark, make() if make else None, after
+            self._body_has_calls = False
+        return "".join(content), parts
+
+    def _show(self, text: str, content: list[str]) -> None:
+        """White space around calls is theirs."""
+        if text and not (self._has_calls and not text.strip()):
+            content.append(text)
+
+
+class Llama3Calls:
+    """An answer of Llama 3.x is either calls from its beginning on, or content."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._calls: CallList | None = None
+        self._is_content = False
+
+    def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
+        """See `CallReader`."""
+        if self._is_content:
+            return text, []
+        text, self._held = self._held + text, ""
+        if self._calls is None:
+            stripped = text.lstrip()
+            if not end and PYTHON_TAG.startswith(stripped):
+                self._held = text
+                return "", []
+            if not stripped.removeprefix(PYTHON_TAG).lstrip().startswith("{") and stripped != PYTHON_TAG:
+                self._is_content = True
+                return text, []
+            self._calls, text = CallList(), stripped.removeprefix(PYTHON_TAG)
+        parts, rest = self._calls.take(text, end)
+        if rest is None:
+            return "", parts
+        self._is_content = True
+        return rest, parts
+
+
+def hermes_calls() -> CallReader:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3."""
+    return MarkedCalls({"<tool_call>": lambda: CallList(1), "</tool_call>": None})
+
+
+def mistral_calls() -> CallReader:
+    return MarkedCalls({"[TOOL_CALLS]": MistralBody})
+
+
+def deepseek_calls() -> CallReader:
+    """V3 and R1 (with "function" and a fence around the arguments) and V3.1 (without)."""
+    return MarkedCalls(
+        {
+            "<｜tool▁calls▁begin｜>": None,
+            "<｜tool▁call▁begin｜>": lambda: NamedCall(_DEEPSEEK_HEAD, "<｜tool▁call▁end｜>"),
+            "<｜tool▁calls▁end｜>": None,
+        }
+    )

@@ -1,0 +1,190 @@
+"""/v1/responses as a chat: items of a conversation as messages, and the bodies of one as the bodies of the other.
+Raises ApiError."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.schema.request import ChatCompletionRequest, validation_fault
+from cluster.http.schema.responses_reply import FunctionCallItem, OutputItem, ReasoningItem
+from cluster.http.schema.responses_request import MAX_ITEMS, NamedFunction, ResponsesRequest
+
+MessageDict = dict[str, Any]
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_SAME_NAMES = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "speculative",
+    "cache_salt",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+    "request_id",
+)
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """document: as it was sent. messages: the conversation up to it and with it, without instructions."""
+
+    document: bytes
+    messages: Sequence[MessageDict]
+
+
+class ResponseStore:
+    """The last replies of one ingress. limit: how many; bytes_limit: of their documents and conversations."""
+
+    def __init__(self, limit: int, bytes_limit: int) -> None:
+        self._limit = limit
+        self._bytes_limit = bytes_limit
+        self._num_bytes = 0
+        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+
+    def put(self, response_id: str, response: StoredResponse, num_bytes: int) -> None:
+        """num_bytes: about what it takes. The oldest go until it fits."""
+        self._stored[response_id] = response, num_bytes
+        self._num_bytes += num_bytes
+        while self._stored and (len(self._stored) > self._limit or self._num_bytes > self._bytes_limit):
+            self._num_bytes -= self._stored.popitem(last=False)[1][1]
+
+    def get(self, response_id: str, param: str | None) -> StoredResponse:
+        """Raises ApiError (404)."""
+        if response_id not in self._stored:
+            message = (
+                f"Response '{response_id[:100]}' is not stored here: it was sent with store: false, has made room for "
+                "later ones, or was given by another ingress; send the whole conversation as input instead"
+            )
+            raise ApiError(404, message, param=param, code="previous_response_not_found")
+        return self._stored[response_id][0]
+
+    def remove(self, response_id: str) -> None:
+        """Raises ApiError (404)."""
+        self.get(response_id, None)
+        self._num_bytes -= self._stored.pop(response_id)[1]
+
+
+def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> ChatCompletionRequest:
+    """The chat that a request amounts to. conversation: `input_messages`, with what went before."""
+    values: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    values |= {"messages": [*instructions, *conversation], "max_completion_tokens": body.max_output_tokens}
+    if body.tools:
+        values["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+    choice = body.tool_choice
+    is_named = isinstance(choice, NamedFunction)
+    values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if is_named else choice  # type: ignore[union-attr]
+    if body.reasoning is not None:
+        values["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        values["response_format"] = _response_format(body.text.format)
+    if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
+        values |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    try:
+        return ChatCompletionRequest.model_validate(values)
+    except ValidationError as error:
+        raise renamed(validation_fault(error)) from None
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error of a chat's body, by the names of a response's."""
+    for chat, own in (("messages", "input"), ("max_completion_tokens", "max_output_tokens")):
+        if error.param is not None and error.param.startswith(chat):
+            error.param = own
+    if error.param is not None and error.param.startswith("response_format"):
+        error.param = "text.format" + error.param.removeprefix("response_format").removeprefix(".json_schema")
+    return error
+
+
+def input_messages(items: Any) -> list[MessageDict]:
+    """`input`, a text or items, as messages."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise invalid("input", "input must be a string or a list of items")
+    if len(items) > MAX_ITEMS:
+        raise invalid("input", f"input has {len(items)} items; at most {MAX_ITEMS} are allowed")
+    messages: list[MessageDict] = []
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise invalid(where, f"{where} must be an object")
+        match item.get("type", "message"):
+            case "message":
+                _add(messages, {"role": item.get("role"), "content": _content(item.get("content"), where)})
+            case "reasoning":
+                parts = item.get("content") or []
+                _add(messages, {"role": "assistant", "reasoning_content": _content(parts, where, ("reasoning_text",))})
+            case "function_call":
+                call = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+                calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
+                _add(messages, {"role": "assistant", "tool_calls": calls})
+            case "function_call_output":
+                content = _content(item.get("output"), where)
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case kind:
+                raise unsupported(f"{where}.type", f"items of type {str(kind)[:40]!r} are not known here")
+    return messages
+
+
+def output_messages(items: Sequence[OutputItem]) -> list[MessageDict]:
+    """The items of a reply as messages, for the turns after it."""
+    messages: list[MessageDict] = []
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            message: MessageDict = {"reasoning_content": "".join(part.text for part in item.content)}
+        elif isinstance(item, FunctionCallItem):
+            call = {"name": item.name, "arguments": item.arguments}
+            message = {"tool_calls": [{"id": item.call_id, "type": "function", "function": call}]}
+        else:
+            message = {"content": "".join(part.text for part in item.content)}
+        _add(messages, {"role": "assistant", **message})
+    return messages
+
+
+def _add(messages: list[MessageDict], message: MessageDict) -> None:
+    """Items of one turn of the assistant (reasoning, content, calls, in this order) are one message."""
+    last = messages[-1] if messages else {}
+    if message["role"] != "assistant" or last.get("role") != "assistant":
+        messages.append(message)
+    elif "tool_calls" in message:
+        last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+    elif "content" in message and "content" not in last and "tool_calls" not in last:
+        last["content"] = message["content"]
+    else:
+        messages.append(message)
+
+
+def _content(content: Any, where: str, kinds: Sequence[str] = _TEXT_PARTS) -> str:
+    """Parts of text are joined by line ends, as in chats."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(where, f"{where} must have text, or a list of parts of text")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+        elif kind not in kinds or not isinstance(part.get("text"), str):
+            raise unsupported(f"{where}.content[{i}]", f"only parts of type {' or '.join(kinds)} are")
+        else:
+            texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}

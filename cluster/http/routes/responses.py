@@ -1,0 +1,70 @@
+"""OpenAI's Responses: generation over items, with replies kept for the next turn."""
+
+import uuid
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as HTTPResponse
+
+from cluster.http.endpoint import Endpoint, delete, get, post
+from cluster.http.errors import JSON_HEADERS, ApiError, invalid
+from cluster.http.replies.reply import ReplyContext
+from cluster.http.replies.responses import ResponsesReply
+from cluster.http.request import chat_request
+from cluster.http.responses import ResponseStore, StoredResponse, chat_body, input_messages, output_messages, renamed
+from cluster.http.schema.responses_reply import DeletedResponse, Response, ResponseEvent
+from cluster.http.schema.responses_request import ResponsesRequest
+from cluster.http.serving import Edge, GenerationResponse
+
+
+def endpoints(edge: Edge) -> list[Endpoint]:
+    """Of one ingress."""
+    config, tokenizer = edge.config, edge.tokenizer
+    stored = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+
+    async def responses(http: Request, body: ResponsesRequest) -> HTTPResponse:
+        """Continues a conversation of items."""
+        store = body.store is not False
+        if not config.max_stored_responses:
+            if body.store or body.previous_response_id:
+                raise invalid(
+                    "store" if body.store else "previous_response_id",
+                    "store: responses are not stored here (ingress.max_stored_responses)",
+                )
+            store = False
+        earlier = stored.get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
+        conversation = [*(earlier.messages if earlier else ()), *input_messages(body.input)]
+        try:
+            request = await chat_request(chat_body(body, conversation), config, tokenizer)
+            if (grammar := request.choices[0].sampling.grammar) is not None:
+                await edge.grammars.check(grammar)
+        except ApiError as error:
+            raise renamed(error) from None
+        if body.request_id is not None:
+            http.state.request_id = body.request_id
+
+        def keep(response: Response, document: bytes) -> None:
+            if store:
+                messages = [*conversation, *output_messages(response.output)]
+                num_bytes = len(document) + len(msgspec.json.encode(messages))
+                stored.put(response.id, StoredResponse(document, messages), num_bytes)
+
+        def form(context: ReplyContext) -> ResponsesReply:
+            return ResponsesReply(context, body, store, keep)
+
+        return GenerationResponse(edge, request, form, f"resp_{uuid.uuid4().hex}", http.state.request_id)
+
+    async def retrieve(http: Request) -> HTTPResponse:
+        """A response that was stored."""
+        return HTTPResponse(stored.get(http.path_params["response_id"], None).document, headers=JSON_HEADERS)
+
+    async def remove(http: Request) -> DeletedResponse:
+        """Forgets a stored response."""
+        stored.remove(http.path_params["response_id"])
+        return DeletedResponse(id=http.path_params["response_id"])
+
+    return [
+        post("/v1/responses", responses, ResponsesRequest, Response, event=ResponseEvent, generates=True),
+        get("/v1/responses/{response_id}", retrieve, Response),
+        delete("/v1/responses/{response_id}", remove, DeletedResponse),
+    ]

@@ -1,0 +1,77 @@
+"""A checked body's parameters as the engine's `SamplingParams`. Called by `cluster.http.request`."""
+
+import hashlib
+
+from cluster.http.config import EdgeConfig
+from cluster.http.errors import invalid
+from cluster.http.prompts import check_token_ids
+from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from cluster.http.structured_output import GrammarMaker
+from cluster.http.tokenizer import ChatTokenizer
+from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
+
+MIN_TEMPERATURE = 1e-5  # below, the choice is greedy anyway and dividing logits overflows
+
+
+def sampling_params(
+    body: ChatCompletionRequest | CompletionRequest,
+    logprobs: int,
+    eos: frozenset[int],
+    config: EdgeConfig,
+    tokenizer: ChatTokenizer,
+) -> SamplingParams:
+    """What all choices have in common; max_tokens and seed are still to be set. eos: the model's own end-of-sequence
+    ids. Raises ApiError."""
+    temperature = _given(body.temperature, config.default_temperature)
+    top_p = _given(body.top_p, config.default_top_p)
+    top_k = max(0, int(_given(body.top_k, config.default_top_k)))
+    stop_tokens = eos.union(check_token_ids("stop_token_ids", body.stop_token_ids or [], tokenizer))
+    if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
+        raise invalid(
+            "stop_token_ids",
+            f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, the model's own {len(eos)} "
+            "included; send fewer, or use stop strings",
+        )
+    check_token_ids("allowed_token_ids", body.allowed_token_ids or [], tokenizer)
+    grammar = GrammarMaker(config, eos).of_body(body)
+    if grammar is not None and body.min_tokens:
+        raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
+    return SamplingParams(
+        max_tokens=0,
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        # top_p=0 is permitted by OpenAI and keeps the most likely token, which is what top_k=1 says.
+        top_k=top_k if top_p > 0.0 else 1,
+        top_p=top_p if top_p > 0.0 else 1.0,
+        min_p=_given(body.min_p, config.default_min_p),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, config.default_repetition_penalty),
+        logit_bias=_logit_bias(body.logit_bias or {}, tokenizer),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=tuple(sorted(stop_tokens)),
+        logprobs=logprobs,
+        speculative=body.speculative is not False,
+        grammar=grammar,
+        cache_salt=b"" if body.cache_salt is None else _salt(body.cache_salt),
+    )
+
+
+def _salt(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, float]:
+    biases = {}
+    for key, bias in given.items():
+        # str.isdigit alone would let other scripts' digits through.
+        token = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
+        if not 0 <= token < tokenizer.vocab_size:
+            raise invalid(
+                "logit_bias", f"logit_bias: {key[:20]!r} must be a token id from 0 to {tokenizer.vocab_size - 1}"
+            )
+        biases[token] = float(bias)
+    return biases
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,60 @@
+"""Documents and stream events of /v1/completions."""
+
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
+
+from cluster.http.schema.response import FinishReason, RequestMetrics, Struct, Usage
+
+
+class TextLogprobs(Struct):
+    """Parallel lists, an entry per token. text_offset: where its text begins in the answer's."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: tuple[int, ...]
+
+
+class TextChoice(Struct):
+    """stop_reason: the stop string or the stop token's id that ended the answer."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+    metrics: RequestMetrics | UnsetType = UNSET
+
+
+class TextChunkChoice(Struct):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(Struct, kw_only=True):
+    """An event of a stream. usage: null in all but the last, if the request asks for it."""
+
+    object: Literal["text_completion"] = "text_completion"
+    id: str
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET

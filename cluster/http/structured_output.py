@@ -1,0 +1,186 @@
+"""What a body asks of an answer's form, as the engine's `Grammar`: OpenAI's `response_format`, and the parameters of
+vLLM's clients (`structured_outputs`, `guided_*`) and SGLang's (`json_schema`, `regex`, `ebnf`).
+
+One of them may be given. Whether a grammar compiles is found out later (`cluster.http.grammar_checker`); what is wrong
+with it by itself is refused here. Called by `cluster.http.request`; tool calls make grammars by the same functions.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cluster.http.config import EdgeConfig
+from cluster.http.errors import ApiError, invalid, unsupported
+from workers.scheduling.plan import Grammar, GrammarKind
+from workers.structured_output.json_schema import UnsupportedSchemaError, checked_schema
+
+ANY_OBJECT = {"type": "object"}
+# of `structured_outputs`: what the answer must be, and how it is written
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_STYLE = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "whitespace_pattern")
+MAX_CHOICE_ENTRIES = 1024
+
+
+class GrammarMaker:
+    """Makes grammars of one request. end_token_ids: on which its answer may end."""
+
+    def __init__(self, config: EdgeConfig, end_token_ids: frozenset[int]) -> None:
+        self._config = config
+        self._end = tuple(sorted(end_token_ids))
+
+    def of_body(self, body: Any) -> Grammar | None:
+        """What a body with the parameters of `cluster.http.schema.request` asks for. Raises ApiError."""
+        makers: dict[str, Callable[[str, Any], Grammar | None]] = {
+            "response_format": self._response_format,
+            "structured_outputs": self._structured_outputs,
+            "guided_json": self.json_schema,
+            "guided_regex": self.regex,
+            "guided_choice": self.choice,
+            "guided_grammar": self.ebnf,
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "ebnf": self.ebnf,
+            "allowed_token_ids": self.tokens,
+            "bad_words": self.without,
+        }
+        found: dict[str, Grammar] = {}
+        for param, make in makers.items():
+            value = getattr(body, param)
+            grammar = make(param, value) if value is not None else None
+            if grammar is not None:
+                found[param] = grammar
+        if len(found) > 1:
+            first, second, *_ = found
+            raise invalid(second, f"{second} cannot be combined with {first}; ask for one form of answer")
+        return next(iter(found.values()), None)
+
+    def json_schema(self, param: str, schema: Any, any_whitespace: bool = True) -> Grammar:
+        """A text of JSON that `schema` describes, an object, true or a string of JSON. Raises ApiError."""
+        if isinstance(schema, str):
+            schema = _parsed(param, schema)
+        try:
+            text = checked_schema(schema, self._config.max_schema_depth)
+        except UnsupportedSchemaError as error:
+            raise ApiError(400, f"{param}: JSON schema: {error}", param=param, code="unsupported_json_schema") from None
+        return self._grammar(param, "json_schema", text, any_whitespace)
+
+    def regex(self, param: str, pattern: Any) -> Grammar:
+        """A text that a regular expression matches as a whole. Raises ApiError."""
+        return self._grammar(param, "regex", _text(param, pattern))
+
+    def ebnf(self, param: str, text: Any) -> Grammar:
+        """A text of a grammar in GBNF, of the rule `root`. Raises ApiError."""
+        return self._grammar(param, "ebnf", _text(param, text))
+
+    def choice(self, param: str, entries: Any) -> Grammar:
+        """One of the strings. Raises ApiError."""
+        is_list = isinstance(entries, list) and 1 <= len(entries) <= MAX_CHOICE_ENTRIES
+        if not is_list or not all(isinstance(entry, str) and entry for entry in entries):
+            raise invalid(param, f"{param} must be a list of 1 to {MAX_CHOICE_ENTRIES} strings that are not empty")
+        return self._grammar(param, "choice", json.dumps(entries, ensure_ascii=False))
+
+    def structural_tag(self, param: str, tag: Any) -> Grammar:
+        """Free text with parts that follow schemas, xgrammar's structural tag: {"type": "structural_tag", "format":
+        {...}}, or the older {"structures": [...], "triggers": [...]}. Raises ApiError."""
+        if isinstance(tag, str):
+            tag = _parsed(param, tag)
+        if not isinstance(tag, dict) or not ("format" in tag or {"structures", "triggers"} <= tag.keys()):
+            raise invalid(param, f"{param} must be an object with `format`, or with `structures` and `triggers`")
+        try:
+            checked = self._with_checked_schemas({"type": "structural_tag", **tag}, self._config.max_schema_depth)
+        except UnsupportedSchemaError as error:
+            raise ApiError(400, f"{param}: JSON schema: {error}", param=param, code="unsupported_json_schema") from None
+        return self._grammar(param, "structural_tag", json.dumps(checked, ensure_ascii=False))
+
+    def tokens(self, param: str, ids: Sequence[int]) -> Grammar:
+        """At least one token, all of `ids`."""
+        each = [{"type": "token", "token": token} for token in ids]
+        return self.structural_tag(param, {"format": {"type": "plus", "content": {"type": "or", "elements": each}}})
+
+    def without(self, param: str, words: Sequence[str]) -> Grammar | None:
+        """A text in which none of `words` occurs."""
+        if not words:
+            return None
+        return self.structural_tag(param, {"format": {"type": "any_text", "excludes": list(words)}})
+
+    def _with_checked_schemas(self, value: Any, depth: int) -> Any:
+        """A structural tag with its schemas written for the compiler."""
+        if depth == 0:
+            raise UnsupportedSchemaError("", "", f"it is nested more than {self._config.max_schema_depth} deep")
+        if isinstance(value, list):
+            return [self._with_checked_schemas(each, depth - 1) for each in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: json.loads(checked_schema(each, self._config.max_schema_depth))
+            if key in ("schema", "json_schema") and isinstance(each, dict | bool)
+            else self._with_checked_schemas(each, depth - 1)
+            for key, each in value.items()
+        }
+
+    def _response_format(self, param: str, value: Any) -> Grammar | None:
+        kind = value.get("type")
+        match kind:
+            case "text":
+                return None
+            case "json_object":
+                return self.json_schema(param, ANY_OBJECT)
+            case "json_schema":
+                given = value.get("json_schema")
+                if not isinstance(given, dict) or "schema" not in given:
+                    raise invalid(f"{param}.json_schema", f"{param}.json_schema must be an object with `schema`")
+                return self.json_schema(f"{param}.json_schema.schema", given["schema"])
+            case "structural_tag":
+                return self.structural_tag(param, value)
+        known = "text, json_object, json_schema, structural_tag"
+        raise invalid(f"{param}.type", f"{param}.type={kind!r}: must be one of {known}")
+
+    def _structured_outputs(self, param: str, value: Mapping[str, Any]) -> Grammar | None:
+        for name in value:
+            if name not in (*_KINDS, *_STYLE):
+                raise invalid(f"{param}.{name[:100]}", f"Unknown parameter: {param}.{name[:100]}", "unknown_parameter")
+        if value.get("whitespace_pattern") is not None:
+            raise unsupported(f"{param}.whitespace_pattern", "use disable_any_whitespace")
+        given = [name for name in _KINDS if value.get(name) not in (None, False)]
+        if len(given) > 1:
+            raise invalid(param, f"{param}: {given[1]} cannot be combined with {given[0]}; ask for one form of answer")
+        if not given:
+            return None
+        (name,) = given
+        where, wanted = f"{param}.{name}", value[name]
+        any_whitespace = not value.get("disable_any_whitespace")
+        match name:
+            case "json":
+                return self.json_schema(where, wanted, any_whitespace)
+            case "json_object":
+                return self.json_schema(where, ANY_OBJECT, any_whitespace)
+            case "regex":
+                return self.regex(where, wanted)
+            case "choice":
+                return self.choice(where, wanted)
+            case "grammar":
+                return self.ebnf(where, wanted)
+        return self.structural_tag(where, wanted)
+
+    def _grammar(self, param: str, kind: GrammarKind, text: str, any_whitespace: bool = True) -> Grammar:
+        limit = self._config.max_grammar_bytes
+        if len(text.encode()) > limit:
+            raise invalid(param, f"{param} is larger than {limit} bytes (ingress.max_grammar_bytes); make it smaller")
+        if not self._end:
+            raise unsupported(
+                param, "the answer could not end: leave out ignore_eos, or give the model an eos_token_id"
+            )
+        return Grammar(kind, text, self._end, any_whitespace)
+
+
+def _parsed(param: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(param, f"{param} is not JSON: {error}") from None
+
+
+def _text(param: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise invalid(param, f"{param} must be a string that is not empty")
+    return value

@@ -1,0 +1,112 @@
+"""Which tools a chat may call, and must; and what of a request goes to the chat template by name. Raises ApiError."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.http.config import OutputParserName
+from cluster.http.errors import invalid, unsupported
+from cluster.http.parsers.call_grammar import SYNTAX, after_thinking, calls_format, content_format
+from cluster.http.schema.message import NamedTool, Tool
+from cluster.http.schema.request import ChatCompletionRequest
+from cluster.http.structured_output import GrammarMaker
+from workers.scheduling.plan import Grammar
+
+# What templates call the switch between thinking and not thinking: Qwen3, DeepSeek V3.1.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+
+
+@dataclass(frozen=True)
+class ToolCalling:
+    """tools: those that the model is shown. forced: it must call one of `callable_tools`. parallel: or several."""
+
+    tools: tuple[Tool, ...] = ()
+    callable_tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    parallel: bool = True
+
+
+def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolCalling:
+    """With `tool_choice: "none"` the model is shown no tools."""
+    tools, choice = tuple(body.tools or ()), body.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools")
+        return ToolCalling()
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise invalid("tools", "tools: two functions have one name")
+    if choice == "none":
+        return ToolCalling()
+    if parser not in SYNTAX and parser != "response_template":
+        known = ", ".join(sorted([*SYNTAX, "response_template"]))
+        raise unsupported(
+            "tools",
+            "this model's chat template shows no known form of tool calls; if the model has one, the server's "
+            f"configuration can name it (ingress.output_parser: {known})",
+        )
+    parallel = body.parallel_tool_calls is not False
+    if choice in (None, "auto"):
+        return ToolCalling(tools, tools, False, parallel)
+    if parser not in SYNTAX:
+        raise unsupported("tool_choice", "calls in the form of this model's response template cannot be forced")
+    if isinstance(choice, NamedTool):
+        named = tuple(tool for tool in tools if tool.function.name == choice.function.name)
+        if not named:
+            raise invalid("tool_choice", f"tool_choice: '{choice.function.name}' is not among the tools")
+        return ToolCalling(tools, named, True, False)
+    return ToolCalling(tools, tools, True, parallel)
+
+
+def answer_grammar(
+    own: Grammar | None,
+    calls: ToolCalling,
+    parser: OutputParserName,
+    prompt: str,
+    template: str,
+    maker: GrammarMaker,
+) -> Grammar | None:
+    """What a chat's answer must be: calls of tools, or the form that the request asks for, `own`, or either; after what
+    the model may think. prompt, template: texts."""
+    if own is not None and calls.forced:
+        raise invalid("tool_choice", "tool_choice asks for a call; a form of answer cannot be asked for beside it")
+    either = own is not None and bool(calls.tools) and parser in SYNTAX
+    of_calls: Any = None
+    if calls.tools and parser in SYNTAX:
+        forced = calls.forced or either
+        of_calls = calls_format(parser, calls.callable_tools, forced, calls.parallel, template)
+        if of_calls is not None:
+            checked = maker.structural_tag("tools", {"format": of_calls})
+            of_calls, end = json.loads(checked.text)["format"], checked.end_token_ids
+    if own is None:
+        if of_calls is None:
+            return None
+        form = after_thinking(parser, of_calls, prompt, template) if calls.forced else of_calls
+        return Grammar("structural_tag", _structural_tag(form), end)
+    content = content_format(parser, own)
+    if content is None:  # an older structural tag, which is not made of formats
+        return own
+    if of_calls is not None:
+        content = {"type": "or", "elements": [of_calls, content]}
+    form = after_thinking(parser, content, prompt, template)
+    if form is content and of_calls is None and parser != "harmony":
+        return own
+    return Grammar("structural_tag", _structural_tag(form), own.end_token_ids, own.any_whitespace)
+
+
+def _structural_tag(form: Mapping[str, Any]) -> str:
+    return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+
+
+def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[str, Any] | None:
+    """`chat_template_kwargs`, and `reasoning_effort` under the name by which the template knows it."""
+    variables, effort = body.chat_template_kwargs, body.reasoning_effort
+    if effort is None:
+        return variables
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **(variables or {})}
+    for name in _THINKING_SWITCHES:
+        if f" {name}" in template or f"({name}" in template:
+            return {name: effort != "none", **(variables or {})}
+    raise unsupported("reasoning_effort", "the model's chat template has no switch for it")

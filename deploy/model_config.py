@@ -1,0 +1,107 @@
+"""A configuration made of a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`; and models by
+their names on the hub."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from cluster.config import ConfigError
+from deploy.configs import find_config, packaged_names
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # of a repository, what a checkpoint is made of here
+
+
+def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
+    """The config file that the command line means: an existing one, a packaged one's name, or one made here for a model
+    in a folder or on the hub, written to --save or into `scratch`. Raises ConfigError."""
+    given = str(arguments.config)
+    if not _names_model(given):
+        wanted = {"--draft": arguments.draft, "--tensor-parallel": arguments.tensor_parallel, "--set": arguments.set}
+        wanted |= {"--save": arguments.save, "--revision": arguments.revision}
+        if used := [name for name, value in wanted.items() if value]:
+            raise ConfigError(f"{used[0]}: only beside a model; {given} is a config file: write it there")
+        return find_config(arguments.config)
+    model = model_folder(given, arguments.revision)
+    args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
+    if arguments.draft:
+        draft = model_folder(arguments.draft, None)
+        args["speculative"] = {"method": _head_method(draft), "path": str(draft)}
+    if arguments.tensor_parallel is not None:
+        args["parallel"] = {"tensor_parallel": arguments.tensor_parallel}
+    for assignment in arguments.set:
+        _assign(args, assignment)
+    content = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": getattr(arguments, "port", None) or 8000},
+        "logging_config": {"enable_access_log": False},
+        "applications": [{"name": "aerie", "route_prefix": "/", "import_path": "deploy.app:build", "args": args}],
+    }
+    text = yaml.safe_dump(content, sort_keys=False)
+    print(text, end="", flush=True)
+    path = arguments.save or scratch / "serve.yaml"
+    path.write_text(text)
+    return Path(path)
+
+
+def model_folder(name: str, revision: str | None) -> Path:
+    """The folder of a model: itself, or where the hub's copy lies, downloaded if it is not there yet, with the hub's
+    own cache, token and environment. Raises ConfigError."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+    except HFValidationError as error:
+        raise ConfigError(f"{name}: no such folder, and no name on the hub ({error})") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{name}: cannot be downloaded ({reason}); without a network give a folder that holds config.json, "
+            "tokenizer.json and *.safetensors, or log in (`hf auth login`) where the model asks for it"
+        ) from None
+
+
+def _names_model(given: str) -> bool:
+    """A folder with a checkpoint, or a name of the form OWNER/NAME that is no file."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    is_name = given.count("/") == 1 and not given.startswith((".", "/", "~")) and not given.endswith((".yaml", ".yml"))
+    return is_name and not path.is_file() and given not in packaged_names()
+
+
+def _served_name(given: str, folder: Path) -> str:
+    return folder.name if Path(given).expanduser().is_dir() else given
+
+
+def _head_method(folder: Path) -> str:
+    """Which kind of EAGLE head a checkpoint is: only EAGLE-3's say so, by architecture or by their own vocabulary."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--draft {folder}: its config.json cannot be read ({error})") from None
+    architectures = " ".join(config.get("architectures") or [])
+    return "eagle3" if "eagle3" in architectures.lower() or "draft_vocab_size" in config else "eagle"
+
+
+def _assign(args: dict[str, Any], assignment: str) -> None:
+    """`cache.memory_gb=4`: values as YAML has them. Whether a key exists is checked with the whole configuration."""
+    key, found, value = assignment.partition("=")
+    parts: Sequence[str] = key.split(".")
+    if not found or not all(parts):
+        raise ConfigError(f"--set {assignment}: must be KEY=VALUE, such as cache.memory_gb=4")
+    section: Any = args
+    for part in parts[:-1]:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"--set {assignment}: {part} is no section")
+    try:
+        section[parts[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {assignment}: the value is not YAML; quote it") from None

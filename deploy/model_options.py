@@ -1,0 +1,20 @@
+"""Options of `aerie serve MODEL` and `aerie plan MODEL`, which `deploy.model_config` reads. Imports nothing heavy."""
+
+import argparse
+from pathlib import Path
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that stand in for a Serve config file."""
+    options = parser.add_argument_group("with a model instead of a config file")
+    options.add_argument("--draft", metavar="HEAD", help="EAGLE head: folder or name on the hub")
+    options.add_argument("--tensor-parallel", type=int, metavar="N", help="workers of one engine (default: 1)")
+    options.add_argument("--revision", help="of the model on the hub: branch, tag or commit")
+    options.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any key of docs/configuration.md, such as cache.memory_gb=4; can be repeated",
+    )
+    options.add_argument("--save", type=Path, metavar="FILE", help="keep the config file that this amounts to")

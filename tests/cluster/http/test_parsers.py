@@ -1,0 +1,177 @@
+"""Every form of answer, cut at every place: streams add up to the whole, and nothing of the marks is shown."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cluster.http.answer import Piece
+from cluster.http.config import OutputParserName
+from cluster.http.output_parser import joined_deltas
+from cluster.http.parsers.detection import detect_parser
+from cluster.http.parsers.table import PARSERS
+from tests.support.fake_engine import chat_tokenizer
+
+DEEPSEEK_V3 = (
+    "on it<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>\n"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V3_1 = (
+    "on it<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>"
+    "{}<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+HERMES = (
+    'on it\n<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>\n'
+    '<tool_call>\n{{"arguments": {arguments}, "name": "{name}"}}\n</tool_call>'
+)
+HARMONY = (
+    "<|channel|>analysis<|message|>so\n be it<|end|><|start|>assistant<|channel|>commentary<|message|>on it<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+    "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}"
+)
+ARGUMENTS = '{"at": [1, {"x": "}]\\"\\\\"}], "b": "</tool_call"}'
+CALLS = [("look_up", ARGUMENTS), ("stop.it-2", "{}")]
+THOUGHT = "<think>\nso\n be it\n</think>\n\n"
+FLAT = [part for call in CALLS for part in call]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The fields of an `EdgeRequest` that parsers read."""
+
+    prompt_text: str = ""
+    reads_calls: bool = True
+    parallel_calls: bool = True
+    tools: tuple[Any, ...] = ({"type": "function", "function": {"name": "look_up", "parameters": {}}},)
+
+
+def _hermes() -> str:
+    return HERMES.format(*CALLS[0], name=CALLS[1][0], arguments=CALLS[1][1])
+
+
+FORMS: list[tuple[OutputParserName, str, str, str]] = [  # parser, answer, content, reasoning
+    ("hermes", _hermes(), "on it", ""),
+    ("hermes", THOUGHT + _hermes(), "on it", "so\n be it"),
+    ("deepseek_v3", DEEPSEEK_V3.format(*FLAT), "on it", ""),
+    ("deepseek_v3", THOUGHT + DEEPSEEK_V3_1.format(*FLAT), "on it", "so\n be it"),
+    ("harmony", HARMONY.format(*FLAT), "on it", "so\n be it"),
+    ("mistral", "on it[TOOL_CALLS]{}[ARGS]{}[TOOL_CALLS]{}{}".format(*FLAT), "on it", ""),
+    (
+        "mistral",
+        "[THINK]so\n be it[/THINK]on it[TOOL_CALLS] "
+        + json.dumps([{"name": name, "arguments": json.loads(arguments)} for name, arguments in CALLS]),
+        "on it",
+        "so\n be it",
+    ),
+    ("llama3", "; ".join(f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in CALLS), "", ""),
+    (
+        "llama3",
+        f'<|python_tag|>{{"type": "function", "name": "look_up", "parameters": {ARGUMENTS}}}\n{{"name": "stop.it-2"}}',
+        "",
+        "",
+    ),
+]
+
+
+def _parse(
+    name: OutputParserName, pieces: list[str], finish: Any = "stop", **request: Any
+) -> tuple[Any, Any, list[Any]]:
+    parser = PARSERS[name](Request(**request), chat_tokenizer())  # type: ignore[arg-type]
+    deltas = [parser.push(Piece(text, (0,))) for text in pieces[:-1]]
+    deltas.append(parser.push(Piece(pieces[-1], (0,), finish=finish)))
+    whole, calls = joined_deltas(deltas)
+    assert len({call.id for call in calls}) == len(calls)
+    return whole, [(call.function.name, call.function.arguments) for call in calls], deltas
+
+
+@pytest.mark.parametrize(("name", "answer", "content", "reasoning"), FORMS)
+def test_every_form_cut_at_every_place(name: OutputParserName, answer: str, content: str, reasoning: str) -> None:
+    for at in range(len(answer) + 1):
+        whole, calls, _ = _parse(name, [answer[:at], answer[at:]])
+        assert (whole.content, whole.reasoning, whole.finish) == (content, reasoning, "tool_calls"), at
+        assert [(n, json.loads(a)) for n, a in calls] == [(n, json.loads(a)) for n, a in CALLS], at
+
+
+@pytest.mark.parametrize(("name", "answer", "content", "reasoning"), FORMS)
+def test_characters_one_by_one_and_cut_short(name: OutputParserName, answer: str, content: str, reasoning: str) -> None:
+    whole, calls, deltas = _parse(name, [*answer, ""])
+    assert (whole.content, whole.reasoning, len(calls)) == (content, reasoning, 2)
+    arguments = [part for delta in deltas for part in delta.tool_calls]
+    assert len(arguments) > 10, "arguments come as they are written"
+    for end in range(0, len(answer), 7):
+        cut_short, found, _ = _parse(name, [*answer[:end], ""], "length")
+        assert cut_short.finish == "length"
+        # A mark that is cut itself cannot be known for one.
+        assert cut_short.reasoning.partition("\n</")[0] in reasoning or reasoning in cut_short.reasoning
+        assert len(found) <= 2
+        for (found_name, found_arguments), (call_name, _) in zip(found, CALLS, strict=False):
+            assert found_name == call_name and isinstance(found_arguments, str)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "deepseek_v3", "think"])
+@pytest.mark.parametrize(
+    "text", ["plain", " two \n\n lines ", "a < b", "<tool", "{", '{"a": 1}', '{"name": 5}', "[1]", "<thin", ""]
+)
+def test_text_without_calls_is_content_as_it_is(name: OutputParserName, text: str) -> None:
+    for at in range(len(text) + 1):
+        whole, calls, _ = _parse(name, [text[:at], text[at:]])
+        assert (whole.content, calls, whole.finish) == (text, [], "stop"), at
+
+
+def test_what_is_no_call_after_all_is_content() -> None:
+    whole, calls, _ = _parse("hermes", ["<tool_call>", '{"nam', 'e": 5}</tool_call>'])
+    assert whole.content == '<tool_call>{"name": 5}' and not calls
+    whole, calls, _ = _parse("hermes", ["<tool_call>", "not JSON"])
+    assert whole.content == "<tool_call>not JSON" and not calls
+
+
+def test_thinking_begins_in_the_prompt() -> None:
+    whole, _, _ = _parse("hermes", ["so ", "be it</think>", "\n\nyes"], prompt_text="user: hi\nassistant: <think>\n")
+    assert (whole.reasoning, whole.content) == ("so be it", "yes")
+    whole, _, _ = _parse("hermes", ["so be it"], "length", prompt_text="<think>")
+    assert (whole.reasoning, whole.content) == ("so be it", "")
+    whole, _, _ = _parse("hermes", ["so be it"], prompt_text="<think>\n\n</think>\n\n")
+    assert (whole.reasoning, whole.content) == ("", "so be it")
+
+
+def test_without_tools_calls_are_text() -> None:
+    whole, calls, _ = _parse("hermes", [_hermes()], reads_calls=False)
+    assert (whole.content, calls, whole.finish) == (_hermes(), [], "stop")
+    whole, calls, _ = _parse("harmony", [HARMONY.format(*FLAT)], reads_calls=False)
+    assert (whole.content, calls, whole.finish) == ("on it", [], "stop")
+
+
+@pytest.mark.parametrize(("name", "answer", "content", "reasoning"), FORMS)
+def test_one_call_at_most_where_calls_are_not_parallel(
+    name: OutputParserName, answer: str, content: str, reasoning: str
+) -> None:
+    _, calls, _ = _parse(name, [answer], parallel_calls=False)
+    assert calls == [(CALLS[0][0], json.dumps(json.loads(ARGUMENTS)))]
+
+
+def test_harmony_without_heads_is_content() -> None:
+    whole, _, _ = _parse("harmony", ['{"a":', " 1}"])
+    assert whole.content == '{"a": 1}'
+    whole, _, _ = _parse("harmony", ["<|channel|>final<|message|>yes"])
+    assert (whole.content, whole.finish) == ("yes", "stop")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ messages }}", "text"),
+        (None, "text"),
+        ("{{ '<|channel|>' }}{{ '<|message|>' }}<tool_call>", "harmony"),
+        ("<think> <｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("[TOOL_CALLS]", "mistral"),
+        ('<|start_header_id|> {% if tools %} "parameters"', "llama3"),
+        ("<|start_header_id|>", "text"),
+        ('<tool_call> "arguments" </think>', "hermes"),
+        ('<tool_call> "arguments" <function=', "text"),
+        ('<tool_call> "arguments" <function= </think>', "think"),
+    ],
+)
+def test_the_template_tells_the_parser(template: str | None, name: str) -> None:
+    assert detect_parser(template, False) == name
+    assert detect_parser(template, True) == "response_template"

@@ -1,0 +1,98 @@
+"""Tool calls and forms of answer end to end: OpenAI's client, the HTTP edge, and the embedded pair with speculation.
+The pair was not trained for tools, so the calls are forced; what comes is valid because of the constraint."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from cluster.http.tokenizer import ChatTokenizer
+from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
+from deploy.offline import LLM
+from tests.support.edge_client import MODEL, served
+from workers.scheduling.plan import SamplingParams
+
+TARGET = Path(__file__).resolve().parents[2] / "deploy" / "models" / "target"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["celsius", "kelvin"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+TIME: Any = {"type": "function", "function": {"name": "time"}}
+MESSAGES: Any = [{"role": "user", "content": "How is the weather?"}]
+
+
+class OfflineEngine:
+    """`cluster.http.engine_client.EngineClient` over an engine of this process; an answer comes in pieces of three."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    async def generate(
+        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
+    ) -> AsyncGenerator[TokenDelta, None]:
+        (completion,) = await asyncio.to_thread(self._llm._run, [prompt], sampling)
+        tokens = completion.token_ids
+        for at in range(0, len(tokens), 3):
+            finish = str(completion.finish_reason) if at + 3 >= len(tokens) else None
+            yield TokenDelta(request_id, tokens[at : at + 3], finish)
+
+    async def stats(self) -> list[EngineStats]:
+        return []
+
+    async def flush_cache(self) -> list[FlushOutcome]:
+        return []
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    torch.set_num_threads(1)
+    with LLM("eagle", tensor_parallel=1) as llm:
+        yield llm
+
+
+def _check(name: str, arguments: str) -> None:
+    parsed = json.loads(arguments)
+    if name == "time":
+        assert parsed == {}
+    else:
+        assert name == "weather" and parsed["unit"] in ("celsius", "kelvin") and 1 <= parsed["days"] <= 9
+        assert set(parsed) == {"unit", "days"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_forced_calls_are_whole_and_valid(llm: LLM, temperature: float) -> None:
+    config: dict[str, Any] = {"output_parser": "hermes", "max_model_len": 512}
+    common: Any = {"model": MODEL, "temperature": temperature, "seed": 5}
+    async with (
+        served(OfflineEngine(llm), ChatTokenizer.from_folder(TARGET), **config) as url,  # type: ignore[arg-type]
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        chats = client.chat.completions
+        named: Any = {"type": "function", "function": {"name": "weather"}}
+        whole = await chats.create(messages=MESSAGES, tools=[WEATHER, TIME], tool_choice=named, **common)
+        async with chats.stream(
+            messages=MESSAGES, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False, **common
+        ) as stream:
+            streamed = await stream.get_final_completion()
+        own: Any = {"model": MODEL, "temperature": temperature, "extra_body": {"seed": 5}, "parallel_tool_calls": False}
+        tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+        response = await client.responses.create(input="Hello", tools=[tool], tool_choice="required", **own)
+        schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": PARAMETERS}}
+        form = await chats.create(messages=MESSAGES, response_format=schema, **common)
+    for choice in (whole.choices[0], streamed.choices[0]):
+        (call,) = choice.message.tool_calls or []
+        assert choice.finish_reason == "tool_calls" and not choice.message.content
+        _check(call.function.name, call.function.arguments)  # type: ignore[union-attr]
+    assert response.output
+    for item in response.output:
+        assert item.type == "function_call"
+        _check(item.name, item.arguments)
+    _check("weather", form.choices[0].message.content or "")

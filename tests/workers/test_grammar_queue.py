@@ -1,0 +1,83 @@
+"""Grammars are compiled before their requests are admitted, unless nobody would wait for the compiler."""
+
+import msgspec
+
+from attention.config import CacheConfig
+from tests.support.scripted import ScriptedExecutor
+from workers.config import RoundShapes, SchedulerConfig
+from workers.scheduling.plan import Grammar, SamplingParams, StepPlan
+from workers.scheduling.request import FinishReason, Request
+from workers.scheduling.scheduler import Scheduler
+
+FIRST, SECOND = Grammar("regex", "a", (1,)), Grammar("regex", "b", (1,))
+
+
+class Engine:
+    """A scheduler and ranks whose compiler does as it is told."""
+
+    def __init__(self) -> None:
+        config, cache = SchedulerConfig(max_running=4, max_step_tokens=32), CacheConfig(page_size=4)
+        self.scheduler = Scheduler(config, cache, 200, 400, lambda: 0.0)
+        self.executor = ScriptedExecutor(RoundShapes(), 4, 200)
+        self.num_grammars = 0
+
+    def submit(self, name: str, grammar: Grammar | None) -> Request:
+        request = Request(name, [3, 4, 5], SamplingParams(50, grammar=grammar))
+        self.scheduler.submit(request)
+        return request
+
+    def step(self, failed: bytes = b"") -> tuple[StepPlan, list[FinishReason | None]]:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self.executor.submit(plan)
+        result = msgspec.structs.replace(self.executor.take(), num_grammars=self.num_grammars, failed=failed)
+        return plan, [output.finish_reason for output in self.scheduler.apply(result)]
+
+
+def test_a_request_alone_is_admitted_at_once() -> None:
+    engine = Engine()
+    engine.submit("a", FIRST)
+    plan, _ = engine.step()
+    assert len(plan.inits) == 1 and plan.grammars == ()
+
+
+def test_beside_others_it_waits_for_the_compiler_and_lets_others_pass() -> None:
+    engine = Engine()
+    engine.submit("running", None)
+    engine.step()
+    for name, grammar in (("a", FIRST), ("b", SECOND), ("c", FIRST), ("free", None)):
+        engine.submit(name, grammar)
+    plan, _ = engine.step()
+    assert plan.grammars == (FIRST, SECOND)
+    assert len(plan.inits) == 1 and plan.inits[0].sampling.grammar is None
+    plan, _ = engine.step()
+    assert plan.inits == () and plan.grammars == ()
+    engine.num_grammars = 1
+    engine.step()
+    plan, _ = engine.step()
+    assert [init.sampling.grammar for init in plan.inits] == [FIRST, FIRST]
+
+
+def test_new_ranks_are_told_again() -> None:
+    engine = Engine()
+    engine.submit("running", None)
+    engine.step()
+    engine.submit("a", FIRST)
+    engine.num_grammars = 1
+    assert engine.step()[0].grammars == (FIRST,)
+    engine.scheduler.requeue_all(epoch=1)
+    engine.scheduler.abort("a")
+    engine.executor, engine.num_grammars = ScriptedExecutor(RoundShapes(), 4, 200), 0
+    engine.step()
+    engine.submit("b", FIRST)
+    assert engine.step()[0].grammars == (FIRST,)
+
+
+def test_a_request_that_left_its_grammar_ends_with_an_error() -> None:
+    engine = Engine()
+    request = engine.submit("a", FIRST)
+    engine.step()
+    num_tokens = len(request.output)
+    _, reasons = engine.step(failed=b"\0\0\0\0")
+    assert reasons == [FinishReason.ERROR] and len(request.output) == num_tokens
+    assert engine.scheduler.num_running == 0

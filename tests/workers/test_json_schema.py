@@ -1,0 +1,85 @@
+"""Which schemas are enforced whole: what is rewritten, and what is refused by which keyword."""
+
+import json
+from typing import Any
+
+import pytest
+
+from workers.structured_output.json_schema import UnsupportedSchemaError, checked_schema
+
+UNSUPPORTED: list[tuple[Any, str, str]] = [
+    ({"not": {"type": "integer"}}, "not", "#"),
+    ({"if": {}, "then": {}}, "if", "#"),
+    ({"type": "array", "contains": {}}, "contains", "#"),
+    ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems", "#/properties/a"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired", "#"),
+    ({"type": "object", "required": ["a"]}, "required", "#"),
+    ({"type": "object", "properties": {"b": {}}, "propertyNames": {"pattern": "a"}}, "propertyNames", "#"),
+    ({"type": "object", "properties": {"b": False}}, "false", "#/properties/b"),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "allOf", "#"),
+    ({"anyOf": [{"type": "integer"}], "minimum": 3}, "minimum", "#"),
+    ({"type": "object", "anyOf": [{"$ref": "#"}]}, "type", "#/anyOf/0"),
+    ({"$defs": {"a": {}}, "$ref": "#/$defs/a", "minimum": 3}, "minimum", "#"),
+    ({"$ref": "#/$defs/a"}, "$ref", "#"),
+    ({"$ref": "#"}, "$ref", "#"),
+    ({"$ref": "https://example.com/schema"}, "$ref", "#"),
+    ({"$defs": {"a": {"$anchor": "x"}}, "$ref": "#/$defs/a"}, "$anchor", "#/$defs/a"),
+    ({"type": "string", "pattern": "a", "maxLength": 3}, "maxLength", "#"),
+    ({"type": "string", "format": "date", "minLength": 3}, "minLength", "#"),
+    ({"type": "string", "format": "regex"}, "format", "#"),
+    ({"type": "number", "multipleOf": 0.5}, "multipleOf", "#"),
+    ({"type": "integer", "multipleOf": 5, "minimum": 1}, "multipleOf", "#"),
+    ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum", "#"),
+    ({"type": "array", "items": [{}]}, "items", "#"),
+    ({"type": "string", "enum": [1]}, "enum", "#"),
+    ({"type": "string", "const": 1}, "const", "#"),
+    ({"type": "text"}, "type", "#"),
+    ({"type": "string", "minimum": 3}, "minimum", "#"),
+    ({"type": "string", "nullable": True}, "nullable", "#"),
+    ({"surprise": 1}, "surprise", "#"),
+    (5, "", "#"),
+]
+
+
+@pytest.mark.parametrize(("schema", "keyword", "path"), UNSUPPORTED, ids=lambda value: str(value)[:50])
+def test_what_is_not_enforced_is_refused_by_keyword_and_place(schema: Any, keyword: str, path: str) -> None:
+    with pytest.raises(UnsupportedSchemaError) as found:
+        checked_schema(schema, 32)
+    assert (found.value.keyword, found.value.path) == (keyword, path)
+    assert keyword in str(found.value) and path in str(found.value)
+
+
+REWRITTEN: list[tuple[Any, Any]] = [
+    (True, {}),
+    ({"title": "x", "x-order": 1, "$schema": "y", "description": "z"}, {}),
+    ({"type": "string", "enum": ["a", 1]}, {"enum": ["a"]}),
+    ({"type": "integer", "const": 3}, {"enum": [3]}),
+    ({"minLength": 3}, {"type": "string", "minLength": 3}),
+    (
+        {"type": ["string", "null"], "maxLength": 3},
+        {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+    ),
+    ({"type": "array", "minItems": 1}, {"type": "array", "minItems": 1, "items": {}}),
+    ({"type": "object", "minProperties": 1}, {"type": "object", "minProperties": 1, "additionalProperties": True}),
+    ({"allOf": [{"type": "integer"}]}, {"type": "integer"}),
+    (
+        {"type": "integer", "anyOf": [{"minimum": 3}, {"maximum": 0}]},
+        {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 0}]},
+    ),
+    ({"type": "integer", "format": "int32"}, {"type": "integer"}),
+    ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}}),
+]
+
+
+@pytest.mark.parametrize(("schema", "written"), REWRITTEN, ids=lambda value: str(value)[:50])
+def test_what_the_compiler_would_drop_is_written_otherwise(schema: Any, written: Any) -> None:
+    assert json.loads(checked_schema(schema, 32)) == written
+
+
+def test_depth_is_limited() -> None:
+    schema: Any = {}
+    for _ in range(5):
+        schema = {"type": "array", "items": schema}
+    assert checked_schema(schema, 6)
+    with pytest.raises(UnsupportedSchemaError, match="nested more than 5 deep"):
+        checked_schema(schema, 5)

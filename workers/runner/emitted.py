@@ -1,0 +1,75 @@
+"""A step's outcome on its way to the host. Made by `workers.runner.worker`."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.runner.batch import StepTensors
+from workers.sampling.sampler import Logprobs
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Nothing of it stays on the device, where the next replay of a captured round writes to the same place.
+
+    rows: [n, M + 3 + 2 W] int64, of each entry its tokens, count, finish and accepted, and of steps with grammars the
+        tokens and parents of its next tree.
+    num_tokens: M.
+    """
+
+    rows: Tensor
+    num_tokens: int
+    logprobs: Logprobs | None
+    copied: torch.cuda.Event | None
+
+    @staticmethod
+    def of(tensors: StepTensors) -> "Emitted":
+        """On a GPU the copy is only started: nothing waits for it before the result is read, a step later."""
+        columns = [tensors.tokens, torch.stack((tensors.counts, tensors.finish, tensors.accepted), dim=1)]
+        if tensors.drafts is not None:
+            columns.append(tensors.drafts.flatten(1))
+        rows, num_tokens = torch.cat(columns, dim=1), tensors.tokens.shape[1]
+        if not rows.is_cuda:
+            return Emitted(rows, num_tokens, tensors.logprobs, None)
+        logprobs = tensors.logprobs
+        if logprobs is not None:
+            logprobs = Logprobs(*(_start_copy(t) for t in (logprobs.chosen, logprobs.top_ids, logprobs.top)))
+        host = _start_copy(rows)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return Emitted(host, num_tokens, logprobs, copied)
+
+    def is_here(self) -> bool:
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    @property
+    def tokens(self) -> Tensor:
+        """[n, M] int64; so many as `counts` says are valid."""
+        return self.rows[:, : self.num_tokens]
+
+    @property
+    def counts(self) -> Tensor:
+        """[n] int64."""
+        return self.rows[:, self.num_tokens]
+
+    @property
+    def finish(self) -> Tensor:
+        """[n] int64, FINISH_*."""
+        return self.rows[:, self.num_tokens + 1]
+
+    @property
+    def drafts(self) -> Tensor | None:
+        """[n, 2, W] int64; None of steps without grammars or draft."""
+        rest = self.rows[:, self.num_tokens + 3 :]
+        return rest.view(rest.shape[0], 2, rest.shape[1] // 2) if rest.shape[1] else None
+
+
+def _start_copy(tensor: Tensor) -> Tensor:
+    """A pinned copy on the host, which is there once the stream has come this far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,58 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Tokens that a grammar does not allow, to minus infinity. Reference: `workers.sampling.masks`."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.structured_output.mask_table import FREE
+
+BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["width", "first"])
+def _apply_masks(
+    x_ptr,
+    x_stride,
+    size,
+    slot_ptr,
+    index_ptr,
+    word_ptr,
+    num_words,
+    width,
+    first,
+    FREE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    base = tl.load(index_ptr + tl.load(slot_ptr + row // width))
+    if base != FREE:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        token = column + first
+        inside = (column < size) & (token < 32 * num_words)
+        mask = base + row % width
+        word = tl.load(word_ptr + mask * num_words + token // 32, mask=inside, other=0)
+        forbidden = (word >> (token % 32) & 1) == 0
+        nothing = tl.full([BLOCK], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row * x_stride + column, nothing, mask=inside & forbidden)
+
+
+def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
+    """Of logits [B * R, n], any float dtype, last stride 1, changed in place, of token ids first, first + 1, ...; slots
+    [B] int64; index [num_slots + 1] int32 and words [masks, w] int32 as in `workers.structured_output.mask_table`."""
+    assert logits.stride(1) == 1 and slots.is_contiguous() and words.is_contiguous()
+    rows, size = logits.shape
+    _apply_masks[(rows, triton.cdiv(size, BLOCK))](
+        logits,
+        logits.stride(0),
+        size,
+        slots,
+        index,
+        words,
+        words.shape[1],
+        rows // slots.shape[0],
+        first,
+        FREE=FREE,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,104 @@
+"""Grammars compiled for a model's vocabulary, by xgrammar. Imports it, and so torch: only ranks and the process that
+tries grammars (`workers.structured_output.trial`) import this module.
+
+A compiled grammar says for each of its states which tokens may come. Special tokens occur in no text: but for the
+grammar's own end tokens they are never allowed, except in structural tags, whose tags may be such tokens.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import xgrammar
+from tokenizers import Tokenizer, pre_tokenizers
+
+from workers.scheduling.plan import Grammar
+
+CACHE_BYTES = 256 << 20  # of compiled grammars; one of a large schema takes 10 MB with 128,256 tokens
+# Between the parts of JSON; without a bound a model that likes spaces writes nothing else until its tokens are used up.
+MAX_WHITESPACE = 32
+
+
+class InvalidGrammarError(ValueError):
+    """The grammar cannot be compiled, or allows no text. The message is for the client."""
+
+
+class VocabularyError(ValueError):
+    """The model's tokenizer cannot write every text, so that a grammar could leave no token to choose."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for the tokenizer in a model's folder. The least recently used ones are forgotten.
+
+    vocab_size: of the model's logits, at least the tokenizer's.
+    num_threads: that compile one grammar.
+    """
+
+    def __init__(self, folder: str | Path, vocab_size: int, num_threads: int = 1) -> None:
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise VocabularyError(f"{path}: missing; answers can follow a grammar only where there is a tokenizer")
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self._vocab_size = vocab_size
+        self._num_threads = num_threads
+
+    def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """Raises InvalidGrammarError."""
+        compiler = self._compiler(grammar.end_token_ids, grammar.kind == "structural_tag")
+        try:
+            return _compiled(compiler, grammar)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise InvalidGrammarError(_first_line(error)) from None
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the process; few models have several ends
+    def _compiler(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.GrammarCompiler:
+        words, kind = _words(self._tokenizer, self._vocab_size, with_special)
+        info = xgrammar.TokenizerInfo(words, kind, vocab_size=self._vocab_size, stop_token_ids=list(end_token_ids))
+        return xgrammar.GrammarCompiler(info, max_threads=self._num_threads, cache_limit_bytes=CACHE_BYTES)
+
+
+def _compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    match grammar.kind:
+        case "json_schema":
+            if grammar.any_whitespace:
+                return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
+            return compiler.compile_json_schema(grammar.text, any_whitespace=False)
+        case "regex":
+            return compiler.compile_regex(grammar.text)
+        case "ebnf":
+            return compiler.compile_grammar(grammar.text)
+        case "choice":
+            entries = [{"type": "const_string", "value": entry} for entry in json.loads(grammar.text)]
+            tag = {"type": "structural_tag", "format": {"type": "or", "elements": entries}}
+            return compiler.compile_structural_tag(tag)
+    tag = json.loads(grammar.text)
+    if "format" in tag:
+        return compiler.compile_structural_tag(tag)
+    items = [xgrammar.StructuralTagItem.model_validate(item) for item in tag["structures"]]
+    return compiler.compile_structural_tag(items, tag["triggers"])
+
+
+def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[list[str], xgrammar.VocabType]:
+    """Every token as the vocabulary spells it, "" for what stands for no text, and how it spells bytes."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    if all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        kind = xgrammar.VocabType.BYTE_FALLBACK
+    elif all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet()):
+        kind = xgrammar.VocabType.BYTE_LEVEL
+    else:
+        raise VocabularyError("the tokenizer has no token for each byte; answers of this model can follow no grammar")
+    words = [""] * vocab_size
+    for word, token in vocabulary.items():
+        if token < vocab_size:
+            words[token] = word
+    if not with_special:
+        for token, added in tokenizer.get_added_tokens_decoder().items():
+            if added.special and token < vocab_size:
+                words[token] = ""
+    return words, kind
+
+
+def _first_line(error: Exception) -> str:
+    """xgrammar's message without the time and the place in its sources."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0].partition(".cc:")[2].partition(": ")[2] or lines[0]

@@ -1,0 +1,341 @@
+"""Which JSON schemas are enforced whole, and how they are written for the compiler.
+
+xgrammar (0.2.8) drops keywords that it does not know, and some beside others, in silence or with a line on stderr.
+Nothing that it would drop passes here: a schema is rewritten so that all of it is enforced, or refused with the keyword
+and the remedy. What is accepted may be narrower than what the schema allows, never wider: properties that it does not
+name do not occur, a pattern describes the whole string, keywords of one type imply that type. Called by the HTTP edge;
+plain values, no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+# Describe a schema and demand nothing of an instance (JSON Schema 2020-12, Validation, sections 7 to 9).
+ANNOTATIONS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "discriminator",
+        "$comment",
+        "$schema",
+        "$id",
+        "id",
+    }
+)
+DEFINITIONS = ("$defs", "definitions")
+# By type, the keywords that demand something of an instance of it, and that are enforced.
+OF_TYPE: dict[str, frozenset[str]] = {
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
+    "object": frozenset(
+        {
+            "properties",
+            "required",
+            "additionalProperties",
+            "patternProperties",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+            "unevaluatedProperties",
+        }
+    ),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+OF_TYPE["integer"] = OF_TYPE["number"]
+UNIONS = ("anyOf", "oneOf", "allOf")
+ENFORCED = frozenset({"type", "enum", "const", "$ref", *UNIONS, *DEFINITIONS}).union(*OF_TYPE.values())
+FORMATS = frozenset(
+    {
+        "date",
+        "time",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uri",
+        "uuid",
+        "json-pointer",
+    }
+)
+_REMEDIES = {
+    "nullable": 'write "type": ["string", "null"]',
+    "additionalItems": "write prefixItems, and items for the rest",
+    "dependencies": "write one schema of anyOf for each case",
+    "if": "write one schema of anyOf for each case",
+    "not": "say what is allowed",
+    "uniqueItems": "check the answer, or list what is allowed with enum",
+}
+Schema = dict[str, Any]
+
+
+class UnsupportedSchemaError(ValueError):
+    """A schema that is not enforced whole. keyword: which part of it; "" for its size. path: where, as a pointer."""
+
+    def __init__(self, path: str, keyword: str, reason: str) -> None:
+        super().__init__(f"{keyword + ' ' if keyword else ''}at {path or '#'}: {reason}")
+        self.path = path
+        self.keyword = keyword
+
+
+def checked_schema(schema: Any, max_depth: int) -> str:
+    """The schema for the compiler, as JSON. max_depth: of nested schemas. Raises UnsupportedSchemaError."""
+    return json.dumps(_Writer(schema, max_depth).root(), ensure_ascii=False, separators=(",", ":"))
+
+
+class _Writer:
+    """Rewrites one schema."""
+
+    def __init__(self, schema: Any, max_depth: int) -> None:
+        self._schema = schema
+        self._max_depth = max_depth
+
+    def root(self) -> Any:
+        return self._written(self._schema, "#", 1)
+
+    def _written(self, schema: Any, path: str, depth: int) -> Any:
+        if depth > self._max_depth:
+            raise UnsupportedSchemaError(path, "", f"schemas are nested more than {self._max_depth} deep; flatten it")
+        if schema is True:
+            return {}
+        if schema is False:
+            raise UnsupportedSchemaError(path, "false", "nothing would be valid; leave out what may not occur")
+        if not isinstance(schema, dict):
+            raise UnsupportedSchemaError(path, "", "a schema must be an object or true")
+        definitions = {name: self._each(schema, name, path, depth) for name in DEFINITIONS if name in schema}
+        schema = {key: value for key, value in schema.items() if not self._is_silent(schema, key, path)}
+        return definitions | self._without_definitions(schema, path, depth)
+
+    def _is_silent(self, schema: Schema, key: str, path: str) -> bool:
+        """Whether a keyword demands nothing. Raises for one that is not enforced."""
+        if key in ANNOTATIONS or key in DEFINITIONS or key.startswith("x-"):
+            return True
+        if (key, schema[key]) in (("uniqueItems", False), ("nullable", False)):
+            return True
+        if key == "format" and not self._may_be(schema, "string"):
+            return True  # int32, double: OpenAPI's names for what `type` says
+        if key not in ENFORCED:
+            raise UnsupportedSchemaError(path, key, f"it is not enforced; {_REMEDIES.get(key, 'leave it out')}")
+        return False
+
+    @staticmethod
+    def _may_be(schema: Schema, kind: str) -> bool:
+        given = schema.get("type", kind)
+        return kind in given if isinstance(given, list) else bool(given == kind)
+
+    def _without_definitions(self, schema: Schema, path: str, depth: int) -> Schema:
+        if "$ref" in schema:
+            return self._reference(schema, path)
+        if "const" in schema:
+            return self._enum({**schema, "enum": [schema["const"]]}, path, "const")
+        if "enum" in schema:
+            return self._enum(schema, path, "enum")
+        union = next((name for name in UNIONS if name in schema), None)
+        if union is not None:
+            return self._union(schema, union, path, depth)
+        return self._typed(schema, path, depth)
+
+    def _reference(self, schema: Schema, path: str) -> Schema:
+        _alone(schema, "$ref", path, allowed=())
+        target, seen = schema["$ref"], set[str]()
+        while True:  # a reference to a reference to itself describes nothing
+            found = self._resolved(target, path)
+            if target in seen:
+                raise UnsupportedSchemaError(path, "$ref", f"{target!r} leads to itself")
+            if not isinstance(found, dict) or "$ref" not in found:
+                return {"$ref": schema["$ref"]}
+            seen.add(target)
+            target = found["$ref"]
+
+    def _resolved(self, target: Any, path: str) -> Any:
+        if target == "#":
+            return self._schema
+        parts = target.split("/") if isinstance(target, str) else []
+        if len(parts) != 3 or parts[0] != "#" or parts[1] not in DEFINITIONS:
+            raise UnsupportedSchemaError(path, "$ref", f"{target!r}: must be # or #/$defs/name")
+        name = parts[2].replace("~1", "/").replace("~0", "~")
+        definitions = self._schema.get(parts[1])
+        if not isinstance(definitions, dict) or name not in definitions:
+            raise UnsupportedSchemaError(path, "$ref", f"{target!r}: nothing is there")
+        return definitions[name]
+
+    def _enum(self, schema: Schema, path: str, keyword: str) -> Schema:
+        """Its values of the type that stands beside it."""
+        _alone(schema, keyword, path, allowed=("type", "enum", "const"))
+        values = schema["enum"]
+        if not isinstance(values, list):
+            raise UnsupportedSchemaError(path, "enum", "must be a list")
+        if "type" in schema:
+            types = self._types(schema, path)
+            values = [value for value in values if any(_is_of(value, kind) for kind in types)]
+        if "const" in schema and "enum" in schema and schema["const"] not in values:
+            values = []
+        if not values:
+            raise UnsupportedSchemaError(path, keyword, "no value would be valid")
+        return {"enum": values}
+
+    def _union(self, schema: Schema, name: str, path: str, depth: int) -> Schema:
+        """anyOf, oneOf, or allOf of one schema; a type beside it is written into each of its schemas. Whether the
+        schemas of oneOf exclude each other the compiler finds out."""
+        _alone(schema, name, path, allowed=("type",))
+        branches = schema[name]
+        if not isinstance(branches, list) or not branches:
+            raise UnsupportedSchemaError(path, name, "must be a list of at least one schema")
+        if name == "allOf" and len(branches) > 1:
+            raise UnsupportedSchemaError(path, "allOf", "of several schemas it is not enforced; write them as one")
+        if "type" in schema:
+            branches = [
+                self._with_type(branch, schema["type"], f"{path}/{name}/{i}") for i, branch in enumerate(branches)
+            ]
+        written = [self._written(branch, f"{path}/{name}/{i}", depth + 1) for i, branch in enumerate(branches)]
+        return written[0] if name == "allOf" and not any(d in written[0] for d in DEFINITIONS) else {name: written}
+
+    @staticmethod
+    def _with_type(branch: Any, kind: Any, path: str) -> Any:
+        if not isinstance(branch, dict) or branch.get("type", kind) != kind or "$ref" in branch:
+            raise UnsupportedSchemaError(path, "type", "it stands beside anyOf too; say it in each schema alone")
+        return {"type": kind, **branch}
+
+    def _types(self, schema: Schema, path: str) -> list[str]:
+        given = schema["type"]
+        types = given if isinstance(given, list) else [given]
+        if not types or not all(isinstance(kind, str) and kind in OF_TYPE for kind in types):
+            raise UnsupportedSchemaError(path, "type", f"{given!r}: must be one of {', '.join(sorted(OF_TYPE))}")
+        return types
+
+    def _typed(self, schema: Schema, path: str, depth: int) -> Schema:
+        """A schema by types: one for each, since the compiler reads keywords beside one type alone."""
+        if "type" in schema:
+            types = self._types(schema, path)
+        else:
+            kinds = ("string", "number", "array", "object")
+            types = [kind for kind in kinds if OF_TYPE[kind] & schema.keys()]
+            if not types:
+                return {}
+        known = {"type"}.union(*(OF_TYPE[kind] for kind in types))
+        for key in schema:
+            if key not in known:
+                raise UnsupportedSchemaError(path, key, f"it demands nothing of {' or '.join(types)}; leave it out")
+        written = [self._of_type(schema, kind, path, depth) for kind in types]
+        return written[0] if len(written) == 1 else {"anyOf": written}
+
+    def _of_type(self, schema: Schema, kind: str, path: str, depth: int) -> Schema:
+        found: Schema = {"type": kind} | {key: schema[key] for key in schema if key in OF_TYPE[kind]}
+        match kind:
+            case "string":
+                _check_string(found, path)
+            case "number" | "integer":
+                _check_number(found, kind, path)
+            case "array":
+                return self._array(found, path, depth)
+            case "object":
+                return self._object(found, path, depth)
+        return found
+
+    def _array(self, found: Schema, path: str, depth: int) -> Schema:
+        _check_counts(found, ("minItems", "maxItems"), path)
+        if isinstance(found.get("items"), list):
+            raise UnsupportedSchemaError(path, "items", "of a list of schemas; write prefixItems")
+        if "prefixItems" in found:
+            if not isinstance(found["prefixItems"], list):
+                raise UnsupportedSchemaError(path, "prefixItems", "must be a list of schemas")
+            prefix = enumerate(found["prefixItems"])
+            found["prefixItems"] = [self._written(item, f"{path}/prefixItems/{i}", depth + 1) for i, item in prefix]
+        elif "items" not in found and "unevaluatedItems" not in found:
+            found["items"] = {}  # the compiler would allow no items
+        for name in ("items", "unevaluatedItems"):
+            if found.get(name, False) is not False:
+                found[name] = self._written(found[name], f"{path}/{name}", depth + 1)
+        return found
+
+    def _object(self, found: Schema, path: str, depth: int) -> Schema:
+        _check_counts(found, ("minProperties", "maxProperties"), path)
+        for name in ("properties", "patternProperties"):
+            if name in found:
+                found[name] = self._each(found, name, path, depth)
+        names, required = found.get("properties", {}), found.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise UnsupportedSchemaError(path, "required", "must be a list of names")
+        for name in required:
+            if name not in names:
+                raise UnsupportedSchemaError(path, "required", f"{name!r} is not among properties; describe it there")
+        if "propertyNames" in found and ("properties" in found or "patternProperties" in found):
+            raise UnsupportedSchemaError(path, "propertyNames", "beside properties it is not enforced; leave it out")
+        described = {"properties", "patternProperties", "propertyNames", "unevaluatedProperties"} & found.keys()
+        if not described and "additionalProperties" not in found:
+            found["additionalProperties"] = True
+        for name in ("additionalProperties", "unevaluatedProperties", "propertyNames"):
+            if isinstance(found.get(name), dict):
+                found[name] = self._written(found[name], f"{path}/{name}", depth + 1)
+        return found
+
+    def _each(self, schema: Schema, keyword: str, path: str, depth: int) -> Schema:
+        given = schema[keyword]
+        if not isinstance(given, dict):
+            raise UnsupportedSchemaError(path, keyword, "must be an object of schemas")
+        return {name: self._written(each, f"{path}/{keyword}/{name}", depth + 1) for name, each in given.items()}
+
+
+def _alone(schema: Mapping[str, Any], keyword: str, path: str, allowed: tuple[str, ...]) -> None:
+    """Raises for what stands beside a keyword and is not enforced there."""
+    for key in schema:
+        if key != keyword and key not in allowed:
+            raise UnsupportedSchemaError(path, key, f"beside {keyword} it is not enforced; leave one of the two out")
+
+
+def _check_counts(schema: Schema, names: tuple[str, ...], path: str) -> None:
+    for name in names:
+        if name in schema and (type(schema[name]) is not int or schema[name] < 0):
+            raise UnsupportedSchemaError(path, name, "must be a whole number of at least 0")
+
+
+def _check_string(schema: Schema, path: str) -> None:
+    _check_counts(schema, ("minLength", "maxLength"), path)
+    known = schema.get("format")
+    if known is not None and known not in FORMATS:
+        raise UnsupportedSchemaError(
+            path, "format", f"{known!r} is not enforced; known are {', '.join(sorted(FORMATS))}"
+        )
+    demands = [name for name in ("pattern", "format") if name in schema]
+    if demands and (len(demands) > 1 or "minLength" in schema or "maxLength" in schema):
+        other = next(name for name in ("format", "minLength", "maxLength") if name in schema and name != demands[0])
+        raise UnsupportedSchemaError(path, other, f"beside {demands[0]} it is not enforced; say it in a pattern")
+
+
+def _check_number(schema: Schema, kind: str, path: str) -> None:
+    for name in OF_TYPE["number"]:
+        if name in schema and type(schema[name]) not in (int, float):
+            raise UnsupportedSchemaError(path, name, "must be a number")
+    if "multipleOf" in schema and (kind == "number" or len(schema) > 2):
+        raise UnsupportedSchemaError(path, "multipleOf", "it is enforced of integers without bounds alone")
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Whether a JSON value has a JSON Schema type."""
+    match kind:
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "integer":
+            return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+        case "number":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "string":
+            return isinstance(value, str)
+        case "array":
+            return isinstance(value, list)
+    return isinstance(value, dict)
