@@ -1,10 +1,17 @@
-"""Skips GPU tests where there are too few GPUs, and says so. Builds the wheel once for all that need it."""
+"""Skips GPU tests where there are too few GPUs, and says so. Builds the wheel once for all that need it. Gives every
+worker of pytest-xdist one core."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.support.wheel import build_wheel, install_wheel
+
+# Read when torch is imported, here and in the processes that tests start: threads of two workers on two cores cost
+# more than they bring.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,10 @@
 """Runs the small cases of kernels' tests under Triton's interpreter, which needs a process of its own: whether
-kernels are interpreted is decided when they are imported. Two processes at a time."""
+kernels are interpreted is decided when they are imported. A file is a test, so that pytest's workers share them."""
 
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # An engine's answers, of kernels whose rows the others compare bit by bit (test_fixed_spans, test_skinny_gemm).
 SLOW_FILES = ("tests/speculative/test_deterministic_interpreted.py",)
-# the longest first, so that the two end together
+# The longest first, so that the workers end together.
 FILES = (
     "tests/attention/test_fixed_spans.py",
     "tests/workers/test_sampling_kernels.py",
@@ -41,15 +39,9 @@ def interpreted(file: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        yield {file: pool.submit(interpreted, file) for file in FILES}
-
-
 @pytest.mark.parametrize("file", FILES)
-def test_small_cases_are_right_on_a_cpu(file: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
-    check(runs[file].result())
+def test_small_cases_are_right_on_a_cpu(file: str) -> None:
+    check(interpreted(file))
 
 
 @pytest.mark.slow
