@@ -178,7 +178,7 @@ SCENARIOS = (
     Scenario(
         "node-joins",
         "the second engine comes with its node, and leaves with it",
-        Hosts(cpus=(3,), args={"parallel": {"replicas": 2, "autoscaling": True}}),
+        Hosts(cpus=(2,), args={"parallel": {"replicas": 2, "autoscaling": True}}, ranks=(2,)),
         Load(rate=1.0, seconds=70.0),
         (Fault(5.0, "join", node=2, cpus=2), Fault(45.0, "leave", node=2)),
         Expect(stall_s=15.0, clean_after_s=15.0),
