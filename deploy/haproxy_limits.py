@@ -18,6 +18,7 @@ HEADER_LIMIT_S = 10  # for a request's head to be complete, from the connection'
 IDLE_LIMIT_S = 90  # between two requests of a connection; clients pool theirs for less
 MAX_CONNECTIONS = 20_000
 SOURCE_SHARE = 0.8  # of them for one address; the rest is room for others, health checks among them
+_FILES_EACH = 2.5
 _FILES_BESIDE = 512  # files that HAProxy has open for other things
 _MARK = "# limits of Aerie"
 METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
@@ -32,11 +33,12 @@ _ERRORS = {
 
 
 def max_connections() -> int:
-    """As many as the open files of this machine's processes allow, which a connection needs two of."""
+    """As many as the open files of this machine's processes allow: HAProxy counts two for each connection and half a
+    one for splicing, and does not start where they are too few."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return min(MAX_CONNECTIONS, max(256, (most - _FILES_BESIDE) // 2))
+    return min(MAX_CONNECTIONS, max(256, int((most - _FILES_BESIDE) / _FILES_EACH)))
 
 
 def write_script(folder: Path, binary: str) -> Path:

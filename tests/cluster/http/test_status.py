@@ -119,7 +119,7 @@ async def test_right_keys_and_health_pass() -> None:
         ("GET", "/", 404, "not_found"),
         ("GET", "/v1", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
-        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/redoc", 404, "not_found"),
         ("POST", "/v1/chat/completions/", 404, "not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
