@@ -5,7 +5,13 @@ from workers.scheduling.scheduler import Scheduler
 
 
 def engine_stats(
-    scheduler: Scheduler, engine_id: str, status: str, detail: str, num_worker_restarts: int, last_step_age_s: float
+    scheduler: Scheduler,
+    engine_id: str,
+    status: str,
+    detail: str,
+    num_worker_restarts: int,
+    last_step_age_s: float,
+    heartbeat_age_s: tuple[float, ...],
 ) -> EngineStats:
     """One engine's state now. Call it in the thread that runs the scheduler."""
     stats, cache = scheduler.stats, scheduler.prefix_cache
@@ -22,5 +28,6 @@ def engine_stats(
         prefix_hits=0 if cache is None else cache.num_hit_tokens,
         num_draft_tokens=stats.num_draft_tokens,
         num_worker_restarts=num_worker_restarts,
+        heartbeat_age_s=heartbeat_age_s,
         scheduler=stats.copy(),
     )

@@ -21,7 +21,7 @@ class EdgeConfig:
     max_choices: prompts x n.
     max_stop_strings: entries of `stop`.
     max_stop_length: characters of each.
-    api_keys: if any, every route but /health wants `Authorization: Bearer <key>`.
+    api_keys: if any, every route but those of health wants `Authorization: Bearer <key>`.
     output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content.
     default_*: sampling parameters of a request that does not set them.
     """
@@ -30,7 +30,7 @@ class EdgeConfig:
     max_model_len: int = 0
     max_concurrent_requests: int = 512
     retry_after_s: float = 1.0
-    request_timeout_s: float | None = None
+    request_timeout_s: float | None = 3600.0
     max_body_bytes: int = 8 * 2**20
     max_n: int = 16
     max_choices: int = 128

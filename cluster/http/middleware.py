@@ -15,7 +15,7 @@ from cluster.http.errors import ApiError, internal, invalid, unauthorized
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-OPEN_ROUTES = frozenset({"/health"})  # probes carry no keys
+OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready"})  # probes carry no keys
 
 
 class EdgeMiddleware:

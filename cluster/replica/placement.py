@@ -47,6 +47,11 @@ class RankPlace:
     device: str
     visible_devices: str | None
 
+    @property
+    def process(self) -> str:
+        """Where to find it, for the operator."""
+        return f"pid {self.pid} on node {self.address}"
+
 
 def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
     """The placement of each engine replica. Raises ConfigError, with the cluster's totals, if the replicas can never

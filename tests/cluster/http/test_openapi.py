@@ -90,6 +90,8 @@ async def test_requests_and_replies_of_generation_fit(route: str, body: dict[str
         ("get", f"/v1/models/{MODEL}", None),
         ("get", "/version", None),
         ("get", "/health", None),
+        ("get", "/health/live", None),
+        ("get", "/health/ready", None),
         ("get", "/ready", None),
         ("post", "/flush_cache", None),
         ("post", "/reset_prefix_cache", None),
