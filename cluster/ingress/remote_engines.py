@@ -230,7 +230,7 @@ class RemoteEngines:
     async def _probe(self) -> str:
         """Send a probe the way of a request; returns why it did not get through, or ""."""
         self._num_probes += 1
-        probe = Probe(f"probe-{id(self)}-{self._num_probes}", self._reply_to)
+        probe = Probe(f"probe-{self._reply_to}-{self._num_probes}", self._reply_to)
         call = self._calls.probe(msgspec.msgpack.encode(probe))
         try:
             async with contextlib.aclosing(self._attempt(call, probe.request_id, probe.request_id)) as deltas:
