@@ -1,4 +1,5 @@
-# make serve | test | check | test-slow | test-gpu | bench | bench-gpu | load | wheel. Needs python3 (3.11 or later) and make, nothing else.
+# make serve | test | check | test-slow | test-faults | test-gpu | bench | bench-gpu | load | wheel. Needs python3
+# (3.11 or later) and make, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test check test-slow test-gpu bench bench-gpu load wheel clean
+.PHONY: serve test check test-slow test-faults test-gpu bench bench-gpu load wheel clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
@@ -26,6 +27,10 @@ check: $(VENV)/.installed-test
 # Crosses of settings whose parts `make test` covers one by one.
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
+
+# Every part killed or stopped under load; prints how long each fault lasted (docs/runbook.md). A quarter of an hour.
+test-faults: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -s tests/e2e/test_recovery.py tests/e2e/test_serve_faults.py
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench

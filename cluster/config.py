@@ -22,6 +22,7 @@ from speculative.config import SpeculativeConfig
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
 Strategy = Literal["auto", "STRICT_PACK", "PACK", "STRICT_SPREAD"]
+CORES_FOR_TWO = 8  # ingresses: each wants up to a core
 OnWorkerLoss = Literal["resume", "error"]
 
 
@@ -59,6 +60,7 @@ class EngineConfig:
     max_resumes: times that a request is resumed at most; it may be what kills the workers.
     start_timeout_s: from placed to ready.
     step_timeout_s: a step that takes longer counts as hung; above the longest real step.
+    queue_timeout_s: a request that has waited so long for its first step, or would, gets 429.
     drain_timeout_s: running requests may finish for so long at shutdown.
     restart_backoff_s: pause after a failed start, doubled each time.
     max_restarts: failed starts in a row before the replica gives up and Serve replaces it.
@@ -72,6 +74,7 @@ class EngineConfig:
     max_resumes: int = 2
     start_timeout_s: float = 600.0
     step_timeout_s: float = 60.0
+    queue_timeout_s: float = 300.0
     drain_timeout_s: float = 30.0
     restart_backoff_s: float = 0.5
     max_restarts: int = 5
@@ -80,7 +83,7 @@ class EngineConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "step_timeout_s", "drain_timeout_s", "restart_backoff_s"):
+        for name in ("start_timeout_s", "step_timeout_s", "queue_timeout_s", "drain_timeout_s", "restart_backoff_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0 seconds")
         for name in ("max_resumes", "max_restarts", "threads_per_worker"):
@@ -92,14 +95,21 @@ class EngineConfig:
 class IngressConfig(EdgeConfig):
     """The HTTP ingresses.
 
-    num_replicas: how many; each takes the rest of this section, see `EdgeConfig`.
+    num_replicas: how many; each takes the rest of this section, see `EdgeConfig`. "auto": 2, so that one may die, where
+        the cluster has `CORES_FOR_TWO`.
     """
 
-    num_replicas: int = 1
+    num_replicas: int | Literal["auto"] = "auto"
+
+    def resolved(self, cores: float) -> "IngressConfig":
+        """With a number in place of "auto"; cores: of the cluster."""
+        if self.num_replicas != "auto":
+            return self
+        return dataclasses.replace(self, num_replicas=2 if cores >= CORES_FOR_TWO else 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_replicas < 1:
+        if self.num_replicas != "auto" and self.num_replicas < 1:
             raise ValueError(f"num_replicas={self.num_replicas}: must be at least 1")
 
 
@@ -154,7 +164,8 @@ class AerieConfig(BaseModel):
         """Calls one engine replica holds: more than its scheduler takes and all ingresses send, so that the scheduler's
         refusal (429 with a reason) is what a client sees, and never a silent queue inside Serve."""
         queued = self.scheduler.most_slots + self.scheduler.max_waiting
-        sent = self.ingress.num_replicas * self.ingress.max_concurrent_requests
+        ingresses = 2 if self.ingress.num_replicas == "auto" else self.ingress.num_replicas
+        sent = ingresses * self.ingress.max_concurrent_requests
         return max(queued, sent) + 16
 
 

@@ -14,6 +14,9 @@ from cluster.replica.placement import ENGINE_CPUS, NodeResources, place
 INGRESS_CPUS = 0.1
 # Serve's own limits are outer guards: the ingress admits, refuses and times out in OpenAI's form before they act.
 INGRESS_MAX_ONGOING = 100_000
+# A replica that does not answer Serve three times in a row is replaced: after 15 s at most.
+HEALTH_PERIOD_S = 1.0
+HEALTH_TIMEOUT_S = 4.0
 
 
 def application(
@@ -22,7 +25,8 @@ def application(
     """The application for a cluster of `nodes`. Raises ConfigError."""
     placement = place(config, nodes)
     model = dataclasses.replace(config.model, device=placement.device)
-    config = config.model_copy(update={"model": model})
+    ingress = config.ingress.resolved(sum(node.cpus for node in nodes))
+    config = config.model_copy(update={"model": model, "ingress": ingress})
     one_node = len(nodes) == 1 and not config.parallel.autoscaling
     drain_s = config.engine.drain_timeout_s
     engine = serve.deployment(
@@ -35,8 +39,8 @@ def application(
         ray_actor_options={"num_cpus": ENGINE_CPUS},
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=5,
-        health_check_timeout_s=10,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
     ).bind(config, one_node)
     return serve.deployment(
         Ingress,
@@ -46,6 +50,6 @@ def application(
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=drain_s + 5,
         graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=5,
-        health_check_timeout_s=10,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
     ).bind(config, engine, one_node)

@@ -16,6 +16,14 @@ DEFAULT_CONFIG = "eagle"
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code: 2 with one line on stderr for what the user has to change."""
     arguments = _parser().parse_args(argv)
+    if argv is None and arguments.run is _serve:  # as a program, not called by another
+        from deploy.guard import run_guarded
+
+        return run_guarded(lambda: _command(arguments))
+    return _command(arguments)
+
+
+def _command(arguments: argparse.Namespace) -> int:
     from cluster.config import ConfigError
     from speculative.training.errors import TrainingError
 

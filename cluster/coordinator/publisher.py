@@ -1,5 +1,6 @@
 """Tokens out: one message per ingress and step. Used by `cluster.coordinator.request_streams`, in the loop's thread."""
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -19,16 +20,20 @@ class Stream:
     engine: the replica that called, which gets the summary.
     ingress: gets the tokens.
     running_stats: as in `GenerateRequest`.
+    queued_s: when it was queued; infinity once it has run or is resumed, for those may wait for ever.
     num_resumes: worker groups it has lost.
     """
 
-    __slots__ = ("request_id", "engine", "ingress", "running_stats", "num_resumes")
+    __slots__ = ("request_id", "engine", "ingress", "running_stats", "queued_s", "num_resumes")
 
-    def __init__(self, request_id: str, engine: bytes, ingress: IngressLink, running_stats: bool) -> None:
+    def __init__(
+        self, request_id: str, engine: bytes, ingress: IngressLink, running_stats: bool, queued_s: float = math.inf
+    ) -> None:
         self.request_id = request_id
         self.engine = engine
         self.ingress = ingress
         self.running_stats = running_stats
+        self.queued_s = queued_s
         self.num_resumes = 0
 
 
@@ -87,6 +92,10 @@ class TokenPublisher:
                 ),
             )
         stream.ingress.deltas.append(delta)
+
+    def put_taken(self, stream: Stream) -> None:
+        """That a request is queued, for the next `flush`: its ingress looks for another engine if it hears nothing."""
+        stream.ingress.deltas.append(TokenDelta(request_id=stream.request_id, tokens=()))
 
     def put_end(self, stream: Stream, reason: FinishReason, error: str | None) -> None:
         """A request that ends without a token, for the next `flush`."""

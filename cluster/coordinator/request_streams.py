@@ -4,12 +4,14 @@ Used by `cluster.coordinator.loop`, in its thread.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 from cluster.coordinator.publisher import Stream, TokenPublisher
+from cluster.coordinator.queue_speed import QueueSpeed
 from cluster.transport.channel import Context, Inbox, IngressLink
 from cluster.transport.encoding import BadMessageError, decode
-from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, Refused
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Probe, Refusal, Refused
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.plan import unpack_i32
@@ -26,6 +28,8 @@ class RequestStreams:
     replica; exactly one end is sent.
 
     is_draining: set it to refuse new requests.
+    queue_timeout_s: a request that would wait longer is refused, and one that has is given up.
+    fault: why no request would get through now, or "".
     """
 
     def __init__(
@@ -36,8 +40,14 @@ class RequestStreams:
         engine_id: str,
         scheduler: Scheduler,
         clock: Callable[[], float],
+        queue_timeout_s: float = math.inf,
+        fault: Callable[[], str] = lambda: "",
     ) -> None:
         self.is_draining = False
+        self._clock = clock
+        self._queue_timeout_s = queue_timeout_s
+        self._fault = fault
+        self._speed = QueueSpeed(clock)
         self._scheduler = scheduler
         self._reactor = reactor
         self._streams: dict[str, Stream] = {}
@@ -64,10 +74,12 @@ class RequestStreams:
             stream = self._streams.get(request.request_id)
             if stream is None:
                 continue  # ended since the step
+            stream.queued_s = math.inf
             try:
                 self._publisher.put(stream, output)
                 if output.finish_reason is not None:
                     del self._streams[request.request_id]
+                    self._speed.ended(len(request.prompt), len(request.output), self._scheduler.num_waiting > 0)
                     self._send_summary(stream, request, output.finish_reason, None)
             except Exception as error:  # a bug that one request meets must not end all others
                 logger.exception("request %s failed while its tokens were sent", request.request_id)
@@ -97,6 +109,15 @@ class RequestStreams:
         """Give up ingresses that could not be reached; to be called now and then."""
         self._publisher.check_connections()
 
+    def check_waiting(self) -> None:
+        """Refuse what has waited too long for its first step, as if it had just come; to be called now and then."""
+        overdue_s = self._clock() - self._queue_timeout_s
+        for stream in [stream for stream in self._streams.values() if stream.queued_s < overdue_s]:
+            self._scheduler.abort(stream.request_id, FinishReason.ERROR)
+            del self._streams[stream.request_id]
+            message = f"waited {self._queue_timeout_s:g} s in the queue (engine.queue_timeout_s)"
+            self._inbox.send(stream.engine, Refused(stream.request_id, self._queue_full(message)))
+
     def close(self, linger_ms: int) -> None:
         """Close all sockets; messages still queued have `linger_ms` to leave."""
         self._publisher.close(linger_ms)
@@ -118,6 +139,8 @@ class RequestStreams:
                 refusal = self._submit(sender, message)
                 if refusal is not None:
                     self._inbox.send(sender, Refused(message.request_id, refusal))
+            elif isinstance(message, Probe):
+                self._answer_probe(sender, message)
             elif isinstance(message, Abort):
                 self._end(message.request_id, FinishReason.ABORT, None)
             else:
@@ -127,6 +150,11 @@ class RequestStreams:
         """Queue a request, or say why not. Nothing that one request holds may end the loop."""
         if self.is_draining:
             return Refusal("not_ready", "the engine is draining")
+        wait_s = None if message.resumed else self._speed.wait_s(self._waiting())
+        if wait_s is not None and wait_s > self._queue_timeout_s:
+            return self._queue_full(
+                f"what waits takes {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}"
+            )
         try:
             request = Request(
                 message.request_id,
@@ -135,17 +163,42 @@ class RequestStreams:
                 output=unpack_i32(message.output).tolist(),
             )
             ingress = self._publisher.open(message.reply_to)
-            self._scheduler.submit(request)
-            self._scheduler.stats.num_resumed += bool(request.output)
+            self._scheduler.submit(request, resumed=message.resumed)
+            self._scheduler.stats.num_resumed += message.resumed or bool(request.output)
         except QueueFullError as error:
-            return Refusal("queue_full", str(error))
+            return self._queue_full(str(error))
         except ValueError as error:  # RequestTooLargeError is one
             return Refusal("too_large", str(error))
         except Exception as error:
             logger.exception("request %s could not be queued", message.request_id)
             return Refusal("not_ready", f"{type(error).__name__}: {error}")
-        self._streams[message.request_id] = Stream(message.request_id, sender, ingress, message.running_stats)
+        queued_s = math.inf if message.resumed else self._clock()
+        stream = Stream(message.request_id, sender, ingress, message.running_stats, queued_s)
+        self._streams[message.request_id] = stream
+        self._publisher.put_taken(stream)
         return None
+
+    def _answer_probe(self, sender: bytes, probe: Probe) -> None:
+        """As a request would be answered that has nothing to generate."""
+        fault = "the engine is draining" if self.is_draining else self._fault()
+        try:
+            ingress = self._publisher.open(probe.reply_to)
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            self._inbox.send(sender, Refused(probe.request_id, Refusal("not_ready", fault)))
+            return
+        stream = Stream(probe.request_id, sender, ingress, False)
+        self._publisher.put_end(stream, FinishReason.STOP, None)
+        self._send_summary(stream, None, FinishReason.STOP, None)
+
+    def _waiting(self) -> Iterator[tuple[int, int]]:
+        """Prompt tokens and most answer tokens of each request that waits."""
+        for sequence in self._scheduler.queues.waiting:
+            yield len(sequence.request.prompt), sequence.request.sampling.max_tokens
+
+    def _queue_full(self, message: str) -> Refusal:
+        return Refusal("queue_full", message, self._speed.retry_after_s(self._waiting()))
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         """End a request in whatever state; an unknown one has ended already."""

@@ -10,13 +10,18 @@ from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.plan import StepPlan, StepResult
 
+IDLE_HEARTBEAT_LIMIT_S = 10.0  # of a rank that has no plan; its loop sends one every half second
+SILENT_S = 3.0  # then no request would get through to it now
+PUNCTUAL_S = 2.0  # between two checks: after a longer pause of our own, messages of that time may still be unread
+
 
 class WorkerLinks:
     """One epoch of ranks, attached. Callbacks come in the reactor's thread.
 
     on_result: called with rank 0's results.
-    on_lost: called at most once, with the reason, when a rank dies, fails or stops reading; then the owner calls
-        `close`.
+    on_lost: called at most once, with the reason, when a rank dies, is stopped, fails, hangs or stops reading; then the
+        owner calls `close`.
+    places: where each rank runs, for the reasons.
     """
 
     def __init__(
@@ -29,8 +34,10 @@ class WorkerLinks:
         clock: Callable[[], float],
         on_result: Callable[[StepResult], None],
         on_lost: Callable[[str], None],
+        places: Sequence[str] = (),
     ) -> None:
         self.epoch = epoch
+        self._names = [f"rank {rank}" + (f" ({places[rank]})" if places else "") for rank in range(len(endpoints))]
         self._reactor = reactor
         self._clock = clock
         self._on_result = on_result
@@ -40,6 +47,7 @@ class WorkerLinks:
         self._links: list[RankLink] = []
         self.last_heartbeat_s = [clock()] * len(endpoints)
         self.last_heartbeat = [Heartbeat(rank, epoch, 0) for rank in range(len(endpoints))]
+        self._last_check_s = clock()
         try:
             for rank, endpoint in enumerate(endpoints):
                 link = RankLink(context, transport, endpoint, rank)
@@ -56,7 +64,7 @@ class WorkerLinks:
         self._unanswered.append((plan.step, self._clock()))
         for link in self._links:
             if not link.send(raw):
-                self._lose(f"rank {link.rank} does not read its plans")
+                self._lose(f"{self._names[link.rank]} does not read its plans")
                 return
 
     def oldest_plan(self, now: float) -> tuple[int, float] | None:
@@ -66,6 +74,36 @@ class WorkerLinks:
         except IndexError:
             return None
         return step, now - sent_s
+
+    def silent_rank(self, now: float) -> str:
+        """Which rank is idle and yet not heard of, or ""."""
+        if self._unanswered:
+            return ""
+        for name, stamp in zip(self._names, self.last_heartbeat_s, strict=True):
+            if now - stamp > SILENT_S:
+                return f"{name} has not been heard of for {now - stamp:.1f} s"
+        return ""
+
+    def check_heartbeats(self, now: float, step_timeout_s: float) -> None:
+        """Lose the ranks if one hangs; to be called now and then. A stopped process or a cut cable shows in its
+        connection instead, idle or at work (`cluster.transport.sockets`)."""
+        punctual = now - self._last_check_s < PUNCTUAL_S
+        self._last_check_s = now
+        oldest = self.oldest_plan(now)
+        if oldest is None and punctual:
+            for name, stamp in zip(self._names, self.last_heartbeat_s, strict=True):
+                if now - stamp > IDLE_HEARTBEAT_LIMIT_S:
+                    self._lose(f"{name} hangs: idle, and no heartbeat for {now - stamp:.1f} s")
+                    return
+        if oldest is not None and oldest[1] > step_timeout_s:
+            heard = ", ".join(
+                f"{name} {now - stamp:.1f} s ago"
+                for name, stamp in zip(self._names, self.last_heartbeat_s, strict=True)
+            )
+            self._lose(
+                f"no result of step {oldest[0]} for {oldest[1]:.1f} s (step_timeout_s={step_timeout_s:g}): a rank "
+                f"hangs; last heard of: {heard}"
+            )
 
     def stop(self) -> None:
         """Ask every rank to end its loop."""
@@ -85,12 +123,14 @@ class WorkerLinks:
         while not self._is_lost and (message := link.receive()) is not None:
             self.last_heartbeat_s[link.rank] = self._clock()
             if isinstance(message, StepResult):
+                # All ranks had a part in the step, and none could send a heartbeat while it computed.
+                self.last_heartbeat_s = [self._clock()] * len(self._names)
                 if message.epoch == self.epoch:
                     self._unanswered.popleft()
                 self._on_result(message)
                 return  # the next plan leaves before another result is looked at
             elif isinstance(message, RankFailure):
-                self._lose(f"rank {link.rank} failed: {message.message}")
+                self._lose(f"{self._names[link.rank]} failed: {message.message}")
             else:
                 assert isinstance(message, Heartbeat), f"rank {link.rank} sent a {type(message).__name__}"
                 self.last_heartbeat[link.rank] = message
@@ -100,7 +140,9 @@ class WorkerLinks:
         if reason is not None:
             while not self._is_lost and link.is_readable():
                 self._receive(link)  # what it sent before
-            self._lose(f"rank {link.rank} is gone: {reason}")
+            age_s = self._clock() - self.last_heartbeat_s[link.rank]
+            silent = f", {age_s:.1f} s after its last heartbeat" if age_s > PUNCTUAL_S else ""
+            self._lose(f"{self._names[link.rank]} is gone: {reason}{silent}")
 
     def _lose(self, reason: str) -> None:
         if not self._is_lost:

@@ -11,12 +11,14 @@ class Admission:
 
     limit: at a time.
     draining: set it to refuse all new work with 503 while running work ends.
+    engine_seen: whether an engine has been ready since this ingress started.
     """
 
     def __init__(self, limit: int, retry_after_s: float) -> None:
         self._limit = limit
         self._retry_after_s = retry_after_s
         self.draining = False
+        self.engine_seen = False
         self.num_active = 0
 
     def check(self, num_generations: int = 1) -> None:

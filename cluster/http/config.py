@@ -32,7 +32,7 @@ class EdgeConfig:
     grammar_timeout_s: a grammar that takes longer to compile is refused.
     max_stored_responses: replies of /v1/responses that one ingress keeps for previous_response_id; 0: none.
     max_stored_bytes: of them and the conversations before them.
-    api_keys: if any, every route but /health wants `Authorization: Bearer <key>`.
+    api_keys: if any, every route but those of health wants `Authorization: Bearer <key>`.
     output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content; "auto": what
         the model's chat template tells of (`cluster.http.parsers.detection`).
     default_*: sampling parameters of a request that does not set them.
@@ -42,7 +42,7 @@ class EdgeConfig:
     max_model_len: int = 0
     max_concurrent_requests: int = 512
     retry_after_s: float = 1.0
-    request_timeout_s: float | None = None
+    request_timeout_s: float | None = 3600.0
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
     max_bytes_per_token: int = 0

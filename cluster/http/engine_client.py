@@ -38,6 +38,11 @@ class EngineClient(Protocol):
         """One entry per engine replica that is known, whatever its state; raises nothing while engines are down."""
         ...
 
+    async def health(self) -> tuple[list[EngineStats], str]:
+        """Within half a second: what `stats` says or said last, and why a request sent now would not get through to
+        the ranks of any engine, or ""."""
+        ...
+
     async def flush_cache(self) -> list[FlushOutcome]:
         """Empty every engine's prefix cache; one entry per engine replica that is known."""
         ...

@@ -18,7 +18,7 @@ from cluster.logs import fields, request_id
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-OPEN_ROUTES = frozenset({"/health"})  # probes carry no keys
+OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready"})  # probes carry no keys
 QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # asked again and again: no line in the log
 
 

@@ -47,14 +47,15 @@ class ServeCalls:
 
     def __init__(self, engine: DeploymentHandle, application: str) -> None:
         self._generate = engine.generate
+        self._probe = engine.probe
         self._application = application
         self._coordinators: dict[str, Any] = {}
 
     def generate(self, payload: bytes) -> "asyncio.Future[bytes]":
-        response = self._generate.remote(payload)
-        call = asyncio.ensure_future(_result(response))
-        call.add_done_callback(lambda done: response.cancel() if done.cancelled() else None)
-        return call
+        return _call(self._generate, payload)
+
+    def probe(self, payload: bytes) -> "asyncio.Future[bytes]":
+        return _call(self._probe, payload)
 
     async def stats(self) -> list[EngineStats]:
         return await self._ask_all(
@@ -88,6 +89,13 @@ class ServeCalls:
             return msgspec.msgpack.decode(raw, type=kind)
 
         return list(await asyncio.gather(*(ask(*item) for item in list(self._coordinators.items()))))
+
+
+def _call(method: Any, payload: bytes) -> "asyncio.Future[bytes]":
+    response = method.remote(payload)
+    call = asyncio.ensure_future(_result(response))
+    call.add_done_callback(lambda done: response.cancel() if done.cancelled() else None)
+    return call
 
 
 async def _result(response: Awaitable[bytes]) -> bytes:

@@ -50,6 +50,7 @@ class EagleCoordinator:
                 on_worker_loss=engine.on_worker_loss,
                 max_resumes=engine.max_resumes,
                 step_timeout_s=engine.step_timeout_s,
+                queue_timeout_s=engine.queue_timeout_s,
             ),
             on_worker_group_lost=lambda reason: self._report(self._worker_group_lost.put_nowait, reason),
             on_death=lambda reason: self._report(self._die, reason),
@@ -58,11 +59,11 @@ class EagleCoordinator:
         self._coordinator = coordinator
         return coordinator.endpoint
 
-    async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None) -> None:
+    async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None, places: list[str]) -> None:
         """Use a new worker group; the loss of a former one is not reported any more."""
         assert self._coordinator is not None
         self._worker_group_lost = asyncio.Queue()
-        self._coordinator.attach(endpoints, epoch, costs)
+        self._coordinator.attach(endpoints, epoch, costs, places)
 
     async def detach(self, reason: str) -> None:
         assert self._coordinator is not None

@@ -6,7 +6,7 @@ import logging
 from cluster.transport.channel import Context, connect_engine
 from cluster.transport.encoding import BadMessageError, decode, encode
 from cluster.transport.listener import Listener
-from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Refusal, Refused
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Probe, Refusal, Refused
 from cluster.transport.sockets import Transport
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class CoordinatorLink:
         self._calls: dict[str, asyncio.Future[GenerateSummary | Refusal]] = {}
         self._listener = Listener(connect_engine(context, transport, inbox), self._take)
 
-    async def run(self, request: GenerateRequest) -> GenerateSummary | Refusal:
+    async def run(self, request: GenerateRequest | Probe) -> GenerateSummary | Refusal:
         """Hand a request over and wait for its end; if that is cancelled, the request is aborted.
 
         Raises EngineLostError."""

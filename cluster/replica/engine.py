@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 
 import msgspec
@@ -19,13 +20,14 @@ from ray.serve.context import _get_global_client
 
 from cluster.config import AerieConfig
 from cluster.logs import use_json_logs
+from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.plan_report import ready_line
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_actor import Worker
 from cluster.replica.worker_group import WorkerGroupError, WorkerGroupPlan
 from cluster.transport.discovery import coordinator_prefix
 from cluster.transport.keys import make_transport
-from cluster.transport.messages import EngineAnswer, GenerateRequest, Refusal
+from cluster.transport.messages import EngineAnswer, GenerateRequest, Probe, Refusal
 
 
 class Engine:
@@ -67,8 +69,15 @@ class Engine:
         Raises EngineLostError if the coordinator dies meanwhile; the caller may resume elsewhere."""
         request = msgspec.msgpack.decode(payload, type=GenerateRequest)
         link = self._supervisor.link
-        if link is None and request.output:
+        if link is None and request.resumed:
             link = await self._supervisor.next_link()  # a resumed stream waits for the restart; a new one is refused
+        return await self._run(link, request)
+
+    async def probe(self, payload: bytes) -> bytes:
+        """The same for a `Probe`."""
+        return await self._run(self._supervisor.link, msgspec.msgpack.decode(payload, type=Probe))
+
+    async def _run(self, link: CoordinatorLink | None, request: GenerateRequest | Probe) -> bytes:
         if link is None:
             refusal = Refusal(kind="not_ready", message="the engine is being restarted", retry_after_s=5.0)
             return msgspec.msgpack.encode(EngineAnswer(refusal=refusal))
@@ -92,8 +101,8 @@ class Engine:
     async def _supervise(self) -> None:
         try:
             await self._supervisor.supervise()
-        except GaveUpError as error:
-            _report(str(error))
+        except Exception as error:
+            _report(str(error) if isinstance(error, GaveUpError) else traceback.format_exc())
             # Serve replaces a replica that exits at once; failed health checks would take three periods, and under
             # HAProxy half a minute (measured on Ray 2.60: 36 s against 4 s).
             os._exit(1)

@@ -51,6 +51,11 @@ class RankPlace:
     device: str
     visible_devices: str | None
 
+    @property
+    def process(self) -> str:
+        """Where to find it, for the operator."""
+        return f"pid {self.pid} on node {self.address}"
+
 
 def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
     """The placement of each engine replica; "auto" is STRICT_PACK if all replicas fit so, else PACK, which keeps an

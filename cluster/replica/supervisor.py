@@ -134,7 +134,8 @@ class Supervisor:
                 link = CoordinatorLink(self._context, self._plan.transport, inbox)
             else:
                 link = self.link
-            attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs)
+            places = [place.process for place in worker_group.places]
+            attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs, places)
             await self._ask("attach", *attached, limit_s=CALL_TIMEOUT_S)
         except BaseException:
             worker_group.kill()

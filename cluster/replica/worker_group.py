@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
@@ -27,6 +27,7 @@ from cluster.transport.sockets import Transport
 from workers.scheduling.cost_table import CostTable
 
 LOOPBACK = "127.0.0.1"
+PLACED_POLL_S = 0.1
 
 Report = Callable[[str], None]
 T = TypeVar("T")
@@ -130,6 +131,9 @@ class WorkerGroup:
             raise WorkerGroupError(
                 f"not ready after engine.start_timeout_s={limit:g} (last done: {self._done})"
             ) from None
+        except ray.exceptions.RayError as error:
+            self.kill(hung=False)
+            raise WorkerGroupError(f"after {self._done}: {first_line(error)}") from error
         except BaseException:
             self.kill(hung=False)
             raise
@@ -139,18 +143,21 @@ class WorkerGroup:
         done, _ = await asyncio.wait(self._runs, return_when=asyncio.FIRST_COMPLETED)
         rank = next(r for r, run in enumerate(self._runs) if run in done)
         error = self._runs[rank].exception()
-        return f"rank {rank}: {first_line(error) if error is not None else self._runs[rank].result()}"
+        reason = first_line(error) if error is not None else self._runs[rank].result()
+        return f"rank {rank} ({self.places[rank].process}): {reason}"
 
     def kill(self, hung: bool = True) -> None:
         """End every rank at once. hung: some may not answer any more."""
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
+        # ray.kill asks the process itself; one that is stopped, or stuck in a driver, does not answer.
         own_node = ray.get_runtime_context().get_node_id()
-        for place in self.places:
-            if hung and place.node_id == own_node:
-                # ray.kill asks the process itself; one that is stopped, or stuck in a driver, does not answer.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(place.pid, signal.SIGKILL)
+        for place in self.places if hung else ():
+            if place.node_id == own_node:
+                _kill(place.pid)
+            else:
+                there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+                ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place.pid)
         self._workers = []
         for run in self._runs:
             run.add_done_callback(_retrieve)
@@ -184,11 +191,20 @@ class WorkerGroup:
             self._workers, self._bundles = self._spares.workers, self._spares.bundles
             await self._all("take_rank", list(enumerate(self._spares.devices)))
         else:
-            nodes = ray.util.placement_group_table(self._plan.group)["bundles_to_node_id"]
+            nodes = await self._bundle_nodes()
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             self._bundles = order_ranks(nodes, self._plan.config.parallel.tensor_parallel, addresses)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
+
+    async def _bundle_nodes(self) -> dict[int, str]:
+        """The node of every bundle, once all have one: Ray looks for others for those of a node that it has lost."""
+        while True:
+            table = ray.util.placement_group_table(self._plan.group)
+            if table["state"] == "CREATED":
+                nodes: dict[int, str] = table["bundles_to_node_id"]
+                return nodes
+            await asyncio.sleep(PLACED_POLL_S)
 
     async def _phase(self, name: str, work: Callable[[], Awaitable[T]]) -> T:
         started = time.monotonic()
@@ -210,8 +226,16 @@ class WorkerGroup:
             call.add_done_callback(_retrieve)
         for rank, call in enumerate(calls):
             if call in done and call.exception() is not None:
-                raise WorkerGroupError(f"rank {rank}, {method}: {first_line(call.exception())}") from call.exception()
+                where = f" ({self.places[rank].process})" if self.places else ""
+                raise WorkerGroupError(
+                    f"rank {rank}{where}, {method}: {first_line(call.exception())}"
+                ) from call.exception()
         return [call.result() for call in calls]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 async def _await(ref: Awaitable[T]) -> T:

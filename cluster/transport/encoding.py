@@ -7,6 +7,7 @@ from cluster.transport.messages import (
     GenerateRequest,
     GenerateSummary,
     Heartbeat,
+    Probe,
     RankFailure,
     Refused,
     Stop,
@@ -14,7 +15,9 @@ from cluster.transport.messages import (
 )
 from workers.scheduling.plan import StepPlan, StepResult
 
-Message = StepPlan | StepResult | Heartbeat | RankFailure | Stop | GenerateRequest | Abort | GenerateSummary | Refused
+Message = (
+    StepPlan | StepResult | Heartbeat | RankFailure | Stop | GenerateRequest | Probe | Abort | GenerateSummary | Refused
+)
 _KINDS: dict[type, bytes] = {
     StepPlan: b"P",
     StepResult: b"R",
@@ -22,6 +25,7 @@ _KINDS: dict[type, bytes] = {
     RankFailure: b"F",
     Stop: b"S",
     GenerateRequest: b"G",
+    Probe: b"B",
     Abort: b"A",
     GenerateSummary: b"D",
     Refused: b"N",

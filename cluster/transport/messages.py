@@ -22,6 +22,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     reply_to: endpoint of the ingress that reads the tokens.
     output: int32 token ids already delivered to the client (a stream that is resumed on another engine); they count
         against sampling.max_tokens.
+    resumed: an engine had taken it and was lost; it waits for one that restarts, and no queue is too full for it.
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
     """
 
@@ -31,6 +32,15 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     reply_to: str
     output: bytes = b""
     running_stats: bool = False
+    resumed: bool = False
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Asks whether a request would get through. It goes every request's way, costs no step, and ends like one: with a
+    last delta at `reply_to`, or a refusal that says why."""
+
+    request_id: str
+    reply_to: str
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):
@@ -49,7 +59,7 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request.
+    """New tokens of one request; the first delta has none, it says that the engine has taken the request.
 
     finish: None while it runs, else "stop", "length", "abort" or "error".
     error: why, with finish="error".

@@ -11,8 +11,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 MAX_IPC_PATH = 107  # sun_path of sockaddr_un on Linux, without its closing zero byte
-TCP_HEARTBEAT_MS = 1000
-TCP_HEARTBEAT_TIMEOUT_MS = 5000  # a cut cable shows after this; a dead process closes its socket and shows in ms
+# A cut cable or a stopped process shows after these; a dead one closes its socket and shows in ms. ZeroMQ's own thread
+# answers, without Python: a rank that computes, loads or compiles is never late.
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 5000
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Transport:
             raise ValueError(f"endpoint={endpoint!r}: {error}") from error
 
     def _bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
+        _beat(socket)
         if self.folder:
             path = str(Path(self.folder) / name)
             if len(path.encode()) > MAX_IPC_PATH:
@@ -76,7 +79,6 @@ class Transport:
         keys = self._keys()
         socket.curve_server = True
         socket.curve_secretkey = keys.secret
-        _watch_tcp(socket)
         socket.bind(f"tcp://{self.node_ip}:*")
         endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return endpoint.decode().rstrip("\0")
@@ -87,9 +89,9 @@ class Transport:
             socket.curve_serverkey = keys.public
             socket.curve_publickey = keys.public
             socket.curve_secretkey = keys.secret
-            _watch_tcp(socket)
         elif not endpoint.startswith("ipc://"):
             raise ValueError("must begin with ipc:// or tcp://")
+        _beat(socket)
         socket.connect(endpoint)
 
     def _keys(self) -> CurveKeys:
@@ -149,7 +151,7 @@ class PeerMonitor:
         self.socket.close(0)  # disable_monitor forgets it without closing, and an open one holds up the context's end
 
 
-def _watch_tcp(socket: "zmq.Socket[bytes]") -> None:
-    socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, TCP_HEARTBEAT_TIMEOUT_MS)
+def _beat(socket: "zmq.Socket[bytes]") -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)

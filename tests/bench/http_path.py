@@ -182,10 +182,11 @@ def direct_ttft_s(count: int) -> list[float]:
             time.sleep(PAUSE_S)
             started_s = time.perf_counter()
             engine.send(encode(GenerateRequest(f"r{number}", prompt, SamplingParams(4, 0.0), reply_to)))
-            delta = decode_tokens(inbox.recv()).deltas[0]
+            while not (delta := decode_tokens(inbox.recv()).deltas[-1]).tokens:
+                pass  # the news that it is queued
             times.append(time.perf_counter() - started_s)
             while delta.finish is None:
-                delta = decode_tokens(inbox.recv()).deltas[0]
+                delta = decode_tokens(inbox.recv()).deltas[-1]
             decode(engine.recv())
         coordinator.stop()
         child.join(5)

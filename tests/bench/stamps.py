@@ -128,8 +128,9 @@ def _of_contents(args: tuple[Any, ...], plan: Any) -> Iterable[Subject]:
 
 
 def _of_first_deltas(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
-    """Of requests that had none yet: under load there are thousands a second."""
-    return [(i, NOTHING) for delta in args[-1].deltas if not ((i := delta.request_id) in _begun or _begun.add(i))]
+    """With tokens, of requests that had none yet: under load there are thousands a second."""
+    deltas = (delta for delta in args[-1].deltas if delta.tokens or delta.finish)
+    return [(i, NOTHING) for delta in deltas if not ((i := delta.request_id) in _begun or _begun.add(i))]
 
 
 def _of_delta(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:

@@ -8,6 +8,7 @@ import yaml
 
 from cluster.config import parse
 from cluster.replica.placement import NodeResources, place
+from deploy.launch import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFEST = DEPLOY / "kuberay" / "rayservice.yaml"
@@ -34,6 +35,15 @@ def test_configuration_is_accepted_and_fits_eight_gpus(content: dict[str, Any], 
     args["model"]["path"], args["speculative"]["path"] = "target", "draft"
     placement = place(parse(args, tmp_path), [NodeResources("n", "10.0.0.1", 64, 8)])
     assert placement.device == "cuda"
+
+
+def test_the_manifest_gives_up_what_does_not_answer_as_aerie_serve_does() -> None:
+    head = yaml.safe_load(MANIFEST.read_text())["spec"]["rayClusterConfig"]["headGroupSpec"]
+    (container,) = head["template"]["spec"]["containers"]
+    environment = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert environment.items() >= FAULT_ENVIRONMENT.items()
+    for name in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"):
+        assert environment[name] == HAPROXY_ENVIRONMENT[name]
 
 
 def test_an_example_that_listens_beyond_the_loopback_wants_a_key() -> None:

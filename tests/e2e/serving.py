@@ -17,6 +17,7 @@ import psutil
 from cluster.checkpoints import with_checkpoints
 from cluster.config import parse
 from cluster.transport.messages import EngineStats
+from deploy.launch import FAULT_ENVIRONMENT
 from workers.distributed.ports import free_port
 
 START_LIMIT_S = 120.0
@@ -25,7 +26,7 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
-}
+} | FAULT_ENVIRONMENT
 
 
 @dataclass(frozen=True)

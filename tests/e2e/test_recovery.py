@@ -44,7 +44,7 @@ def _args(**engine: Any) -> dict[str, Any]:
         "model": {"path": "target", "device": "cpu"},
         "parallel": {"tensor_parallel": 2},
         "scheduler": {"max_running": 8, "max_waiting": 24},
-        "engine": {"step_timeout_s": 3, **engine},
+        "engine": engine,
     }
 
 
@@ -91,14 +91,17 @@ async def _stream(client: httpx.AsyncClient, server: Server, seed: int, max_toke
 
 
 def _run_with_fault(
-    server: Server, victims: list[int], fault: signal.Signals, count: int = 6
+    server: Server, victims: list[int], fault: signal.Signals, count: int = 6, num_waiting: int = 0
 ) -> tuple[list[Outcome], float]:
-    """`count` streams of more than a second, a signal to each of `victims` in their midst; when it was sent."""
+    """`count` streams of more than a second, a signal to each of `victims` in their midst, once so many wait; when it
+    was sent."""
 
     async def run() -> tuple[list[Outcome], float]:
         async with httpx.AsyncClient(timeout=120) as client:
             streams = [asyncio.create_task(_stream(client, server, seed, 300)) for seed in range(count)]
             await asyncio.sleep(0.5)
+            while num_waiting and (await asyncio.to_thread(engine_stats))[0].num_waiting < num_waiting:
+                await asyncio.sleep(0.02)
             sent_s = time.monotonic()
             for pid in victims:
                 os.kill(pid, fault)
@@ -126,8 +129,52 @@ def test_killed_worker_loses_no_token(server: Server, rank: int) -> None:
     assert wait_idle().num_worker_restarts >= 1
 
 
-def test_stopped_worker_is_noticed_and_replaced(server: Server) -> None:
-    outcomes, _ = _run_with_fault(server, actor_pids("Worker")[:1], signal.SIGSTOP, count=3)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_stopped_worker_is_noticed_and_replaced(server: Server, rank: int) -> None:
+    """Long before a step's time limit, and by its own name."""
+    pid = actor_pids("Worker")[rank]
+    outcomes, sent_s = _run_with_fault(server, [pid], signal.SIGSTOP, count=3)
+    _assert_all_complete(outcomes)
+    print(f"rank {rank} stopped at work: streams ended {max(o.ended_s for o in outcomes) - sent_s:.1f} s later")
+    server.wait_healthy(RECOVERY_LIMIT_S)
+    wait_idle()
+
+
+@pytest.mark.slow
+def test_stopped_worker_is_noticed_while_idle(server: Server) -> None:
+    pid = actor_pids("Worker")[1]
+    os.kill(pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    answer = _until_unhealthy(server, 10)
+    seen_s = time.monotonic() - stopped_s
+    assert f"(pid {pid} on node" in answer["error"]["message"], answer
+    server.wait_healthy(RECOVERY_LIMIT_S)
+    print(f"stopped idle: /health bad after {seen_s:.1f} s, good after {time.monotonic() - stopped_s:.1f} s")
+
+
+@pytest.mark.slow
+def test_stopped_engine_replica_is_answered_for_and_replaced(server: Server) -> None:
+    (pid,) = actor_pids("ServeReplica:aerie:Engine")
+    outcomes, sent_s = _run_with_fault(server, [pid], signal.SIGSTOP, count=3)
+    _assert_all_complete(outcomes)  # tokens do not pass through it
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 2}
+    slowest_s, seen = 0.0, set()
+    while actor_pids("ServeReplica:aerie:Engine") == [pid] or server.health()[0] != 200:
+        asked_s = time.monotonic()
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        seen.add(answer.status_code)
+        if answer.status_code != 200:
+            assert answer.status_code == 503 and answer.headers["retry-after"], answer.text
+        slowest_s = max(slowest_s, time.monotonic() - asked_s)
+        assert time.monotonic() - sent_s < RECOVERY_LIMIT_S
+    print(f"engine stopped: slowest answer {slowest_s:.1f} s, {seen}; replaced {time.monotonic() - sent_s:.1f} s later")
+    assert slowest_s < 10
+    wait_idle()
+
+
+def test_killed_coordinator_loses_no_queued_request(server: Server) -> None:
+    """Eight run and the queue is full, and stays so while what ran joins it."""
+    outcomes, _ = _run_with_fault(server, actor_pids("EagleCoordinator"), signal.SIGKILL, 32, num_waiting=24)
     _assert_all_complete(outcomes)
     server.wait_healthy(RECOVERY_LIMIT_S)
     wait_idle()
@@ -237,10 +284,10 @@ def _until(reached: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _until_unhealthy(server: Server) -> dict[str, Any]:
+def _until_unhealthy(server: Server, limit_s: float = 5) -> dict[str, Any]:
     """What /health says once it is bad, which must be soon."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + limit_s
     while (answer := server.health())[0] == 200:
-        assert time.monotonic() < deadline, "/health stayed good for 5 s after a worker died"
+        assert time.monotonic() < deadline, f"/health stayed good for {limit_s} s after a worker died"
         time.sleep(0.05)
     return answer[1]

@@ -39,6 +39,7 @@ class FakeEngine:
     calls: what was asked.
     closed: ids of requests that ended before their last delta, which a real engine aborts.
     num_active: requests whose generators are open.
+    fault: why no request gets through, see `health`.
     flushes: what each further flush of the prefix cache answers; with none left, it is busy while a generator is open.
     """
 
@@ -49,6 +50,7 @@ class FakeEngine:
     num_active: int = 0
     max_active: int = 0
     flushes: list[list[FlushOutcome]] = field(default_factory=list)
+    fault: str = ""
 
     async def generate(
         self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
@@ -75,6 +77,9 @@ class FakeEngine:
 
     async def stats(self) -> list[EngineStats]:
         return self.engines
+
+    async def health(self) -> tuple[list[EngineStats], str]:
+        return self.engines, self.fault
 
     async def flush_cache(self) -> list[FlushOutcome]:
         if self.flushes:

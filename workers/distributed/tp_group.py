@@ -1,12 +1,18 @@
 """The ranks that share a model. Passed to whoever communicates, never global; a group of one does nothing."""
 
+import socket
 from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
 from workers.distributed.custom_all_reduce import CustomAllReduce, connect
+
+JOIN_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -63,21 +69,32 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device, cust
     """
     if size == 1:
         return SOLO
-    from datetime import timedelta
-
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        init_method=address,
+        store=_store(address, rank, size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=60),
+        timeout=JOIN_TIMEOUT,
         device_id=device if backend == "nccl" else None,
     )
     world = dist.group.WORLD
     assert world is not None
     custom = connect(world, rank, size, device) if backend == "nccl" and custom_all_reduce else None
     return TPGroup(rank, size, world, custom)
+
+
+def _store(address: str, rank: int, size: int) -> Store:
+    """What the ranks tell each other where they are by. It asks nobody for a key, so rank 0 has it listen on the
+    address that is given and nowhere else; torch would take every interface."""
+    where = urlsplit(address)
+    assert where.scheme == "tcp" and where.hostname is not None and where.port is not None, address
+    listening = None
+    if rank == 0:
+        listening = socket.create_server((where.hostname, where.port), backlog=size).detach()
+    return TCPStore(
+        where.hostname, where.port, size, rank == 0, JOIN_TIMEOUT, master_listen_fd=listening, use_libuv=True
+    )
 
 
 def shard_size(total: int, size: int, what: str) -> int:

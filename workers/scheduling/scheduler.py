@@ -118,12 +118,13 @@ class Scheduler:
         """Share of the pages that requests hold, 0-1."""
         return self.allocator.num_held / self.allocator.num_pages
 
-    def submit(self, request: Request) -> None:
-        """Queues a request; one with output already (a resumed stream) goes on after it.
+    def submit(self, request: Request, resumed: bool = False) -> None:
+        """Queues a request; one with output already (a resumed stream) goes on after it. resumed: the queue has room
+        for it in any case.
 
         Raises QueueFullError, RequestTooLargeError, or ValueError for a request that makes no sense.
         """
-        if self.num_waiting >= self._config.max_waiting:
+        if self.num_waiting >= self._config.max_waiting and not resumed:
             raise QueueFullError(f"max_waiting={self._config.max_waiting}: {self.num_waiting} wait; retry later")
         self._check(request)
         histogram = request.acceptance_histogram

@@ -4,6 +4,6 @@ generation    /v1/chat/completions, /v1/completions
 responses     /v1/responses
 tokenization  /tokenize, /detokenize, /tokenizer_info
 models        /v1/models, /version
-status        /health, /ready, /metrics
+status        /health, /health/live, /health/ready, /metrics
 prefix_cache  /flush_cache, /reset_prefix_cache
 """

@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from cluster.http.endpoint import Endpoint, get
 from cluster.http.errors import model_not_found
+from cluster.http.routes.status import require_engine
 from cluster.http.schema.response import ModelCard, ModelList, VersionReply
 from cluster.http.serving import Edge
 
@@ -19,11 +20,13 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     )
 
     async def models(http: Request) -> ModelList:
-        """The one model that is served."""
+        """The one model that is served; 503 until an engine has been ready, because clients wait for this."""
+        await require_engine(edge)
         return ModelList(data=[card])
 
     async def model(http: Request) -> ModelCard:
         """The model of this name."""
+        await require_engine(edge)
         if http.path_params["model"] != name:
             raise model_not_found(http.path_params["model"], name)
         return card

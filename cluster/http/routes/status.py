@@ -12,7 +12,7 @@ from cluster.http.endpoint import Endpoint, get, json_response
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import unavailable
 from cluster.http.metrics import prometheus_text
-from cluster.http.schema.response import EngineHealth, ErrorReply, HealthReply
+from cluster.http.schema.response import EngineHealth, ErrorReply, HealthReply, LiveReply
 from cluster.http.serving import Edge
 from cluster.transport.messages import EngineStats
 
@@ -26,13 +26,18 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     """Of one ingress."""
 
     async def health(http: Request) -> HealthReply | Response:
-        """Whether an engine can work."""
-        return _health(await _stats(edge.engine), edge.config)
+        """Whether answers will come: a probe that goes every request's way has lately got through to an engine's
+        ranks. Answered within half a second, by what is known then."""
+        return _health(*await _known(edge.engine), edge.config)
 
     async def ready(http: Request) -> HealthReply | Response:
-        """Whether an engine can work and this ingress takes requests."""
+        """Whether to send requests to this ingress: answers will come, and it takes requests."""
         edge.admission.check(0)
-        return _health(await _stats(edge.engine), edge.config)
+        return _health(*await _known(edge.engine), edge.config)
+
+    async def live(http: Request) -> LiveReply:
+        """Whether this ingress answers, whatever its engines do: not restarting it would help nobody."""
+        return LiveReply()
 
     async def metrics(http: Request) -> Response:
         """Prometheus' text format, under vLLM's names."""
@@ -42,13 +47,25 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     errors = (HealthReply, ErrorReply)
     return [
         get("/health", health, HealthReply, errors),
+        get("/health/live", live, LiveReply),
+        get("/health/ready", ready, HealthReply, errors),
         get("/ready", ready, HealthReply, errors),
         get("/metrics", metrics),
     ]
 
 
-def _health(engines: Sequence[EngineStats], config: EdgeConfig) -> HealthReply | Response:
-    """200 if an engine can work, else 503 and why none can."""
+async def require_engine(edge: Edge) -> None:
+    """For routes that clients take for a sign that the server has started: raises ApiError until an engine has been
+    ready once."""
+    if not edge.admission.engine_seen:
+        reply = _health(*await _known(edge.engine), edge.config)
+        if isinstance(reply, Response):
+            raise unavailable("The server is starting; no engine has been ready yet", edge.config.retry_after_s)
+        edge.admission.engine_seen = True
+
+
+def _health(engines: Sequence[EngineStats], fault: str, config: EdgeConfig) -> HealthReply | Response:
+    """200 if an engine is ready and requests get through, else 503 and why not."""
     states = [
         EngineHealth(
             engine_id=engine.engine_id,
@@ -57,15 +74,29 @@ def _health(engines: Sequence[EngineStats], config: EdgeConfig) -> HealthReply |
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
             last_step_age_s=engine.last_step_age_s,
+            heartbeat_age_s=list(engine.heartbeat_age_s),
         )
         for engine in engines
     ]
-    if any(engine.status == "ready" for engine in engines):
+    if not any(engine.status == "ready" for engine in engines):
+        reasons = [f"{e.engine_id} is {e.status}" + (f" ({e.detail})" if e.detail else "") for e in engines]
+        message = "No engine is ready: " + ("; ".join(reasons) or "none is known yet")
+    elif fault:
+        message = f"Requests do not get through: {fault}"
+    else:
         return HealthReply(status="ok", engines=states)
-    reasons = [f"{e.engine_id} is {e.status}" + (f" ({e.detail})" if e.detail else "") for e in engines]
-    error = unavailable("No engine is ready: " + ("; ".join(reasons) or "none is known yet"), config.retry_after_s)
+    error = unavailable(message, config.retry_after_s)
     reply = HealthReply(status="unavailable", engines=states, error=error.detail())
     return json_response(reply, error.status, error.headers)
+
+
+async def _known(engine: EngineClient) -> tuple[list[EngineStats], str]:
+    """All engines' statistics and why requests do not get through; no engines if that cannot be had."""
+    try:
+        return await engine.health()
+    except Exception:
+        logger.exception("the engines' health cannot be had")
+        return [], ""
 
 
 async def _stats(engine: EngineClient) -> list[EngineStats]:

@@ -124,6 +124,7 @@ class EngineHealth(Struct):
     num_running: int
     num_waiting: int
     last_step_age_s: float
+    heartbeat_age_s: list[float] = []  # of each rank
 
 
 class HealthReply(Struct):
@@ -132,6 +133,12 @@ class HealthReply(Struct):
     status: Literal["ok", "unavailable"]
     engines: list[EngineHealth]
     error: ErrorDetail | UnsetType = UNSET
+
+
+class LiveReply(Struct):
+    """The process answers."""
+
+    status: Literal["ok"] = "ok"
 
 
 class FlushedEngine(Struct):

@@ -1,7 +1,16 @@
 """Worker groups that come, fail, hang and are replaced, over real ZeroMQ sockets with scripted ranks in threads."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 
+import pytest
+
+from cluster.coordinator import worker_links
+from cluster.transport import sockets
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
 
@@ -92,4 +101,75 @@ def test_a_hanging_step_shows_in_the_health_and_is_given_up(make_bed):
     assert health.epoch == 1 and len(health.heartbeat_age_s) == 2 and health.loop_age_s < 1.0
     until(lambda: bool(bed.lost))
     assert "no result of step 0" in bed.lost[0] and "step_timeout_s=0.3" in bed.lost[0]
+    released.set()
+
+
+RANK = """
+import sys, time, zmq
+from cluster.replica.worker_loop import run_worker_loop
+from cluster.transport.channel import RankChannel
+from cluster.transport.sockets import Transport
+from tests.support.scripted import ScriptedExecutor
+from workers.config import PLAIN, RoundShape, RoundShapes
+
+folder, busy_s = sys.argv[1], float(sys.argv[2])
+tree = RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=2)
+executor = ScriptedExecutor(RoundShapes((PLAIN, tree), default=1), 8, 200)
+submit = executor.submit
+
+def spin(plan):
+    until = time.monotonic() + busy_s
+    while time.monotonic() < until:
+        sum(range(100_000))
+    submit(plan)
+
+executor.submit = spin
+channel = RankChannel(zmq.Context(), Transport(folder=folder), 0, 1, "own-process")
+print(channel.endpoint, flush=True)
+run_worker_loop(executor, channel)
+"""
+
+
+@pytest.fixture
+def rank_process(tmp_path):
+    """A rank in a process of its own; each step keeps its Python busy for a second."""
+    command = [sys.executable, "-c", RANK, str(tmp_path), "1.0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_stopped_rank_is_noticed_idle_or_at_work_and_a_busy_one_is_not(make_bed, rank_process, monkeypatch, at_work):
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 500)
+    bed = make_bed()
+    endpoint = rank_process.stdout.readline().strip()
+    bed.coordinator.attach([endpoint], 1, places=["pid 7 on node 10.0.0.1"])
+    bed.generate("q", max_tokens=2)  # two steps that answer nothing for a second
+    assert bed.ingress.read_end("q").finish == "length"
+    assert not bed.lost
+    if at_work:
+        bed.generate("r", max_tokens=100)
+        until(lambda: bed.coordinator.health().oldest_plan_age_s > 0)
+    os.kill(rank_process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    until(lambda: bool(bed.lost))
+    assert time.monotonic() - started < 5  # 0.6 s if the machine has time
+    assert bed.lost[0].startswith("rank 0 (pid 7 on node 10.0.0.1) is gone")
+    stats = bed.coordinator.stats()
+    assert stats.status == "recovering" and stats.detail == bed.lost[0]
+
+
+def test_a_rank_whose_loop_hangs_while_idle_is_given_up(make_bed, monkeypatch):
+    monkeypatch.setattr(worker_links, "IDLE_HEARTBEAT_LIMIT_S", 1.5)
+    bed = make_bed()
+    ranks = bed.new_ranks()
+    released = threading.Event()
+    waited = ranks.channels[1].wait
+    ranks.channels[1].wait = lambda timeout_ms: released.wait() and waited(timeout_ms)
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 1)
+    until(lambda: bool(bed.lost))
+    assert bed.lost[0].startswith("rank 1 hangs: idle, and no heartbeat for")
     released.set()

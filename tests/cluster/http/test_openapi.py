@@ -119,6 +119,8 @@ async def test_requests_and_replies_of_generation_fit(route: str, body: dict[str
         ("get", "/version", None),
         ("get", "/tokenizer_info", None),
         ("get", "/health", None),
+        ("get", "/health/live", None),
+        ("get", "/health/ready", None),
         ("get", "/ready", None),
         ("post", "/flush_cache", None),
         ("post", "/reset_prefix_cache", None),

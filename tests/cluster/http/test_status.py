@@ -16,7 +16,7 @@ def _engines(*states: tuple[str, str]) -> FakeEngine:
     return FakeEngine(says("a"), engines)
 
 
-@pytest.mark.parametrize("route", ["/health", "/ready"])
+@pytest.mark.parametrize("route", ["/health", "/health/ready", "/ready"])
 async def test_one_ready_engine_is_enough(route: str) -> None:
     async with in_process(_engines(("recovering", ""), ("ready", ""))) as client:
         reply = await client.get(route)
@@ -53,12 +53,36 @@ async def test_statistics_that_cannot_be_had_are_no_engine(
         raise RuntimeError("/secret")
 
     monkeypatch.setattr(engine, "stats", broken)
+    monkeypatch.setattr(engine, "health", broken)
     async with in_process(engine) as client:
         reply = await client.get("/health")
         assert (await client.get("/metrics")).status_code == 200
     assert reply.status_code == 503
     assert "secret" not in reply.text
     assert "cannot be had" in caplog.text
+
+
+async def test_ready_engines_that_no_request_reaches_are_not_healthy_and_the_process_is_alive() -> None:
+    engine = _engines(("ready", ""))
+    engine.fault = "no engine took it within 4 s"
+    async with in_process(engine) as client:
+        for route in ("/health", "/health/ready"):
+            reply = await client.get(route)
+            assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
+            assert reply.json()["error"]["message"] == f"Requests do not get through: {engine.fault}"
+        live = await client.get("/health/live")
+    assert (live.status_code, live.json()) == (200, {"status": "ok"})
+
+
+async def test_models_are_listed_once_an_engine_has_been_ready() -> None:
+    engine = _engines(("starting", ""))
+    async with in_process(engine) as client:
+        early = await client.get("/v1/models")
+        assert early.status_code == 503 and early.headers["retry-after"] == "1"
+        engine.engines = [EngineStats("engine-0", "ready")]
+        assert (await client.get("/v1/models")).status_code == 200
+        engine.engines = [EngineStats("engine-0", "recovering")]
+        assert (await client.get(f"/v1/models/{MODEL}")).status_code == 200
 
 
 async def test_models_and_their_lengths() -> None:

@@ -7,12 +7,14 @@ import msgspec
 import pytest
 
 from cluster.http.engine_client import EngineRefused
+from cluster.ingress import remote_engines
 from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
 from cluster.transport.messages import (
     EngineAnswer,
     EngineStats,
     GenerateRequest,
     GenerateSummary,
+    Probe,
     Refusal,
     TokenBatch,
     TokenDelta,
@@ -28,12 +30,19 @@ class ScriptedCalls:
         self.calls: list[asyncio.Future[bytes]] = []
         self.started = asyncio.Event()
         self.num_stats = 0
+        self.probes: list[Probe] = []
+        self.probe_calls: list[asyncio.Future[bytes]] = []
 
     def generate(self, payload: bytes) -> asyncio.Future[bytes]:
         self.requests.append(msgspec.msgpack.decode(payload, type=GenerateRequest))
         self.calls.append(asyncio.get_running_loop().create_future())
         self.started.set()
         return self.calls[-1]
+
+    def probe(self, payload: bytes) -> asyncio.Future[bytes]:
+        self.probes.append(msgspec.msgpack.decode(payload, type=Probe))
+        self.probe_calls.append(asyncio.get_running_loop().create_future())
+        return self.probe_calls[-1]
 
     async def stats(self) -> list[EngineStats]:
         self.num_stats += 1
@@ -159,20 +168,80 @@ async def test_engine_that_dies_with_tokens_under_way_is_noticed() -> None:
     assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
 
 
-async def test_second_failure_ends_with_an_error_delta() -> None:
+async def test_third_failure_ends_with_an_error_delta() -> None:
     rig = Rig()
     reading = rig.run()
-    for count in (1, 2):
+    for count in (1, 2, 3):
         await rig.call_started(count)
+        rig.send(count - 1)  # an engine had queued it
         rig.calls.calls[-1].set_exception(RuntimeError(f"death {count}"))
     deltas = await asyncio.wait_for(reading, 5)
-    assert deltas[-1].finish == "error" and "death 2" in str(deltas[-1].error)
+    assert deltas[-1].finish == "error" and "death 3" in str(deltas[-1].error)
+
+
+async def test_a_queued_request_without_tokens_is_resumed_and_waits_for_an_engine() -> None:
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    assert not rig.calls.requests[0].resumed
+    rig.send(0)
+    await asyncio.sleep(0)
+    rig.calls.calls[0].set_exception(RuntimeError("the coordinator died"))
+    await rig.call_started(2)
+    assert rig.calls.requests[1].resumed
+    rig.send(1, 7, finish="length")
+    assert [delta.tokens for delta in await asyncio.wait_for(reading, 5)] == [(7,)], "the news of the queue is no delta"
+
+
+async def test_a_request_that_no_engine_takes_is_tried_again_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engines, "TAKEN_TIMEOUT_S", 0.05)
+    rig = Rig()
+    reading = rig.run()
+    with pytest.raises(EngineRefused) as refused:
+        await asyncio.wait_for(reading, 5)
+    assert refused.value.refusal.kind == "not_ready" and "no engine took it" in refused.value.refusal.message
+    assert len(rig.calls.calls) == 2 and all(call.cancelled() for call in rig.calls.calls)
+    assert not rig.calls.requests[1].resumed
+
+
+async def test_a_request_that_was_taken_waits_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engines, "TAKEN_TIMEOUT_S", 0.05)
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.send(0)
+    await asyncio.sleep(0.2)
+    rig.send(0, 5, finish="stop")
+    assert (await asyncio.wait_for(reading, 5))[-1].tokens == (5,)
+    assert len(rig.calls.calls) == 1
+
+
+async def test_health_is_a_probe_on_the_way_of_requests_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engines, "HEALTH_WAIT_S", 0.05)
+    monkeypatch.setattr(remote_engines, "PROBE_MAX_AGE_S", 0.0)
+    monkeypatch.setattr(remote_engines, "TAKEN_TIMEOUT_S", 0.3)
+    rig = Rig()
+    assert (await rig.engines.health())[1] == "the first probe is under way"
+    (probe,) = rig.calls.probes
+    rig.inbox.deliver(TokenBatch("c", 0, (TokenDelta(probe.request_id, (), "stop"),)))
+    await asyncio.sleep(0.01)
+    assert await rig.engines.health() == ([EngineStats("e", "ready")], ""), (
+        "the last answer while the next is asked for"
+    )
+    await asyncio.sleep(0.35)
+    assert "no engine took it within 0.3 s" in (await rig.engines.health())[1]
+    refusal = Refusal("not_ready", "rank 1 (pid 7 on node 10.0.0.1) has not been heard of for 4.0 s")
+    rig.calls.probe_calls[-1].set_result(msgspec.msgpack.encode(EngineAnswer(None, refusal)))
+    await asyncio.sleep(0.01)
+    assert "rank 1 (pid 7 on node" in (await rig.engines.health())[1]
 
 
 async def test_without_resume_the_first_failure_ends_the_stream() -> None:
     rig = Rig(resume=False)
     reading = rig.run()
     await rig.call_started(1)
+    rig.send(0)
+    await asyncio.sleep(0)
     rig.calls.calls[0].set_exception(RuntimeError("gone"))
     assert (await asyncio.wait_for(reading, 5))[-1].finish == "error"
     assert len(rig.calls.calls) == 1

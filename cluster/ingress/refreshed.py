@@ -1,0 +1,64 @@
+"""A value that is fetched when somebody asks and the last one is old; who asks never waits longer than he wants."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Refreshed(Generic[T]):
+    """last: what `fetch` gave last; None before. One fetch runs at a time, in the event loop of who asks."""
+
+    def __init__(self, fetch: Callable[[], Awaitable[T]], max_age_s: float, clock: Callable[[], float]) -> None:
+        self.last: T | None = None
+        self._fetch = fetch
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._fetched_s = float("-inf")
+        self._started_s = 0.0
+        self._task: asyncio.Task[T] | None = None
+
+    @property
+    def waiting_s(self) -> float:
+        """For how long the fetch that runs has run; 0 if none does."""
+        return 0.0 if self._task is None else self._clock() - self._started_s
+
+    async def refresh(self, wait_s: float) -> None:
+        """Have a new value if the last is too old and one comes within `wait_s`; its fetch goes on if not."""
+        if self._task is None:
+            if self._clock() < self._fetched_s + self._max_age_s:
+                return
+            self._start()
+        assert self._task is not None
+        await asyncio.wait((self._task,), timeout=wait_s)
+
+    async def newest(self) -> T:
+        """A value that is not too old, however long that takes. Raises what the fetch raises."""
+        if self._task is None and self.last is not None and self._clock() < self._fetched_s + self._max_age_s:
+            return self.last
+        if self._task is None:
+            self._start()
+        assert self._task is not None
+        return await asyncio.shield(self._task)
+
+    def _start(self) -> None:
+        self._started_s = self._clock()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_log_failure)
+
+    async def _run(self) -> T:
+        try:
+            self.last = await self._fetch()
+            self._fetched_s = self._clock()
+            return self.last
+        finally:
+            self._task = None
+
+
+def _log_failure(task: "asyncio.Task[T]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("what is to be kept fresh could not be fetched", exc_info=task.exception())

@@ -1,0 +1,107 @@
+"""How the queue is bounded, what who finds it full is told, and the probe that goes a request's way."""
+
+import pytest
+
+from cluster.coordinator.queue_speed import LONGEST_S, UNKNOWN_S, QueueSpeed
+from cluster.transport.encoding import encode
+from cluster.transport.messages import GenerateRequest, GenerateSummary, Probe, Refused
+from tests.support.cluster import until
+from tests.support.scripted import scripted_output
+from workers.scheduling.plan import SamplingParams, pack_i32
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_speed_is_that_of_ended_tokens_while_someone_waits():
+    clock = Clock()
+    speed = QueueSpeed(clock)
+    assert speed.wait_s([(1000, 1000)]) is None and speed.retry_after_s([(1000, 1000)]) == UNKNOWN_S
+    speed.ended(10, 1000, someone_waits=False)
+    for _ in range(11):
+        speed.ended(60, 40, someone_waits=True)
+        clock.now += 1.0
+    # 1,000 tokens after the first end, in 11 s; answers have been of 40 tokens.
+    assert speed.wait_s([(100, 10_000), (7, 13)]) == pytest.approx((100 + 40 + 7 + 13) * 11 / 1000)
+    assert speed.retry_after_s([(1000, 1)] * 10) == pytest.approx(1001 * 10 * 11 / 1000 / 2, rel=0.01)
+    assert speed.retry_after_s([(1, 1)]) == 1.0 and speed.retry_after_s([(10**6, 1)]) == LONGEST_S
+    speed.ended(10, 10, someone_waits=False)  # the queue is empty: what it was is no measure of what it can be
+    assert speed.wait_s([(1000, 1000)]) is None
+
+
+def _queue(bed, request_id, max_tokens=5, resumed=False):
+    request = GenerateRequest(
+        request_id,
+        pack_i32([1, 2, 3, 4, 5]),
+        SamplingParams(max_tokens=max_tokens),
+        bed.ingress.endpoint,
+        resumed=resumed,
+    )
+    bed.engine.send(encode(request))
+
+
+def test_a_full_queue_takes_the_resumed_and_tells_others_when_to_come_again(make_bed):
+    bed = make_bed(max_waiting=2)
+    for request_id in ("a", "b", "c"):
+        _queue(bed, request_id)
+    refused = bed.notice()
+    assert isinstance(refused, Refused) and (refused.request_id, refused.refusal.kind) == ("c", "queue_full")
+    assert refused.refusal.retry_after_s == UNKNOWN_S
+    _queue(bed, "d", resumed=True)
+    until(lambda: bed.coordinator.stats().num_waiting == 3)
+    bed.attach()
+    for request_id in ("a", "b", "d"):
+        assert bed.ingress.read_end(request_id).finish == "length"
+
+
+def test_retry_after_follows_the_queue(make_bed):
+    bed = make_bed(max_running=1, max_waiting=30, delay_s=0.005)
+    bed.attach()
+    for i in range(25):
+        _queue(bed, f"q{i}", max_tokens=20)
+    bed.ingress.read_end("q9")  # ten have ended, so the speed is known
+    for i in range(25, 60):
+        _queue(bed, f"q{i}", max_tokens=300)
+    refusals = []
+    while not refusals:
+        notice = bed.notice()
+        if isinstance(notice, Refused):
+            refusals.append(notice.refusal)
+    assert refusals[0].kind == "queue_full"
+    assert 1.0 <= refusals[0].retry_after_s != UNKNOWN_S, "by the measured speed"
+
+
+def test_who_would_wait_or_has_waited_too_long_is_refused(make_bed):
+    bed = make_bed(queue_timeout_s=0.3)
+    _queue(bed, "early")
+    refused = bed.notice()
+    assert (refused.request_id, refused.refusal.kind) == ("early", "queue_full")
+    assert "waited 0.3 s in the queue (engine.queue_timeout_s)" in refused.refusal.message
+    assert bed.coordinator.stats().num_waiting == 0
+    _queue(bed, "resumed", resumed=True)
+    until(lambda: bed.coordinator.stats().num_waiting == 1)
+    bed.attach()
+    assert bed.ingress.read_end("resumed").finish == "length"
+    params = bed.generate("runs", max_tokens=300)  # more than 0.3 s; who runs may take long
+    assert bed.ingress.read_end("runs").finish == "length"
+    assert bed.ingress.tokens("runs") == scripted_output(5, params)
+
+
+def test_a_probe_ends_like_a_request_and_runs_no_step(make_bed):
+    bed = make_bed()
+    bed.engine.send(encode(Probe("early", bed.ingress.endpoint)))
+    refused = bed.notice()
+    assert (refused.request_id, refused.refusal.kind) == ("early", "not_ready")
+    assert refused.refusal.message == "the engine is starting"
+    bed.attach()
+    bed.engine.send(encode(Probe("p", bed.ingress.endpoint)))
+    end = bed.ingress.read_end("p")
+    assert (end.finish, end.tokens) == ("stop", ())
+    assert bed.notice() == GenerateSummary("p", "stop", 0)
+    assert bed.coordinator.stats().scheduler.num_steps == 0
+    assert len(bed.coordinator.stats().heartbeat_age_s) == 2

@@ -1,0 +1,118 @@
+"""What is made of Serve's HAProxy configuration and command line, and the stand-in for one that dies; HAProxy itself is
+run in tests/e2e/test_serve_faults.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy import haproxy
+from deploy.haproxy import RETRY_AFTER_S, Watch, rewritten, start_arguments, write_script
+
+ROUTES = """defaults
+    errorfile 502 /tmp/500.http
+    errorfile 503 /tmp/500.http
+frontend http_frontend
+    # Routes are use_backend rules.
+    use_backend http-aerie if is_http-aerie
+    default_backend default_backend
+backend default_backend
+    http-request return status 404 content-type text/plain lf-string "Path \\'%[path]\\' not found."
+backend http-aerie
+    server ingress 127.0.0.1:30000 check
+    # Fallback to head node's Serve proxy when no ingress replicas are available
+    server SERVE_PROXY 127.0.0.1:8500 check backup
+"""
+NO_ROUTES = ROUTES.replace("    use_backend http-aerie if is_http-aerie\n", "")
+
+
+def test_what_no_ingress_answers_is_503_and_no_python_proxy_answers_instead(tmp_path: Path) -> None:
+    config = rewritten(ROUTES, tmp_path / "503.http", last=None)
+    assert f"errorfile 502 {tmp_path}/503.http" in config and f"errorfile 503 {tmp_path}/503.http" in config
+    assert "server ingress 127.0.0.1:30000 check\n" in config and "check backup" not in config
+    assert "status 404" in config, "a path of no application stays unknown while there are applications"
+
+
+def test_without_routes_the_last_ones_stay_and_before_the_first_nothing_is_not_found(tmp_path: Path) -> None:
+    assert rewritten(NO_ROUTES, tmp_path / "503.http", last="use_backend before") == "use_backend before"
+    first = rewritten(NO_ROUTES, tmp_path / "503.http", last=None)
+    (line,) = [line for line in first.splitlines() if "http-request return" in line]
+    assert "status 503" in line and line.endswith(f'hdr Retry-After "{RETRY_AFTER_S}"')
+    assert json.loads(line.split("'")[1])["error"]["type"] == "service_unavailable_error"
+
+
+def test_a_haproxy_that_is_left_hands_its_port_over() -> None:
+    assert start_arguments(["-db", "-f", "c"], []) == ["-db", "-f", "c"]
+    assert start_arguments(["-db", "-f", "c"], [7]) == ["-db", "-f", "c", "-sf", "7"]
+    serves = ["-f", "c", "-sf", "5", "-x", "socket"]
+    assert start_arguments(serves, [5]) == serves
+    assert start_arguments(serves, [5, 7]) == ["-f", "c", "-sf", "7", "5", "-x", "socket"]
+
+
+FAKE = """#!/bin/sh
+echo "$@" >> {log}
+exec sleep 60
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="HAProxy's wheel is for Linux")
+def test_a_dead_haproxy_gets_a_stand_in_with_its_last_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(haproxy, "_STARTED_S", 0.1)
+    log, node = tmp_path / "log", tmp_path / "node"
+    node.mkdir()
+    # `sleep` forgets its arguments; the test's own command line stands for HAProxy's.
+    monkeypatch.setattr(haproxy, "_living", lambda pid_file: _living(pid_file))
+    binary = tmp_path / "binary"
+    binary.write_text(FAKE.format(log=log))
+    binary.chmod(0o700)
+    config = node / "haproxy.cfg"
+    config.write_text("    stats socket /s/admin.sock mode 666\n" + ROUTES)
+    script = write_script(tmp_path, str(binary))
+    serves = subprocess.Popen([str(script), "-db", "-f", str(config)])
+    said: list[str] = []
+    watch = Watch(tmp_path, str(binary), said.append)
+    try:
+        _until(lambda: log.exists())
+        watch.start()
+        time.sleep(3 * haproxy.WATCH_PERIOD_S)
+        assert not said
+        serves.kill()
+        serves.wait()
+        _until(lambda: bool(said))
+        stand_in = int((node / "aerie-stand-in.pid").read_text())
+        assert str(stand_in) in said[0]
+        assert "stats socket /s/admin.sock.stand-in mode" in (node / "aerie-stand-in.cfg").read_text()
+        assert "use_backend" in (node / "aerie-stand-in.cfg").read_text()
+        time.sleep(3 * haproxy.WATCH_PERIOD_S)
+        assert len(said) == 1, "one is enough"
+        os.kill(stand_in, signal.SIGKILL)
+    finally:
+        watch.stop()
+        serves.kill()
+        for name in ("aerie.pid", "aerie-stand-in.pid"):
+            pid = _living(node / name)
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        if watch._process is not None:
+            watch._process.wait()
+
+
+def _living(pid_file: Path) -> int | None:
+    try:
+        pid = int(pid_file.read_text())
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, ValueError):
+        return None
+    return pid if state != "Z" else None
+
+
+def _until(reached: object) -> None:
+    deadline = time.monotonic() + 20
+    while not reached():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
