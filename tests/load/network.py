@@ -54,9 +54,10 @@ class Network:
         """From now on frames of the node's link, in either direction, come delay_ms later and get lost with this
         probability."""
         wire = self.wires[node]
-        assert wire.stdin is not None
+        assert wire.stdin is not None and wire.stdout is not None
         wire.stdin.write(f"{delay_ms} {loss}\n")
         wire.stdin.flush()
+        wire.stdout.readline()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
     python -m tests.load.wire NAMESPACE:DEVICE NAMESPACE:DEVICE     # then lines "DELAY_MS LOSS" on stdin
 
+Says "ready" once, and "set" after each of these lines.
+
 Not every kernel has `tc netem`; every one that has tap devices can do this. Carries some 10,000 frames a second, each
 after its own delay, in order. Ends with its stdin.
 """
@@ -52,6 +54,7 @@ def carry(taps: list[int], orders: int) -> None:
                     return
                 first, second = lines[-1].split()
                 delay_s, loss = float(first) / 1000, float(second)
+                print("set", flush=True)
                 continue
             due_s = time.monotonic() + delay_s
             for frame in _frames(tap):
