@@ -18,7 +18,11 @@ from tests.bench.gpu_time import captured  # noqa: E402
 from tests.support.attention_cases import Work, in_float64, mask_of, uniform_pool  # noqa: E402
 from tests.support.triton_cases import assert_close, random_decode, random_rows, random_table  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.distributed.tp_group import SOLO  # noqa: E402
+from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.kernels import latent as layer_kernels  # noqa: E402
+from workers.layers.latent_attention import LatentAttention  # noqa: E402
+from workers.layers.linear import finish_weights  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 
 pytestmark = MARKS
@@ -205,6 +209,26 @@ def test_an_accepted_path_moves_to_the_front() -> None:
         places = length[request].item() + torch.arange(first, end, device=DEVICE)
         pages = table[request, places // 4].long()
         assert torch.equal(pool.tensors[0][0][:, pages, places % 4], before[:, pages, places % 4])
+
+
+@pytest.mark.parametrize("q_rank", [24, None])
+def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 32, "num_heads": 3, "q_rank": q_rank, "latent": 32, "key_dim": 16, "rotated_dim": 16}
+    layer = LatentAttention(0, SOLO, **sizes, value_dim=16, scale=SCALE).to(DEVICE)  # type: ignore[arg-type]
+    for parameter in layer.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    finish_weights(layer)
+    batch = random_decode(Mode.VERIFY, 3, 3, [9, 0], 4, 12)
+    x, angles = torch.randn((6, 32), device=DEVICE), random_angles(6, 16)
+    history, results = torch.randn((13, 4, 48), device=DEVICE), []
+    for partial in (layer._partial_fused, layer._partial_in_torch):
+        pool = uniform_pool(1, 12, 4, LatentLayout(32, 16, torch.float32), DEVICE)
+        pool.tensors[0][0][0] = history
+        context = make_context(pool, {Mode.VERIFY: TritonBackend()}, batch, None, None)
+        results.append((partial(layer.qkv_a(x), angles, context), pool.tensors[0][0]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @production

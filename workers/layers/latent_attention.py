@@ -83,12 +83,14 @@ class LatentAttention(AttentionLayer):
 
     def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         both = self.qkv_a(x)
-        if both.is_cuda:
-            return self._partial_fused(both, angles, context)
+        return (self._partial_fused if both.is_cuda else self._partial_in_torch)(both, angles, context)
+
+    def _partial_in_torch(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """What comes after the first projections, both of which are side by side in `both`."""
         q, row = both[:, : -self.row_dim], both[:, -self.row_dim :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
-        q = q.reshape(x.shape[0], self.num_heads, -1)
+        q = q.reshape(both.shape[0], self.num_heads, -1)
         row = torch.cat((self.kv_a_layernorm(row[:, : self.latent]), row[:, self.latent :]), dim=-1)
         absorbed = self.kv_b_proj.absorb_keys(q[..., : self.key_dim])
         q = torch.cat((absorbed, q[..., self.key_dim :]), dim=-1)
@@ -96,7 +98,7 @@ class LatentAttention(AttentionLayer):
         return self.o_proj.partial(self.kv_b_proj.make_values(out).flatten(1))
 
     def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """The same of both projections side by side, in fewer launches."""
+        """The same in fewer launches."""
         from workers.layers.kernels.latent import head_products, normed_latents
 
         rows, heads = both.shape[0], self.num_heads
