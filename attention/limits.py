@@ -12,6 +12,7 @@ from attention.metadata import Mode
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
+MAX_LATENT = 512  # whose sums of 64 rows are what the registers of a program hold
 FLASHINFER_CAPABILITY = (8, 0)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 XQA_MAJORS = (9, 12)
@@ -31,6 +32,8 @@ class AttentionUse:
     capability: of the GPU, (major, minor).
     tree: whether branches share a pass (speculative.top_k above 1).
     layout: how KV is kept, the `kind` of its `KVLayout`.
+    value_dim: of what comes out of a head, if that is not head_dim: of latent rows the leading part, whose dimensions
+        are values too.
     """
 
     mode: Mode
@@ -43,6 +46,7 @@ class AttentionUse:
     capability: tuple[int, int] | None = None
     tree: bool = False
     layout: str = "heads"
+    value_dim: int | None = None
 
     @property
     def group(self) -> int:
@@ -55,7 +59,22 @@ def torch_refusal(use: AttentionUse) -> str | None:
 
 
 def triton_refusal(use: AttentionUse) -> str | None:
-    return _gpu_refusal(use, TRITON_CAPABILITY) or triton_head_dim_refusal(use.head_dim)
+    reason = _gpu_refusal(use, TRITON_CAPABILITY)
+    if reason is not None:
+        return reason
+    if use.value_dim is None:
+        return triton_head_dim_refusal(use.head_dim)
+    return triton_latent_refusal(use.value_dim, use.head_dim - use.value_dim)
+
+
+def triton_latent_refusal(latent: int, rotated: int) -> str | None:
+    """Why our kernels have no tiles for latent rows of latent + rotated numbers, None if they do."""
+    for name, size in (("kv_lora_rank", latent), ("qk_rope_head_dim", rotated)):
+        if size < 16 or size & (size - 1):
+            return f"{name}={size}: must be a power of two of at least 16"
+    if latent > MAX_LATENT:
+        return f"kv_lora_rank={latent}: must be at most {MAX_LATENT}"
+    return None
 
 
 def triton_head_dim_refusal(head_dim: int) -> str | None:

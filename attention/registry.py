@@ -14,6 +14,7 @@ from attention.metadata import Mode
 
 ALL_MODES = frozenset(Mode)
 DECODE_MODES = ALL_MODES - {Mode.PREFILL}
+ALL_LAYOUTS = frozenset({"heads", "latent rows"})
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def _trtllm() -> AttentionBackend:
 
 
 BACKENDS: dict[str, BackendFacts] = {
-    "torch": BackendFacts(_torch, torch_refusal, layouts=frozenset({"heads", "latent rows"})),
-    "triton": BackendFacts(_triton, triton_refusal, chunks_on_device=True, package="triton"),
+    "torch": BackendFacts(_torch, torch_refusal, layouts=ALL_LAYOUTS),
+    "triton": BackendFacts(_triton, triton_refusal, layouts=ALL_LAYOUTS, chunks_on_device=True, package="triton"),
     "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, package="flashinfer"),
     "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),
 }

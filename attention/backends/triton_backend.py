@@ -18,28 +18,19 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.kernels.decode import attend_decode
-from attention.kernels.decode_plan import (
-    MAX_SPLITS,
-    DecodePlan,
-    DecodeTiles,
-    DecodeWorkspace,
-    decode_tiles,
-    partial_rows,
-)
+from attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
+from attention.kernels.decode_plan import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
 from attention.kernels.pdl import supports_pdl
-from attention.kernels.prefill import PrefillTiles, attend_prefill, prefill_tiles
+from attention.kernels.prefill import PrefillTiles
 from attention.kernels.prefill_plan import plan_tiles
 from attention.kernels.split_kv import plan_items, plan_spans
-from attention.limits import triton_head_dim_refusal
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, to_device
-from attention.views import LayerKV
+from attention.views import LatentKV, LayerKV
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 
 MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
 
-FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
 FIXED_SPAN = 1024  # tokens of an item where contexts are short enough
 MAX_PIECE_ROWS = 32  # of a prompt chunk
 MAX_PIECE_PARTIALS = 256  # partial results that the pieces of one launch have room for
@@ -75,11 +66,13 @@ class TritonBackend(AttentionBackend):
             self._workspaces[key] = DecodeWorkspace.create(tiles, head_dim, num_programs, device)
         return self._workspaces[key]
 
-    def fixed_workspace(self, num_rows: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
+    def fixed_workspace(
+        self, tiles: DecodeTiles, num_rows: int, head_dim: int, device: torch.device
+    ) -> DecodeWorkspace:
         """Room for num_rows rows of partials: those of all items x columns. Graphs are captured from the largest batch
         down, so that there is seldom more than one, of 4 * (head_dim + 1) bytes a row: for 32 requests of up to 8,192
         tokens, 4 rows each and 8 KV heads with 4 query heads of 128 values, 21 MB."""
-        key = (device, FIXED_TILES, head_dim)
+        key = (device, tiles, head_dim)
         held = self._workspaces.get(key)
         if held is None or held.lse.shape[0] < num_rows:
             assert_not_captured(self.name, device)
@@ -91,66 +84,51 @@ class TritonBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _PreparedDecode(Prepared):
-    """plans: by (q_heads, kv_heads, head_dim, itemsize), made at a pass's first layer; there is one."""
+    """plans: made at a pass's first layer; there is one."""
 
     batch: DecodeBatch
     backend: TritonBackend
-    plans: dict[tuple[int, int, int, int], DecodePlan] = field(default_factory=dict)
+    plans: dict[LayerShape, DecodePlan] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
-        key = self._key(q, kv)
-        if key not in self.plans:
-            num_heads, num_kv_heads, head_dim, itemsize = key
-            _check_head_dim(head_dim)
-            if self.backend.span is not None:
-                self.plans[key] = plan_fixed(self.batch, num_heads, num_kv_heads, head_dim, self.backend)
-            else:
-                self.plans[key] = self._plan_for_the_device(num_heads, num_kv_heads, head_dim, itemsize)
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> None:
+        shape = LayerShape.of(q, kv)
+        if shape not in self.plans:
+            fixed = self.backend.span is not None
+            self.plans[shape] = (plan_fixed if fixed else plan_decode)(self.batch, shape, self.backend)
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        key = self._key(q, kv)
-        planned = key in self.plans  # else the predecessor is the kernel that writes the plan
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
+        shape = LayerShape.of(q, kv)
+        planned = shape in self.plans  # else the predecessor is the kernel that writes the plan
         self.plan(q, kv, scale)
-        plan = self.plans[key]
-        return attend_decode(q, kv, self.batch, plan, scale, early=plan.pdl and planned)
-
-    @staticmethod
-    def _key(q: Tensor, kv: LayerKV) -> tuple[int, int, int, int]:
-        return (q.shape[1], kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
-
-    def _plan_for_the_device(self, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodePlan:
-        device = self.batch.prefix_len.device
-        density = self.batch.num_requests * num_kv_heads / _num_multiprocessors(device)
-        tiles = decode_tiles(self.batch.rows * (num_heads // num_kv_heads), head_dim, itemsize, density)
-        return plan_decode(self.batch, num_heads, num_kv_heads, tiles, self.backend.workspace(tiles, head_dim, device))
+        plan = self.plans[shape]
+        return attend_rows(q, kv, self.batch, plan, scale, early=plan.pdl and planned)
 
 
-def plan_decode(
-    batch: DecodeBatch, num_heads: int, num_kv_heads: int, tiles: DecodeTiles, workspace: DecodeWorkspace
-) -> DecodePlan:
+def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
     """Cuts the batch's contexts and chooses who merges. Launches one small kernel."""
     device = batch.prefix_len.device
-    columns = num_kv_heads * -(-batch.rows * (num_heads // num_kv_heads) // tiles.block_m)
-    budget = split_budget(batch.num_requests, _num_multiprocessors(device) * tiles.programs_per_sm // columns)
+    multiprocessors = _num_multiprocessors(device)
+    tiles = shape.decode_tiles(batch.rows, batch.num_requests * shape.num_kv_heads / multiprocessors)
+    budget = split_budget(
+        batch.num_requests, multiprocessors * tiles.programs_per_sm // shape.columns(batch.rows, tiles)
+    )
     items = plan_items(batch.prefix_len, batch.suffix_len, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
     each = min(MAX_SPLITS, budget // batch.num_requests)
     at_once = min(MERGED_AT_ONCE, 1 << max(1, (each - 1).bit_length()))
+    workspace = backend.workspace(tiles, shape.dim, device)
     return DecodePlan(tiles, items, workspace, apart=each > 1, splits=at_once, pdl=supports_pdl(device))
 
 
-def plan_fixed(
-    batch: DecodeBatch, num_heads: int, num_kv_heads: int, head_dim: int, backend: TritonBackend
-) -> DecodePlan:
+def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
     """The plan of a backend with a span: nothing in it that changes a row's result depends on the batch. Launches one
     small kernel."""
-    device, span = batch.prefix_len.device, backend.span
+    device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles
     assert span is not None and batch.max_kv_len <= span * MAX_SPLITS
     items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len)
-    packed_rows = batch.rows * (num_heads // num_kv_heads)
-    columns = num_kv_heads * -(-packed_rows // FIXED_TILES.block_m)
-    num_rows = items.items.shape[0] * columns * partial_rows(FIXED_TILES, packed_rows)
-    workspace = backend.fixed_workspace(num_rows, head_dim, device)
-    return DecodePlan(FIXED_TILES, items, workspace, True, MERGED_AT_ONCE, pdl=supports_pdl(device), fixed=True)
+    each = partial_rows(tiles, batch.rows * shape.group)
+    num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * each
+    workspace = backend.fixed_workspace(tiles, num_rows, shape.dim, device)
+    return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, pdl=supports_pdl(device), fixed=True)
 
 
 def split_budget(num_requests: int, items: int) -> int:
@@ -162,12 +140,6 @@ def split_budget(num_requests: int, items: int) -> int:
     return items // num_requests * num_requests or items
 
 
-def _check_head_dim(head_dim: int) -> None:
-    reason = triton_head_dim_refusal(head_dim)
-    if reason is not None:
-        raise ValueError(f"attention backend 'triton': {reason}; choose another backend")
-
-
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_MULTIPROCESSORS
@@ -176,53 +148,50 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _PreparedPrefill(Prepared):
-    """plans: by (group, head_dim, itemsize), made at a pass's first layer; there is one."""
+    """plans: made at a pass's first layer; there is one."""
 
     batch: PrefillBatch
-    plans: dict[tuple[int, int, int], tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
+    plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
-        self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> None:
+        self._plan(LayerShape.of(q, kv))
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-        tiles, tile_list = self._plan(q.shape[1] // kv.k.shape[2], kv.k.shape[3], kv.k.itemsize)
-        return attend_prefill(q, kv, self.batch, tile_list, tiles, scale)
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
+        tiles, tile_list = self._plan(LayerShape.of(q, kv))
+        return attend_chunks(q, kv, self.batch, tile_list, tiles, scale)
 
-    def _plan(self, group: int, head_dim: int, itemsize: int) -> tuple[PrefillTiles, Tensor]:
-        key = (group, head_dim, itemsize)
-        if key not in self.plans:
-            _check_head_dim(head_dim)
-            tiles = prefill_tiles(group, head_dim, itemsize)
-            self.plans[key] = (tiles, plan_tiles(self.batch, tiles.block_m // group))
-        return self.plans[key]
+    def _plan(self, shape: LayerShape) -> tuple[PrefillTiles, Tensor]:
+        if shape not in self.plans:
+            tiles = shape.prefill_tiles
+            self.plans[shape] = (tiles, plan_tiles(self.batch, shape.rows_of_prefill_tile(tiles)))
+        return self.plans[shape]
 
 
 @dataclass(frozen=True)
 class _PreparedPieces(Prepared):
     """Prompt chunks as decode batches.
 
-    plans: by the number of query heads for a KV head, made at a pass's first layer; there is one. Each has batches, and
-        the rows of q that they take.
+    plans: made at a pass's first layer; there is one. Each has batches, and the rows of q that they take.
     """
 
     batch: PrefillBatch
     backend: TritonBackend
-    plans: dict[int, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
+    plans: dict[LayerShape, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
-        group = q.shape[1] // kv.k.shape[2]
-        if group not in self.plans:
-            rows = max(1, min(MAX_PIECE_ROWS, FIXED_TILES.block_m // group))
-            self.plans[group] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
-        for pieces, _ in self.plans[group]:
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> None:
+        shape = LayerShape.of(q, kv)
+        if shape not in self.plans:
+            rows = max(1, min(MAX_PIECE_ROWS, shape.fixed_tiles.block_m // shape.group))
+            self.plans[shape] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
+        for pieces, _ in self.plans[shape]:
             pieces.plan(q, kv, scale)
 
-    def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
         self.plan(q, kv, scale)
-        group = q.shape[1] // kv.k.shape[2]
+        shape = LayerShape.of(q, kv)
         make = torch.zeros if self.batch.is_padded else torch.empty
-        out = make(q.shape, dtype=q.dtype, device=q.device)
-        for pieces, places in self.plans[group]:
+        out = make((*q.shape[:2], shape.dim), dtype=q.dtype, device=q.device)
+        for pieces, places in self.plans[shape]:
             out[places] = pieces.forward(q[places], kv, scale)
         return out
 

@@ -6,6 +6,9 @@ online_softmax   the step that both attention kernels share, and what Triton's i
 split_kv         which program reads which part of whose context, decided on the device
 decode_plan      tiles, memory and plan of the decode kernel
 decode           DECODE, VERIFY, DRAFT_EXTEND, DRAFT_DECODE: few rows per request over paged KV
+latent_tile      a tile of latent rows: scores and sums, both ways round
+latent_decode    what decode is, over paged latent rows
+latent_prefill   what prefill is, over paged latent rows
 merge_states     partial results of a request become one
 prefill_plan     prompt chunks in tiles, listed on the device
 prefill          PREFILL: ragged causal chunks over paged KV

@@ -32,7 +32,7 @@ TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in others a row's path lies in 
 
 
 @triton.jit
-def _path_columns(path, over):
+def path_columns(path, over):
     """For places `over` [N] of a row's path: the suffix columns they are at, the path being the set bits of the row's
     mask in their order, and whether they are seen: those before the path are, those after it are not."""
     place, length = over * 0, 0
@@ -136,7 +136,7 @@ def _attend_decode(
         for start in range(tl.maximum(low, shared_end), high, BLOCK_N):
             for r in range(first_row, end_row):
                 path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
-                place, seen = _path_columns(path, start + n - prefix)
+                place, seen = path_columns(path, start + n - prefix)
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
                 scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
@@ -228,11 +228,11 @@ def attend_decode(
         **pdl_wait(early),
     )
     if plan.apart:
-        _merge_apart(out, batch, plan, shape, part_m)
+        merge_apart(out, batch, plan, shape, part_m)
     return out
 
 
-def _merge_apart(out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int) -> None:
+def merge_apart(out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int) -> None:
     """Launches the kernel that merges the partials of requests that were cut, into out."""
     workspace, head_dim = plan.workspace, shape["D"]
     merge_rows[(batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)](

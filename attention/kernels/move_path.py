@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Moves the KV of an accepted path to the front of its tree in one launch instead of sixteen. Called by
-`attention.kv_cache.heads` on GPUs; the reference is `KVLayout.move_path`, in torch."""
+`attention.kv_cache.heads` and `attention.kv_cache.latent` on GPUs; the reference is `KVLayout.move_path`, in torch."""
 
 import triton
 import triton.language as tl
@@ -23,6 +23,7 @@ def _move_path(
     ROWS: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    TWO: tl.constexpr,
 ):
     b, layer, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     row, column = tl.arange(0, ROWS_PADDED), block * BLOCK + tl.arange(0, BLOCK)
@@ -37,19 +38,23 @@ def _move_path(
     mask = moves[:, None] & (column < TOKEN)[None, :]
     offset = layer * layer_stride + column[None, :]
     k = tl.load(k_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
-    v = tl.load(v_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
+    if TWO:
+        v = tl.load(v_ptr + offset + source[:, None] * TOKEN, mask=mask, other=0.0)
     # a path's sources and targets overlap: all are read before any is written
     tl.debug_barrier()
     tl.store(k_ptr + offset + target[:, None] * TOKEN, k, mask=mask)
-    tl.store(v_ptr + offset + target[:, None] * TOKEN, v, mask=mask)
+    if TWO:
+        tl.store(v_ptr + offset + target[:, None] * TOKEN, v, mask=mask)
 
 
-def move_path(k: Tensor, v: Tensor, page_table: Tensor, length: Tensor, path: Tensor) -> None:
-    """`attention.kv_cache.pool.KVPool.move_path` for tensors k, v [layers, pages, page_size, kv_heads, head_dim]."""
-    layers, _, page_size, num_kv_heads, head_dim = k.shape
+def move_path(k: Tensor, v: Tensor | None, page_table: Tensor, length: Tensor, path: Tensor) -> None:
+    """`attention.kv_cache.pool.KVPool.move_path` for tensors k, v [layers, pages, page_size, ...], which are alike; v:
+    None where a layout has only one."""
+    layers, _, page_size = k.shape[:3]
     batch, rows = path.shape
-    token = num_kv_heads * head_dim
-    assert k.is_contiguous() and v.is_contiguous() and path.is_contiguous() and length.is_contiguous()
+    token = k[0, 0, 0].numel()
+    assert k.is_contiguous() and (v is None or (v.is_contiguous() and v.shape == k.shape))
+    assert path.is_contiguous() and length.is_contiguous()
     assert page_table.stride(1) == 1
     block = min(triton.next_power_of_2(token), BLOCK)
     _move_path[(batch, layers, triton.cdiv(token, block))](
@@ -65,5 +70,6 @@ def move_path(k: Tensor, v: Tensor, page_table: Tensor, length: Tensor, path: Te
         ROWS=rows,
         ROWS_PADDED=triton.next_power_of_2(rows),
         BLOCK=block,
+        TWO=v is not None,
         num_warps=4,
     )

@@ -23,6 +23,9 @@ The rule:
                                                                       which is the fence: see `Prepared.plan`. A forward
                                                                       that has to plan itself is launched normally
                                        masks, prefix lengths, pages   kernels before the pass; the store is the fence
+    attend_latent           waits      as attend_decode               the same; normed_latents is the fence
+    normed_latents          waits      nothing                        (is a fence)
+    head_products           triggers   W                              constant
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
     rms_norm, add_rms_norm  triggers   the norm's weight              constant
     silu_mul                triggers   nothing

@@ -40,11 +40,21 @@ class LatentLayout(KVLayout[LatentKV]):
         index: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """rows: [rows, latent + rotated], not yet turned. q: [rows, q_heads, latent + rotated]."""
+        """rows: [rows, latent + rotated], not yet turned. q: [rows, q_heads, latent + rotated]; stays as it is.
+
+        On GPUs `workers.layers.kernels.latent` does this, together with what stands around it in a layer."""
         (row,), cos, sin = rows, cos[index], sin[index]
         turned = self._turned(row.unsqueeze(1), cos, sin).squeeze(1)
         view.rows.view(-1, turned.shape[1]).index_copy_(0, slot_mapping, turned)
         return self._turned(q, cos, sin)
+
+    def move_path(self, tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
+        if path.is_cuda:
+            from attention.kernels.move_path import move_path
+
+            move_path(tensors[0], None, page_table, length, path)
+        else:
+            super().move_path(tensors, page_table, length, path)
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [rows, heads, latent + rotated] with its last part turned."""

@@ -36,8 +36,9 @@ def matrix() -> str:
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     lines += [
         "",
-        "| backend | page sizes | head dims | query heads per KV head | types | reads lengths on the host |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | "
+        "reads lengths on the host |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
     lines += ["", "Refused, in the words of a refused start:", ""]
@@ -60,6 +61,7 @@ def _facts(name: str) -> list[str]:
     home = _home()
     heads = {group: group * home.num_kv_heads for group in GROUPS}
     return [
+        ", ".join(sorted(BACKENDS[name].layouts)),
         _able(name, {size: dataclasses.replace(home, page_size=size) for size in PAGE_SIZES}),
         _able(name, {dim: dataclasses.replace(home, head_dim=dim) for dim in HEAD_DIMS}),
         _able(name, {group: dataclasses.replace(home, num_heads=count) for group, count in heads.items()}),
@@ -76,6 +78,7 @@ def _able(name: str, uses: dict[object, AttentionUse]) -> str:
 def _refusals(name: str) -> list[str]:
     """Each reason once, in the order of the uses asked."""
     home = _home()
+    latent = dataclasses.replace(home, num_kv_heads=1, head_dim=576, layout="latent rows", value_dim=512)
     asked = [use_of(work, Shape(), *place) for work in WORKS for place in PLACES.values()]
     asked += [
         dataclasses.replace(home, page_size=1),
@@ -83,7 +86,9 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(home, head_dim=512),
         dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
         dataclasses.replace(home, dtype=torch.float32),
-        dataclasses.replace(home, layout="latent rows"),
+        latent,
+        dataclasses.replace(latent, head_dim=24 + 64, value_dim=24),
+        dataclasses.replace(latent, head_dim=1024 + 64, value_dim=1024),
     ]
     reasons = [refusal(name, use) for use in asked]
     return list(dict.fromkeys(reason for reason in reasons if reason is not None))

@@ -22,7 +22,7 @@ from attention.kernels.pdl import supports_pdl
 from attention.kernels.rope_store import rope_store
 from attention.kv_cache.heads import HeadsLayout
 from attention.metadata import DecodeBatch, Mode, causal_mask
-from tests.support.attention_cases import heads_pool, write_tokens
+from tests.support.attention_cases import uniform_pool, write_tokens
 from workers.layers.kernels.norm_activation import rms_norm
 
 GROUP, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
@@ -45,7 +45,7 @@ class Stress:
         pages = -(-max_length // PAGE)
         self.batch_size, self.device = num_requests, device
         layout = HeadsLayout(KV_HEADS, HEAD_DIM, dtype)
-        self.kv = heads_pool(1, num_requests * pages, PAGE, layout, device).layer(0)
+        self.kv = uniform_pool(1, num_requests * pages, PAGE, layout, device).layer(0)
         order = torch.randperm(num_requests * pages, generator=generator) + 1
         self.table = order.view(num_requests, pages).int().to(device)
         self.lengths = torch.randint(0, max_length, (NUM_LENGTHS, num_requests), generator=generator).int().to(device)

@@ -22,9 +22,9 @@ from attention.backend import AttentionBackend
 from attention.backends.torch_backend import TorchBackend
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, needs_cpu_seq_lens, refusal
-from attention.views import LayerKV
 from tests.bench.gpu_time import captured
 from tests.support.attention_cases import (
+    LATENT_SHAPES,
     LENGTHS,
     MAX_LENGTH,
     SHAPES,
@@ -32,6 +32,7 @@ from tests.support.attention_cases import (
     Shape,
     Work,
     decode_batch,
+    in_float64,
     num_pages,
     prefill_batch,
     random_pool,
@@ -43,12 +44,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**
 WIDE = Work("verify a wide tree", Mode.VERIFY, 40, 40, tree=True)  # a mask of more than 32 bits a row
 CASES = [
     pytest.param(work, shape, id=f"{work.name.replace(' ', '_')}-{shape.name}")
-    for work, shape in (*itertools.product(WORKS, SHAPES), (WIDE, SHAPES[0]))
+    for work, shape in (
+        *itertools.product(WORKS, (*SHAPES, *LATENT_SHAPES)),
+        (WIDE, SHAPES[0]),
+        (WIDE, LATENT_SHAPES[0]),
+    )
 ]
 # The torch backend has one way through for every shape, and on a CPU one type: each work in one shape, each shape in
 # two works, and the rest of the cross as slow.
 EVERY_SHAPE = ("prefill", "verify a tree")
-CPU_SHAPES = tuple(dict.fromkeys(dataclasses.replace(shape, dtype=torch.float32) for shape in SHAPES))
+CPU_SHAPES = tuple(dict.fromkeys(dataclasses.replace(s, dtype=torch.float32) for s in (*SHAPES, LATENT_SHAPES[-1])))
 CPU_CASES = [
     pytest.param(
         work,
@@ -134,9 +139,9 @@ class Conformance:
                 getattr(self.batch, name).copy_(getattr(other, name))
 
     def assert_close(self, out: Tensor) -> None:
-        assert out.dtype == self.q.dtype and out.is_contiguous() and out.shape == self.q.shape
-        exact = LayerKV(self.kv.k.double(), self.kv.v.double())
-        expected = TorchBackend().prepare(self.batch).forward(self.q.double(), exact, self.scale)
+        assert out.dtype == self.q.dtype and out.is_contiguous()
+        assert out.shape == (*self.q.shape[:2], self.shape.value_dim)
+        expected = TorchBackend().prepare(self.batch).forward(self.q.double(), in_float64(self.kv), self.scale)
         error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         tolerance = TOLERANCE[self.shape.dtype]
         assert error.max() < tolerance, f"relative error {error.max():.2e} at {error.argmax()} of {error.shape}"

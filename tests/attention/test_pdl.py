@@ -14,15 +14,16 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
-from attention.kernels import decode, decode_plan, merge_states, pdl, rope_store  # noqa: E402
+from attention.kernels import decode, decode_plan, latent_decode, merge_states, pdl, rope_store  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
 from attention.views import LayerKV  # noqa: E402
 from speculative.kernels import head_input  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
-from tests.attention.test_triton_compile import compiled, decode_constants  # noqa: E402
+from tests.attention.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
+from tests.workers.test_kernels_compile import LATENT, NORMED_LATENTS, head_constants  # noqa: E402
 from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.layers.kernels import norm_activation  # noqa: E402
+from workers.layers.kernels import latent, norm_activation  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -45,6 +46,26 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         decode_constants(4, 4, 128, 16, decode_plan.decode_tiles(16, 128, 2, 0.5)),
         True,
         {"items_ptr", "mask_ptr", "prefix_ptr", "table_ptr"},
+    ),
+    "attend_latent": (
+        latent_decode._attend_latent,
+        BF16 | {"rows_ptr": "bf16", "mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"},
+        latent_constants(1, 16, 16, latent_decode.latent_tiles(16, 2, 0.5)),
+        True,
+        {"items_ptr", "mask_ptr", "prefix_ptr", "table_ptr"},
+    ),
+    "normed_latents": (
+        latent._normed_latents,
+        *NORMED_LATENTS,
+        True,
+        set(),
+    ),
+    "head_products": (
+        latent._head_products,
+        LATENT,
+        head_constants(8, 128, 512, 64),
+        False,
+        {"weight_ptr"},
     ),
     "merge_rows": (
         merge_states.merge_rows,
@@ -159,7 +180,7 @@ def test_what_reads_a_plan_is_not_launched_early_right_after_what_writes_it(monk
         early.append(options["early"])
 
     monkeypatch.setattr(triton_backend, "supports_pdl", lambda device: True)
-    monkeypatch.setattr(triton_backend, "attend_decode", attend)
+    monkeypatch.setattr(triton_backend, "attend_rows", attend)
     monkeypatch.setattr(triton_backend, "plan_items", lambda *args: None)
     length, table = torch.tensor([5], dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)
     batch = DecodeBatch(Mode.DECODE, 1, 1, length, causal_mask(1, 1, CPU), table, 6)

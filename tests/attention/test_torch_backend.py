@@ -9,7 +9,7 @@ from attention.kv_cache.layout import move_tokens
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_places, prefill_places
 from attention.registry import build_backend
-from tests.support.attention_cases import heads_pool, write_tokens
+from tests.support.attention_cases import uniform_pool, write_tokens
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
     """A pool with random KV for requests of these lengths on scattered pages, its table, and the KV per request."""
     generator = torch.Generator().manual_seed(seed)
     per_request = [-(-n // page_size) for n in lengths]
-    pool = heads_pool(1, sum(per_request), page_size, HeadsLayout(KV_HEADS, DIM, torch.float32), CPU)
+    pool = uniform_pool(1, sum(per_request), page_size, HeadsLayout(KV_HEADS, DIM, torch.float32), CPU)
     pages = (torch.randperm(sum(per_request), generator=generator) + 1).tolist()
     table = torch.zeros((len(lengths), max(per_request) + 2), dtype=torch.int32)
     keys, values = [], []
@@ -126,7 +126,7 @@ def test_an_unknown_backend_names_those_that_exist() -> None:
 
 
 def test_move_reads_everything_before_it_writes() -> None:
-    pool = heads_pool(2, 2, 4, HeadsLayout(1, 1, torch.float32), CPU)
+    pool = uniform_pool(2, 2, 4, HeadsLayout(1, 1, torch.float32), CPU)
     values = torch.arange(8.0).view(8, 1, 1)
     write_tokens(pool.layer(1), torch.arange(4, 12), values, -values)
     move_tokens(pool.tensors[0], torch.tensor([6, 5, 4]), torch.tensor([4, 6, 7]))

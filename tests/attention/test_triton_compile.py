@@ -11,10 +11,12 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.backends.triton_backend import FIXED_TILES  # noqa: E402
+from attention.backends.triton_kernels import FIXED_TILES  # noqa: E402
 from attention.kernels import (  # noqa: E402
     decode,
     decode_plan,
+    latent_decode,
+    latent_prefill,
     merge_states,
     prefill,
     prefill_plan,
@@ -121,6 +123,68 @@ def test_decode_attention_fits_hopper(
     assert spills == 0
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
+
+
+def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan.DecodeTiles) -> dict[str, Any]:
+    return {
+        "ROWS": rows,
+        "HEADS": heads,
+        "D": 512,
+        "ROTATED": 64,
+        "PAGE": page_size,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "TOKENS": latent_decode.token_axis(tiles),
+        "COLUMNS": -(-rows * heads // tiles.block_m),
+        "SLICE": tiles.merge_slice(512),
+        "FAN": decode_plan.FAN,
+        "APART": False,
+        "PATHS": False,
+        "PART_M": tiles.block_m,
+        "PDL": True,
+        "UPCAST": False,
+    }
+
+
+LATENT_POINTERS = dict.fromkeys(("q_ptr", "rows_ptr", "out_ptr"), "bf16")
+LATENT_POINTERS |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
+
+
+@pytest.mark.parametrize(
+    "rows,heads,page_size,density",
+    [
+        (1, 16, 16, 0.1),
+        (1, 16, 64, 8),
+        (2, 16, 1, 0.5),
+        (4, 16, 16, 0.1),
+        (4, 16, 1, 8),
+        (8, 16, 64, 1),
+        (1, 128, 64, 1),
+    ],
+)
+def test_latent_attention_fits_hopper(rows: int, heads: int, page_size: int, density: float, tmp_path: Path) -> None:
+    tiles = latent_decode.latent_tiles(rows * heads, 2, density)
+    constants = latent_constants(rows, heads, page_size, tiles) | {"APART": density <= 1}
+    spills, shared, ptx = compiled(
+        latent_decode._attend_latent, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages
+    )
+    assert spills <= 16  # of what is set aside before the loop
+    assert shared * tiles.programs_per_sm <= SHARED_PER_SM
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx
+    assert "cp.async.cg" in ptx  # latent rows are loaded ahead
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latent_chunk_attention_fits_hopper(heads: int, tmp_path: Path) -> None:
+    tiles = latent_prefill.latent_prefill_tiles(2)
+    together = latent_prefill.heads_of_tile(heads, tiles)
+    constants = {"HEADS": heads, "HEADS_OF_TILE": together, "D": 512, "ROTATED": 64, "PAGE": 16, "UPCAST": False}
+    constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    spills, shared, ptx = compiled(
+        latent_prefill._attend_latent_prefill, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages
+    )
+    assert spills == 0 and shared <= SHARED_PER_SM
+    assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx
 
 
 @pytest.mark.parametrize("rows,group,head_dim", [(1, 4, 128), (16, 4, 128), (16, 8, 64)])

@@ -19,6 +19,7 @@ FILES = (
     "tests/workers/test_one_shot_all_reduce.py",
     "tests/attention/test_triton_backend.py",
     "tests/attention/test_triton_prefill.py",
+    "tests/attention/test_latent_kernels.py",
     "tests/speculative/test_round_kernels.py",
     "tests/speculative/test_draft_kernels.py",
     "tests/attention/test_flashinfer_rounds.py",

@@ -8,7 +8,8 @@ time with max_tokens=1) / rounds, best of 2, acceptance length 3.0. Scheduling, 
 full_ms is the median round while all requests run, without the batch's beginning and end. Beside it what torch's
 profiler counts in steady rounds (graph launches, copies to the host, idle share), and the floor: the bytes that a round
 must read over the rate at which this GPU copies its own memory, measured first. Markdown tables, then one JSON line.
-Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
+Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU. `--model dsv3-rank`: one rank's share of
+DeepSeek-V3 at eight ranks, which its own module drafts for (`tests.bench.deepseek_rank`).
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from attention.config import CacheConfig, DraftAttention, TargetAttention
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from tests.bench import deepseek_rank
 from tests.bench.gpu_time import copy_bytes_per_s
 from tests.bench.machine import git
 from tests.bench.trace import figures, profile, start
@@ -59,13 +62,17 @@ class Setting:
 def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_parallel: int, copy_rate: float) -> float:
     """Milliseconds that copying the bytes takes which a round must read on each GPU, at `copy_rate` bytes/s: weights
     once per pass, and the KV of half-grown answers. Embeddings and activations are left out."""
+    tokens = batch * (setting.prompt_tokens + setting.output_tokens / 2)
+    tree = SHAPES[shape]
+    if name in deepseek_rank.CONFIGS:
+        steps, top_k, width = tree or (0, 1, 1)
+        read = deepseek_rank.floor_bytes(name, batch * width, tokens, steps, batch * top_k)
+        return read / copy_rate * 1e3
     size = MODELS[name]
     attention = size.hidden * (size.heads + 2 * size.kv_heads) * size.head_dim
     rest = size.heads * size.head_dim * size.hidden + 3 * size.hidden * size.mlp
-    tokens = batch * (setting.prompt_tokens + setting.output_tokens / 2)
     kv = tokens * 2 * size.kv_heads * size.head_dim  # of a layer
     numbers = size.layers * (attention + rest + kv) + size.vocab * size.hidden
-    tree = SHAPES[shape]
     if tree is not None:
         one_pass = 2 * attention + rest + size.draft_vocab * size.hidden + kv
         numbers += 3 * size.hidden * size.hidden + tree[0] * one_pass
@@ -73,7 +80,11 @@ def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_paralle
 
 
 def write_checkpoints(folder: Path, name: str) -> None:
-    """config.json of a target and an EAGLE-3 head of these dimensions; the weights are dummies."""
+    """config.json of a target and an EAGLE-3 head of these dimensions, or of a target with its own module for drafting;
+    the weights are dummies."""
+    if name in deepseek_rank.CONFIGS:
+        deepseek_rank.write_config(folder, name)
+        return
     write_config(folder, MODELS[name], max_position=8192)
 
 
@@ -101,11 +112,11 @@ def engine_spec(
     if tree is None:
         return EngineSpec(worker)
     num_steps, top_k, width = tree
+    head = folder / "draft"
     return EngineSpec(
         worker,
         SpeculativeConfig(
-            str(folder / "draft"),
-            "eagle3",
+            *((str(head), "eagle3") if head.exists() else ("", "mtp")),
             num_steps,
             top_k,
             width,
@@ -184,9 +195,11 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD") or "unknown"
 
 
-def add_engine_options(parser: argparse.ArgumentParser, shapes: list[str], batches: list[int]) -> None:
-    """Which engines are measured; shapes and batches: unless others are given."""
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
+def add_engine_options(
+    parser: argparse.ArgumentParser, shapes: list[str], batches: list[int], others: Iterable[str] = ()
+) -> None:
+    """Which engines are measured; shapes and batches: unless others are given. others: models beside `MODELS`."""
+    parser.add_argument("--model", choices=sorted((*MODELS, *others)), default="llama-3.1-8b")
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=shapes)
     parser.add_argument("--batches", nargs="+", type=int, default=batches)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens: a trial on any machine")
@@ -199,7 +212,7 @@ def model_of(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128])
+    add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128], deepseek_rank.CONFIGS)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")

@@ -92,6 +92,13 @@ def test_floor_follows_the_rate_at_which_memory_is_copied() -> None:
     assert floor_ms("llama-3.1-8b", "plain", 1, Setting(), 2, 3.0e12) == pytest.approx(h100 / 2)
 
 
+def test_floor_counts_experts_that_somebody_chose() -> None:
+    """A rank of DeepSeek-V3: 58 layers of 9 experts of 5.5 MB for one row, and nearly all 257 for 256 rows."""
+    one, many = (floor_ms("dsv3-rank", "plain", batch, Setting(), 1, 4.27e12) for batch in (1, 256))
+    assert one == pytest.approx(1.35, abs=0.05)
+    assert many > 58 * 250 * 5.5e6 / 4.27e12 * 1e3
+
+
 def test_unknown_part_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--only", "nothing"])

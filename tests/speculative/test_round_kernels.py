@@ -14,7 +14,7 @@ from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import NO_TOKEN  # noqa: E402
 from speculative.tree_growth import best_tree  # noqa: E402
 from tests.speculative.test_tree import random_candidates  # noqa: E402
-from tests.support.attention_cases import heads_pool  # noqa: E402
+from tests.support.attention_cases import uniform_pool  # noqa: E402
 from tests.support.slots import enter
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels import norm_activation  # noqa: E402
@@ -101,8 +101,8 @@ def test_a_path_moves_to_the_front_as_torch_moves_it(page_size: int, heads: int,
     layers, batch, pages = (2, 3, 24) if INTERPRETED else (5, 7, 60)
     generator = torch.Generator().manual_seed(page_size)
     layout = HeadsLayout(heads, dim, torch.float32)
-    pool = heads_pool(layers, pages, page_size, layout, torch.device("cpu"))
-    other = heads_pool(layers, pages, page_size, layout, DEVICE)
+    pool = uniform_pool(layers, pages, page_size, layout, torch.device("cpu"))
+    other = uniform_pool(layers, pages, page_size, layout, DEVICE)
     for ours, theirs in zip(other.tensors[0], pool.tensors[0], strict=True):
         ours.copy_(theirs.normal_(generator=generator))
     table = (torch.randperm(pages, generator=generator)[: batch * (pages // batch)] + 1).view(batch, -1).int()

@@ -4,16 +4,18 @@ whose page table is the dummy page's. Used by the conformance suite, its matrix 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.latent import LatentLayout
+from attention.kv_cache.layout import KVLayout, LayerGroup
 from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.views import LayerKV
+from attention.views import LatentKV, LayerKV
 
 NUM_KV_HEADS = 2
 ROWS = 6  # of a verified tree or an accepted path
@@ -51,16 +53,36 @@ WORKS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model and a cache fix."""
+    """What a model and a cache fix. latent: of latent rows, which all heads share, the part that is values too."""
 
     head_dim: int = 128
     group: int = 4
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
+    latent: int | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return NUM_KV_HEADS if self.latent is None else 1
+
+    @property
+    def num_heads(self) -> int:
+        return self.group * self.num_kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
+
+    @property
+    def layout(self) -> KVLayout[Any]:
+        if self.latent is None:
+            return HeadsLayout(NUM_KV_HEADS, self.head_dim, self.dtype)
+        return LatentLayout(self.latent, self.head_dim - self.latent, self.dtype)
 
     @property
     def name(self) -> str:
-        return f"d{self.head_dim}-g{self.group}-p{self.page_size}-{str(self.dtype).removeprefix('torch.')}"
+        kept = "" if self.latent is None else f"l{self.latent}-"
+        return f"{kept}d{self.head_dim}-g{self.group}-p{self.page_size}-{str(self.dtype).removeprefix('torch.')}"
 
 
 # Each value of each dimension with the others usual, then two unusual in all.
@@ -75,32 +97,43 @@ SHAPES = (
     Shape(64, 8, 64),
     Shape(128, 1, 1, torch.float16),
 )
+# DeepSeek's latent rows, and the heads of one of eight ranks, of one of four, and of all.
+LATENT_SHAPES = (
+    Shape(576, 16, 64, latent=512),
+    Shape(576, 16, 1, latent=512),
+    Shape(576, 16, 16, torch.float16, latent=512),
+    Shape(576, 32, 16, latent=512),
+    Shape(576, 128, 64, latent=512),
+    Shape(48, 5, 4, latent=32),
+)
 
 
 def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int, int] | None = H200) -> AttentionUse:
-    num_heads, has_capability = shape.group * NUM_KV_HEADS, device == "cuda"
     return AttentionUse(
         work.mode,
-        num_heads,
-        NUM_KV_HEADS,
+        shape.num_heads,
+        shape.num_kv_heads,
         shape.head_dim,
         shape.page_size,
         shape.dtype,
         device,
-        capability if has_capability else None,
+        capability if device == "cuda" else None,
         work.tree,
+        shape.layout.kind,
+        shape.latent,
     )
 
 
-def heads_pool(num_layers: int, num_pages: int, page_size: int, layout: HeadsLayout, device: torch.device) -> KVPool:
+def uniform_pool(
+    num_layers: int, num_pages: int, page_size: int, layout: KVLayout[Any], device: torch.device
+) -> KVPool:
     """Empty, of layers that are all alike."""
     return KVPool([LayerGroup(tuple(range(num_layers)), layout)], num_pages, page_size, device)
 
 
 def random_pool(shape: Shape, num_pages: int, device: torch.device) -> KVPool:
     """All pages filled, those of nobody and page 0 too: what a kernel must not read would be seen."""
-    layout = HeadsLayout(NUM_KV_HEADS, shape.head_dim, shape.dtype)
-    pool = heads_pool(1, num_pages, shape.page_size, layout, device)
+    pool = uniform_pool(1, num_pages, shape.page_size, shape.layout, device)
     for tensor in pool.tensors[0]:
         tensor.normal_()
     return pool
@@ -180,6 +213,11 @@ def num_pages(page_size: int, suffix_len: int) -> int:
 
 def random_rows(num_rows: int, shape: Shape, device: torch.device) -> Tensor:
     """[num_rows, heads, head_dim] as a model has them: a part of a packed product."""
-    heads = shape.group * NUM_KV_HEADS
-    packed = torch.randn((num_rows, heads + 2 * NUM_KV_HEADS, shape.head_dim), device=device)
-    return packed.to(shape.dtype)[:, :heads]
+    packed = torch.randn((num_rows, shape.num_heads + 2 * NUM_KV_HEADS, shape.head_dim), device=device)
+    return packed.to(shape.dtype)[:, : shape.num_heads]
+
+
+def in_float64(kv: LayerKV | LatentKV) -> LayerKV | LatentKV:
+    if isinstance(kv, LatentKV):
+        return LatentKV(kv.rows.double(), kv.latent)
+    return LayerKV(kv.k.double(), kv.v.double())

@@ -1,5 +1,6 @@
 """DeepSeek's architectures: answers equal to transformers', shards, speculation over latent rows, and refusals."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool
 from attention.limits import AttentionUse
 from attention.metadata import Mode, PrefillBatch
-from attention.registry import Choice, choose_backends
+from attention.registry import BACKENDS, Choice, choose_backends, limit
 from tests.support.tiny_models import make_target
 from tests.workers.test_moe import check_speculation, load
 from tests.workers.test_targets import by_transformers, by_us
@@ -133,12 +134,17 @@ def test_modules_for_drafting_are_not_the_targets(tmp_path: Path) -> None:
     assert names.ignores("model.layers.2.eh_proj.weight") and not names.ignores("model.layers.20.mlp.gate.weight")
 
 
-def test_a_gpu_has_no_kernel_for_latent_rows_yet() -> None:
-    use = AttentionUse(Mode.VERIFY, 16, 1, 576, 64, torch.bfloat16, "cuda", (9, 0), True, "latent rows")
+def test_backends_read_latent_rows_or_are_refused() -> None:
+    use = AttentionUse(Mode.VERIFY, 16, 1, 576, 64, torch.bfloat16, "cuda", (9, 0), True, "latent rows", 512)
+    assert limit(BACKENDS["triton"], use) is None
+    odd = dataclasses.replace(use, head_dim=56, value_dim=24)
+    assert limit(BACKENDS["triton"], odd) == "kv_lora_rank=24: must be a power of two of at least 16"
+    wide = dataclasses.replace(use, head_dim=1088, value_dim=1024)
+    assert limit(BACKENDS["triton"], wide) == "kv_lora_rank=1024: must be at most 512"
     with pytest.raises(
-        ValueError, match="triton cannot serve verify: it reads KV kept as heads, not as latent rows; .*torch"
+        ValueError, match="flashinfer cannot serve verify: it reads KV kept as heads, not as latent rows; .*torch"
     ):
-        choose_backends([Choice("attention.decode", "auto", use)])
+        choose_backends([Choice("attention.decode", "flashinfer", use)])
 
 
 def test_dummies_need_no_weights(tmp_path: Path) -> None:

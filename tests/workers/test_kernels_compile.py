@@ -12,14 +12,27 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from attention.kernels import move_path  # noqa: E402
 from speculative.kernels import accept_commit, head_input, read_trees, tree_growth  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
-from workers.layers.kernels import argmax, norm_activation, skinny_gemm, topk  # noqa: E402  # noqa: E402
+from workers.layers.kernels import argmax, latent, norm_activation, skinny_gemm, topk  # noqa: E402
 from workers.slots.kernels import commit  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 BF16 = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "out_ptr"), "bf16")
+LATENT = BF16 | {"weight_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32", "position_ptr": "i64"}
+NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
+    LATENT
+    | dict.fromkeys(("both_ptr", "q_ptr", "q_weight_ptr", "row_weight_ptr", "pool_ptr"), "bf16")
+    | {"slot_ptr": "i64"},
+    {"Q": 1536, "Q_NORMED": True, "LATENT": 512, "ROTATED": 64, "BLOCK_Q": 2048, "BLOCK_LATENT": 512, "PDL": True},
+)
 FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i64")
+
+
+def head_constants(rows: int, in_features: int, out_features: int, rotated: int) -> dict[str, Any]:
+    block_m, block_n, _ = latent.product_blocks(rows, in_features, 2)
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": in_features}
+    return {"IN": in_features, "OUT": out_features, "ROTATED": rotated, **blocks, "PDL": True, "UPCAST": False}
 
 
 GATED = [(16, 28672, 4096), (32, 28672, 8192), (64, 28672, 4096), (128, 28672, 4096), (128, 14336, 8192)]
@@ -191,9 +204,14 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "path moved": (
         move_path._move_path,
         {"k_ptr": "bf16", "v_ptr": "bf16", "path_ptr": "i64"},
-        {"PAGE": 16, "TOKEN": 1024, "ROWS": 6, "ROWS_PADDED": 8, "BLOCK": 1024},
+        {"PAGE": 16, "TOKEN": 1024, "ROWS": 6, "ROWS_PADDED": 8, "BLOCK": 1024, "TWO": True},
         4,
     ),
+    "normed_latents": (latent._normed_latents, *NORMED_LATENTS, 8),
+    "absorbed keys of few rows": (latent._head_products, LATENT, head_constants(8, 128, 512, 64), 4),
+    "absorbed keys of many rows": (latent._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),
+    "values of few rows": (latent._head_products, LATENT, head_constants(64, 512, 128, 0), 4),
+    "values of many rows": (latent._head_products, LATENT, head_constants(8192, 512, 128, 0), 8),
 }
 
 

@@ -57,11 +57,19 @@ class ForwardContext:
         rows: what the layer's projections made for the cache, as its layout takes it (`KVLayout.store`): for K/V heads
         k and v [rows, kv_heads, head_dim].
         """
-        kv = self.pool.layer(layer)
+        self.plan(layer, q, scale)
+        q = self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
+        return self.attend_to_kept(layer, q, scale)
+
+    def plan(self, layer: int, q: Tensor, scale: float) -> None:
+        """See `Prepared.plan`; before the layer's rows are kept. Of q no value is read."""
         for prepared in (self.decode, self.chunks):
             if prepared is not None:
-                prepared.plan(q, kv, scale)
-        q = self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
+                prepared.plan(q, self.pool.layer(layer), scale)
+
+    def attend_to_kept(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """`attend` for turned q [rows, q_heads, head_dim], when `plan` has been called and the layer's rows kept."""
+        kv = self.pool.layer(layer)
         q = self.attending_rows(q)
         if self.chunks is None:
             assert self.decode is not None

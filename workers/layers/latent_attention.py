@@ -19,7 +19,11 @@ _LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the 
 class LatentUpProjection(ColumnParallelLinear):
     """What makes keys and values of latent rows, cut by heads; multiplied by head after head.
 
-    heads: this rank's. Each has key_dim rows for its keys, then value_dim for its values."""
+    heads: this rank's. Each has key_dim rows for its keys, then value_dim for its values. keys: [heads, key_dim,
+    latent], values: [heads, latent, value_dim], once it is finished."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, latent: int, heads: Span, key_dim: int, value_dim: int) -> None:
         super().__init__(latent, {"": heads.times(key_dim + value_dim)})
@@ -29,15 +33,15 @@ class LatentUpProjection(ColumnParallelLinear):
         super().finish(options)
         assert isinstance(self.method, DenseLinearMethod), "a part of a weight is nothing that other methods have"
         weight = self.method.dense_weight().view(self.num_heads, self.key_dim + self.value_dim, -1)
-        self._keys, self._values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
+        self.keys, self.values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
 
     def absorb_keys(self, q: Tensor) -> Tensor:
         """[rows, heads, latent]: what is to be multiplied with latent rows, of q [rows, heads, key_dim]."""
-        return torch.bmm(q.transpose(0, 1), self._keys).transpose(0, 1)
+        return torch.bmm(q.transpose(0, 1), self.keys).transpose(0, 1)
 
-    def values(self, latent: Tensor) -> Tensor:
+    def make_values(self, latent: Tensor) -> Tensor:
         """[rows, heads, value_dim] of weighted sums of latent rows [rows, heads, latent]."""
-        return torch.bmm(latent.transpose(0, 1), self._values).transpose(0, 1)
+        return torch.bmm(latent.transpose(0, 1), self.values).transpose(0, 1)
 
 
 class LatentAttention(AttentionLayer):
@@ -65,6 +69,7 @@ class LatentAttention(AttentionLayer):
         super().__init__()
         self.layer, self.scale = layer, scale
         self.latent, self.key_dim, self.row_dim = latent, key_dim, latent + rotated_dim
+        self.value_dim = value_dim
         heads = rank_span(num_heads, group, "num_attention_heads")
         self.num_heads = heads.size
         q_rows = heads.times(key_dim + rotated_dim)
@@ -78,12 +83,38 @@ class LatentAttention(AttentionLayer):
 
     def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         both = self.qkv_a(x)
+        return (self._partial_fused if both.is_cuda else self._partial_in_torch)(both, angles, context)
+
+    def _partial_in_torch(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """What comes after the first projections, both of which are side by side in `both`."""
         q, row = both[:, : -self.row_dim], both[:, -self.row_dim :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
-        q = q.reshape(x.shape[0], self.num_heads, -1)
+        q = q.reshape(both.shape[0], self.num_heads, -1)
         row = torch.cat((self.kv_a_layernorm(row[:, : self.latent]), row[:, self.latent :]), dim=-1)
         absorbed = self.kv_b_proj.absorb_keys(q[..., : self.key_dim])
         q = torch.cat((absorbed, q[..., self.key_dim :]), dim=-1)
         out = context.attend(self.layer, q, (row,), angles, self.scale)
-        return self.o_proj.partial(self.kv_b_proj.values(out).flatten(1))
+        return self.o_proj.partial(self.kv_b_proj.make_values(out).flatten(1))
+
+    def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """The same in fewer launches."""
+        from workers.layers.kernels.latent import head_products, normed_latents
+
+        rows, heads = both.shape[0], self.num_heads
+        q = torch.empty((rows, heads, self.row_dim), dtype=both.dtype, device=both.device)
+        context.plan(self.layer, q, self.scale)
+        normed = normed_latents(
+            both,
+            None if self.q_a_layernorm is None else self.q_a_layernorm.weight,
+            self.kv_a_layernorm.weight,
+            _LATENT_EPS,
+            angles,
+            context.pool.layer(self.layer),
+            context.slot_mapping,
+        )
+        projected = normed if self.q_b_proj is None else self.q_b_proj(normed)
+        head_products(projected.unflatten(1, (heads, -1)), self.kv_b_proj.keys, q, angles)
+        out = context.attend_to_kept(self.layer, q, self.scale)
+        values = torch.empty((out.shape[0], heads, self.value_dim), dtype=out.dtype, device=out.device)
+        return self.o_proj.partial(head_products(out, self.kv_b_proj.values, values).flatten(1))

@@ -9,6 +9,7 @@ import torch
 from attention import registry
 from attention.backend import AttentionBackend
 from attention.config import TargetAttention
+from attention.kv_cache.latent import LatentLayout
 from attention.limits import AttentionUse
 from attention.metadata import Mode
 from attention.registry import Choice, choose_backends
@@ -29,8 +30,9 @@ class ModelShape:
 
     def use(self, mode: Mode, tree: bool = False) -> AttentionUse:
         """tree: whether masks branch in this mode."""
-        kinds = {group.layout.kind for group in self.config.kv_groups(self.tensor_parallel, self.dtype)}
-        assert len(kinds) == 1, "a mode has one backend, which reads one kind of view"
+        layouts = [group.layout for group in self.config.kv_groups(self.tensor_parallel, self.dtype)]
+        layout = layouts[0]
+        assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one kind of view"
         cuda = self.device.type == "cuda"
         return AttentionUse(
             mode=mode,
@@ -42,7 +44,8 @@ class ModelShape:
             device=self.device.type,
             capability=torch.cuda.get_device_capability(self.device) if cuda else None,
             tree=tree,
-            layout=kinds.pop(),
+            layout=layout.kind,
+            value_dim=layout.latent if isinstance(layout, LatentLayout) else None,
         )
 
 

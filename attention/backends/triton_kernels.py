@@ -1,0 +1,96 @@
+"""Which of our Triton kernels attend to a layer, by the kind of its view: K/V heads or latent rows. What the backend
+plans does not depend on it. Used by `attention.backends.triton_backend`."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attention.kernels.decode import attend_decode
+from attention.kernels.decode_plan import DecodePlan, DecodeTiles, decode_tiles
+from attention.kernels.latent_decode import FIXED_LATENT_TILES, attend_latent, latent_tiles
+from attention.kernels.latent_prefill import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
+from attention.kernels.prefill import PrefillTiles, attend_prefill, prefill_tiles
+from attention.limits import triton_head_dim_refusal, triton_latent_refusal
+from attention.metadata import DecodeBatch, PrefillBatch
+from attention.views import LatentKV, LayerKV
+
+FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What tiles are chosen by.
+
+    num_heads: query heads.
+    num_kv_heads: 1 of latent rows, which all heads share.
+    dim: of what comes out of a head.
+    rotated: of a latent row beside that, None for K/V heads.
+    itemsize: bytes of a number.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    rotated: int | None
+    itemsize: int
+
+    @staticmethod
+    def of(q: Tensor, kv: LayerKV | LatentKV) -> "LayerShape":
+        """Raises ValueError where the kernels have no tiles. q: as `Prepared.forward` takes it, by its shape."""
+        if isinstance(kv, LatentKV):
+            rotated = kv.rows.shape[2] - kv.latent
+            shape = LayerShape(q.shape[1], 1, kv.latent, rotated, kv.rows.itemsize)
+            reason = triton_latent_refusal(kv.latent, rotated)
+        else:
+            shape = LayerShape(q.shape[1], kv.k.shape[2], kv.k.shape[3], None, kv.k.itemsize)
+            reason = triton_head_dim_refusal(shape.dim)
+        if reason is not None:
+            raise ValueError(f"attention backend 'triton': {reason}; choose another backend")
+        return shape
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def decode_tiles(self, rows: int, density: float) -> DecodeTiles:
+        """rows: of a request. density: requests x KV heads by multiprocessors."""
+        if self.rotated is None:
+            return decode_tiles(rows * self.group, self.dim, self.itemsize, density)
+        return latent_tiles(rows * self.group, self.itemsize, density)
+
+    @property
+    def fixed_tiles(self) -> DecodeTiles:
+        return FIXED_TILES if self.rotated is None else FIXED_LATENT_TILES
+
+    @property
+    def prefill_tiles(self) -> PrefillTiles:
+        if self.rotated is None:
+            return prefill_tiles(self.group, self.dim, self.itemsize)
+        return latent_prefill_tiles(self.itemsize)
+
+    def rows_of_prefill_tile(self, tiles: PrefillTiles) -> int:
+        together = self.group if self.rotated is None else heads_of_tile(self.num_heads, tiles)
+        return tiles.block_m // together
+
+    def columns(self, rows: int, tiles: DecodeTiles) -> int:
+        """Programs that share an item of a request of so many rows."""
+        return self.num_kv_heads * -(-rows * self.group // tiles.block_m)
+
+
+def attend_rows(
+    q: Tensor, kv: LayerKV | LatentKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool
+) -> Tensor:
+    """See `attend_decode`, `attend_latent`."""
+    if isinstance(kv, LatentKV):
+        return attend_latent(q, kv, batch, plan, scale, early)
+    return attend_decode(q, kv, batch, plan, scale, early)
+
+
+def attend_chunks(
+    q: Tensor, kv: LayerKV | LatentKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
+) -> Tensor:
+    """See `attend_prefill`, `attend_latent_prefill`."""
+    if isinstance(kv, LatentKV):
+        return attend_latent_prefill(q, kv, batch, tile_list, tiles, scale)
+    return attend_prefill(q, kv, batch, tile_list, tiles, scale)

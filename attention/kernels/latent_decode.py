@@ -1,0 +1,247 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention of a few rows per request over its paged latent rows (multi-head latent attention, arXiv 2405.04434), all
+lengths read on the device: what `attention.kernels.decode` is for K/V heads, with the same items, partial results,
+merging and fixed plans.
+
+All heads look at the same latent rows. Rows x heads of a request are packed into tiles of BLOCK_M; a program computes
+one of them over one item, and programs of one item are neighbours, so that its rows come out of L2 for all but one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.decode import TREE_MODES, merge_apart, path_columns
+from attention.kernels.decode_plan import FAN, DecodePlan, DecodeTiles, partial_rows
+from attention.kernels.latent_tile import accumulate_latent, finish_latent, load_queries, no_state, score_latent_tile
+from attention.kernels.merge_states import merge_by_the_last
+from attention.kernels.online_softmax import INTERPRETED, LOG2_E
+from attention.kernels.pdl import pdl_wait
+from attention.kernels.split_kv import ITEM_FIELDS
+from attention.metadata import DecodeBatch
+from attention.views import LatentKV
+
+FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # of fixed plans
+TOKENS_FIRST_ROWS = 32  # of a tile, up to which the products are turned round (`attention.kernels.latent_tile`)
+
+
+def latent_tiles(packed_rows: int, itemsize: int, density: float) -> DecodeTiles:
+    """The table, for packed_rows = rows x heads of a request. density: requests by multiprocessors.
+
+    A multiprocessor has shared memory for one program: tiles of 64 tokens of 576 numbers are 74 kB each. Sums of 64
+    rows are 128 registers in each thread of eight warps, whose products take longer: tiles of 32 tokens, of which
+    three are on their way while one is multiplied.
+    """
+    if itemsize == 4:
+        return DecodeTiles(16, 16, 4, 1, 1, 128)
+    least = 64 if density <= 0.25 else 128
+    if packed_rows <= 16:
+        return DecodeTiles(16, 64, 4, 2, 1, least)
+    if packed_rows <= TOKENS_FIRST_ROWS:
+        return DecodeTiles(32, 64, 8, 2, 1, least)
+    return DecodeTiles(64, 32, 8, 4, 1, least)
+
+
+@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
+def _attend_latent(
+    q_ptr,
+    rows_ptr,
+    out_ptr,
+    mask_ptr,
+    prefix_ptr,
+    table_ptr,
+    items_ptr,
+    part_ptr,
+    lse_ptr,
+    ticket_ptr,
+    scale_log2,
+    q_row_stride,
+    q_head_stride,
+    mask_request_stride,
+    mask_row_stride,
+    table_stride,
+    suffix_len,
+    num_tickets,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+    FAN: tl.constexpr,
+    APART: tl.constexpr,
+    PATHS: tl.constexpr,
+    PART_M: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    item = items_ptr + tl.program_id(1) * ITEM_FIELDS
+    request = tl.load(item)
+    if request < 0:
+        return
+    low, high = tl.load(item + 1), tl.load(item + 2)
+    partial, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    packed = tl.program_id(0) * BLOCK_M + m
+    live = packed < ROWS * HEADS
+    row, head = packed // HEADS, packed % HEADS
+    bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
+    prefix = tl.load(prefix_ptr + request)
+    last = prefix + suffix_len - 1
+    # Page numbers are loaded a tile ahead, else Triton keeps no tiles in flight: see `attention.kernels.decode`.
+    table = table_ptr + request * table_stride
+    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    top, total, acc = no_state(BLOCK_M, BLOCK_N, D, TOKENS)
+    if PDL:
+        # So far only what was complete before the layer's store has been read, the plan too: see `kernels.pdl`.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row += request * ROWS
+    q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
+    shared_end = high
+    if PATHS:
+        shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
+    for start in range(low, shared_end, BLOCK_N):
+        column = start + n
+        token = page.to(tl.int64) * PAGE + column % PAGE
+        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+        scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, D, ROTATED, TOKENS, UPCAST)
+        if start + BLOCK_N > prefix:
+            over = column - prefix
+            place = tl.expand_dims(tl.maximum(tl.minimum(over, 63), 0).to(tl.int64), 1 - TOKENS)
+            seen = ((tl.expand_dims(bits, TOKENS) >> place) & 1) != 0
+            seen = tl.expand_dims(over < 0, 1 - TOKENS) | (tl.expand_dims(over < suffix_len, 1 - TOKENS) & seen)
+            scores = tl.where(seen, scores, float("-inf"))
+        top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS)
+    if PATHS:
+        first_row = tl.program_id(0) * BLOCK_M // HEADS
+        end_row = tl.minimum(ROWS, (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // HEADS + 1)
+        for start in range(tl.maximum(low, shared_end), high, BLOCK_N):
+            for r in range(first_row, end_row):
+                path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
+                place, there = path_columns(path, start + n - prefix)
+                column = tl.where(start + n < prefix, start + n, prefix + place)
+                token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
+                scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, D, ROTATED, TOKENS, UPCAST)
+                seen = tl.expand_dims(packed // HEADS == r, TOKENS) & tl.expand_dims(there, 1 - TOKENS)
+                scores = tl.where(seen, scores, float("-inf"))
+                top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS)
+    total, acc = finish_latent(total, acc, TOKENS)
+    out = out_ptr + (row * HEADS + head) * D
+    d = tl.expand_dims(tl.arange(0, D), 1 - TOKENS)
+    stored = tl.expand_dims(live, TOKENS)
+    if count == 1:
+        tl.store(tl.expand_dims(out, TOKENS) + d, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    else:
+        part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
+        tl.store(tl.expand_dims(part_ptr + part_row.to(tl.int64) * D, TOKENS) + d, acc, mask=stored)
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        tl.store(lse_ptr + part_row, lse, mask=live)
+        if not APART:
+            merge_by_the_last(
+                part_ptr,
+                lse_ptr,
+                ticket_ptr,
+                out,
+                partial,
+                first,
+                count,
+                m,
+                live,
+                num_tickets,
+                COLUMNS,
+                BLOCK_M,
+                D,
+                SLICE,
+                FAN,
+            )
+
+
+def attend_latent(
+    q: Tensor, kv: LatentKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool = False
+) -> Tensor:
+    """[B * R, heads, latent] in q's dtype: attention of q [B * R, heads, latent + rotated], with any row and head
+    strides.
+
+    plan: made for this batch and this number of heads, with one KV head.
+    scale: positive.
+    early: as in `attention.kernels.decode.attend_decode`.
+    """
+    tiles, workspace, latent = plan.tiles, plan.workspace, kv.latent
+    heads, packed_rows = q.shape[1], batch.rows * q.shape[1]
+    assert q.stride(2) == 1 and q.dtype == kv.rows.dtype and kv.rows.is_contiguous() and scale > 0
+    assert q.shape[2] == kv.rows.shape[2] and batch.suffix_len <= 63
+    assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
+    out = torch.empty((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
+    columns = -(-packed_rows // tiles.block_m)
+    part_m = partial_rows(tiles, packed_rows) if plan.fixed else tiles.block_m
+    _attend_latent[(columns, plan.items.items.shape[0])](
+        q,
+        kv.rows,
+        out,
+        batch.mask,
+        batch.prefix_len,
+        batch.page_table,
+        plan.items.items,
+        workspace.part,
+        workspace.lse,
+        workspace.tickets,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        batch.mask.stride(0),
+        batch.mask.stride(1),
+        batch.page_table.stride(0),
+        batch.suffix_len,
+        workspace.tickets.shape[0] // 2,
+        ROWS=batch.rows,
+        HEADS=heads,
+        D=latent,
+        ROTATED=q.shape[2] - latent,
+        PAGE=kv.rows.shape[1],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        TOKENS=token_axis(tiles),
+        COLUMNS=columns,
+        SLICE=tiles.merge_slice(latent),
+        FAN=FAN,
+        APART=plan.apart,
+        PATHS=plan.fixed and batch.mode in TREE_MODES,
+        PART_M=part_m,
+        UPCAST=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=not plan.fixed,
+        **pdl_wait(early),
+    )
+    if plan.apart:
+        shape = {"ROWS": batch.rows, "GROUP": heads, "KV_HEADS": 1, "D": latent, "COLUMNS": columns}
+        merge_apart(out, batch, plan, shape, part_m)
+    return out
+
+
+def token_axis(tiles: DecodeTiles) -> int:
+    """Of the scores: see `attention.kernels.latent_tile`."""
+    return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
+
+
+def reference(q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> Tensor:
+    """The same, request by request in float64."""
+    out = torch.empty((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
+    page_size, width = kv.rows.shape[1:]
+    for b, prefix in enumerate(batch.prefix_len.tolist()):
+        length = prefix + batch.suffix_len
+        pages = batch.page_table[b, : -(-length // page_size)].long()
+        rows = kv.rows[pages].double().view(-1, width)[:length]
+        seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
+        seen = torch.cat((seen.new_ones(batch.rows, prefix), seen), 1)
+        mine = slice(b * batch.rows, (b + 1) * batch.rows)
+        scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[mine] = torch.einsum("hrn,nd->rhd", weights, rows[:, : kv.latent])
+    return out

@@ -1,0 +1,135 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Causal attention of ragged prompt chunks over their paged latent rows: what `attention.kernels.prefill` is for K/V
+heads. A program takes a tile of neighbouring rows with all heads, or with a block of them where there are many; tiles
+are those of `attention.kernels.prefill_plan`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.latent_tile import accumulate_latent, finish_latent, load_queries, no_state, score_latent_tile
+from attention.kernels.online_softmax import INTERPRETED, LOG2_E
+from attention.kernels.prefill import PrefillTiles
+from attention.kernels.prefill_plan import TILE_FIELDS
+from attention.metadata import PrefillBatch
+from attention.views import LatentKV
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attend_latent_prefill(
+    q_ptr,
+    rows_ptr,
+    out_ptr,
+    table_ptr,
+    tiles_ptr,
+    scale_log2,
+    q_row_stride,
+    q_head_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    HEADS_OF_TILE: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    ROWS: tl.constexpr = BLOCK_M // HEADS_OF_TILE
+    tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
+    chunk = tl.load(tile)
+    if chunk < 0:
+        return
+    first, end, start_position = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    row, head = first + m // HEADS_OF_TILE, tl.program_id(0) * HEADS_OF_TILE + m % HEADS_OF_TILE
+    live = (m < ROWS * HEADS_OF_TILE) & (row < end) & (head < HEADS)
+    position = start_position + m // HEADS_OF_TILE
+    last = start_position + tl.minimum(ROWS, end - first) - 1
+    row = row.to(tl.int64)
+    q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
+    top, total, acc = no_state(BLOCK_M, BLOCK_N, D, 1)
+    table = table_ptr + chunk * table_stride
+    page = tl.load(table + tl.minimum(0 if PAGE % BLOCK_N == 0 else n, last) // PAGE)
+    for start in range(0, last + 1, BLOCK_N):
+        column = start + n
+        token = page.to(tl.int64) * PAGE + column % PAGE
+        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+        scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, D, ROTATED, 1, UPCAST)
+        if start + BLOCK_N > start_position:
+            scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
+        top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, 1)
+    total, acc = finish_latent(total, acc, 1)
+    out = out_ptr + ((row * HEADS + head) * D)[:, None] + d[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+def latent_prefill_tiles(itemsize: int) -> PrefillTiles:
+    """The table: the largest tile of sums that registers hold, as in `latent_decode.latent_tiles`."""
+    if INTERPRETED or itemsize == 4:
+        return PrefillTiles(16, 16, 4, 1)
+    return PrefillTiles(64, 32, 8, 4)
+
+
+def heads_of_tile(num_heads: int, tiles: PrefillTiles) -> int:
+    """How many heads share a tile with all of its rows."""
+    return min(num_heads, tiles.block_m)
+
+
+def attend_latent_prefill(
+    q: Tensor, kv: LatentKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
+) -> Tensor:
+    """[rows, heads, latent] in q's dtype: attention of q [rows, heads, latent + rotated], with any row and head
+    strides; zeros for rows that belong to no chunk.
+
+    tile_list: [num_tiles, TILE_FIELDS] int32, of `plan_tiles` for this batch with block_m // `heads_of_tile` rows each.
+    scale: positive.
+    """
+    page_table, heads, latent = batch.page_table, q.shape[1], kv.latent
+    assert q.stride(2) == 1 and q.dtype == kv.rows.dtype and kv.rows.is_contiguous() and scale > 0
+    assert page_table.stride(1) == 1 and tile_list.is_contiguous() and q.shape[2] == kv.rows.shape[2]
+    # Padding rows go on through the model and write their KV to page 0, of which masked values must be finite.
+    make = torch.zeros if batch.is_padded else torch.empty
+    out = make((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
+    together = heads_of_tile(heads, tiles)
+    _attend_latent_prefill[(triton.cdiv(heads, together), tile_list.shape[0])](
+        q,
+        kv.rows,
+        out,
+        page_table,
+        tile_list,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        HEADS=heads,
+        HEADS_OF_TILE=together,
+        D=latent,
+        ROTATED=q.shape[2] - latent,
+        PAGE=kv.rows.shape[1],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        UPCAST=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
+
+
+def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, scale: float) -> Tensor:
+    """The same, chunk by chunk in float64."""
+    out = torch.zeros((*q.shape[:2], kv.latent), dtype=torch.float64, device=q.device)
+    page_size, width = kv.rows.shape[1:]
+    starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
+    for c, start in enumerate(starts):
+        mine = slice(indptr[c], indptr[c + 1])
+        length = start + mine.stop - mine.start
+        pages = batch.page_table[c, : -(-length // page_size)].long()
+        rows = kv.rows[pages].double().view(-1, width)[:length]
+        hidden = torch.ones(mine.stop - mine.start, length, dtype=torch.bool, device=q.device).triu(start + 1)
+        scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[mine] = torch.einsum("hrn,nd->rhd", weights, rows[:, : kv.latent])
+    return out

@@ -1,0 +1,81 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""One tile of attention over latent rows, for the kernels of rounds and of prompt chunks.
+
+A latent row is key and value at once: its first D numbers are both, the ROTATED after them belong to the key alone. So
+a tile is loaded once and multiplied twice. TOKENS says along which axis of the scores its tokens lie, which is to say
+which way round the products are: wgmma takes 64 rows at a time. With TOKENS = 1 these are rows of q, tiles of 64 of
+them. With TOKENS = 0 they are tokens, then dimensions of the sums, and tiles of 16 or 32 rows of q leave none empty.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_queries(
+    q_ptr, row, head, live, q_row_stride, q_head_stride, D: tl.constexpr, ROTATED: tl.constexpr, UPCAST: tl.constexpr
+):
+    """[M, D] and [M, ROTATED], in the type of q: of rows and heads row, head [M], zeros where not `live`."""
+    q = q_ptr + (row * q_row_stride + head * q_head_stride)[:, None]
+    latent = tl.load(q + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
+    rotated = tl.load(q + D + tl.arange(0, ROTATED)[None, :], mask=live[:, None], other=0.0)
+    if UPCAST:
+        latent, rotated = latent.to(tl.float32), rotated.to(tl.float32)
+    return latent, rotated
+
+
+@triton.jit
+def score_latent_tile(
+    q, q_rotated, rows_ptr, token, D: tl.constexpr, ROTATED: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Scores float32 of q [M, D] and q_rotated [M, ROTATED] against the pool's tokens `token` [N] int64: [M, N], or
+    [N, M] with TOKENS = 0; and the values [N, D]."""
+    rows = rows_ptr + (token * (D + ROTATED))[:, None]
+    latent = tl.load(rows + tl.arange(0, D)[None, :])
+    rotated = tl.load(rows + D + tl.arange(0, ROTATED)[None, :])
+    if UPCAST:
+        latent, rotated = latent.to(tl.float32), rotated.to(tl.float32)
+    if TOKENS == 0:
+        scores = tl.dot(rotated, tl.trans(q_rotated), input_precision="ieee")
+        scores = tl.dot(latent, tl.trans(q), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q_rotated, tl.trans(rotated), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(latent), scores, input_precision="ieee")
+    return scores, latent
+
+
+@triton.jit
+def accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS: tl.constexpr):
+    """`online_softmax.accumulate` both ways round: acc [M, D], or [D, M] with TOKENS = 0. There the sums `total` [N, M]
+    are kept by places of a tile, and added up by `finish_latent`: sums over tokens cross warps."""
+    new_top = tl.maximum(top, tl.max(scores, TOKENS) * scale_log2)
+    origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * scale_log2 - tl.expand_dims(origin, TOKENS))
+    shrink = tl.exp2(top - origin)
+    acc = acc * tl.expand_dims(shrink, TOKENS)
+    if TOKENS == 0:
+        total = total * shrink[None, :] + weights
+        acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision="ieee")
+    else:
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def no_state(M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
+    """What `accumulate_latent` begins with: top, total, acc."""
+    top = tl.full([M], float("-inf"), tl.float32)
+    if TOKENS == 0:
+        total, acc = tl.zeros([N, M], tl.float32), tl.zeros([D, M], tl.float32)
+    else:
+        total, acc = tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
+    return top, total, acc
+
+
+@triton.jit
+def finish_latent(total, acc, TOKENS: tl.constexpr):
+    """The sums of weights [M], and the weighted means, zeros for a row that has seen nothing."""
+    if TOKENS == 0:
+        total = tl.sum(total, 0)
+    return total, acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), TOKENS)

@@ -1,0 +1,270 @@
+"""The triton backend over latent rows, and the kernels around it, against float64 and torch: on a GPU, or small cases
+under Triton's interpreter, which `test_triton_interpreter` starts. Tolerances: `tests.support.triton_cases`."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
+
+from attention.backends.torch_backend import TorchBackend  # noqa: E402
+from attention.backends.triton_backend import TritonBackend  # noqa: E402
+from attention.kernels import latent_decode, latent_prefill, move_path  # noqa: E402
+from attention.kv_cache.latent import LatentLayout  # noqa: E402
+from attention.kv_cache.layout import KVLayout  # noqa: E402
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from attention.views import LatentKV  # noqa: E402
+from tests.bench.gpu_time import captured  # noqa: E402
+from tests.support.attention_cases import Work, in_float64, mask_of, uniform_pool  # noqa: E402
+from tests.support.triton_cases import assert_close, random_decode, random_rows, random_table  # noqa: E402
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.distributed.tp_group import SOLO  # noqa: E402
+from workers.layers.forward_context import make_context  # noqa: E402
+from workers.layers.kernels import latent as layer_kernels  # noqa: E402
+from workers.layers.latent_attention import LatentAttention  # noqa: E402
+from workers.layers.linear import finish_weights  # noqa: E402
+from workers.layers.rotary import Angles  # noqa: E402
+
+pytestmark = MARKS
+production = pytest.mark.gpu  # sizes that the interpreter would take minutes for
+SCALE = 192**-0.5
+
+
+def random_layer(num_pages: int, page_size: int, latent: int, rotated: int, dtype: torch.dtype) -> LatentKV:
+    """All pages filled, those of nobody and page 0 too."""
+    pool = uniform_pool(1, num_pages, page_size, LatentLayout(latent, rotated, dtype), DEVICE)
+    pool.tensors[0][0].normal_()
+    layer = pool.layer(0)
+    assert isinstance(layer, LatentKV)
+    return layer
+
+
+def check(
+    mode: Mode,
+    rows: int,
+    suffix_len: int,
+    prefixes: list[int],
+    heads: int,
+    page_size: int,
+    dtype: torch.dtype,
+    latent: int = 32,
+    rotated: int = 16,
+    span: int | None = None,
+) -> None:
+    torch.manual_seed(rows * 100 + suffix_len)
+    num_pages = sum(-(-(n + suffix_len) // page_size) for n in prefixes) + 3
+    kv = random_layer(num_pages, page_size, latent, rotated, dtype)
+    batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages)
+    q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
+    prepared = TritonBackend(span).prepare(batch)
+    expected = latent_decode.reference(q, kv, batch, SCALE)
+    for _ in range(2):  # the second call finds what the first left in the workspace
+        out = prepared.forward(q, kv, SCALE)
+        assert out.dtype == q.dtype and out.is_contiguous()
+        assert_close(out, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    "page_size,heads,rows,suffix_len",
+    [(1, 4, 1, 1), (2, 5, 3, 3), (4, 8, 4, 9), (8, 16, 2, 2), (64, 7, 5, 63)],
+)
+def test_small_ragged_batches(page_size: int, heads: int, rows: int, suffix_len: int) -> None:
+    check(Mode.VERIFY, rows, suffix_len, [0, 1, 77, 130], heads, page_size, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "mode,rows,suffix_len,heads",
+    [(Mode.DECODE, 1, 1, 16), (Mode.DRAFT_EXTEND, 3, 3, 8), (Mode.DRAFT_DECODE, 4, 12, 20)],
+)
+def test_tiles_of_half_types(mode: Mode, rows: int, suffix_len: int, heads: int) -> None:
+    """Of 16 and 32 rows, whose products are turned round, and of 64, twice."""
+    check(mode, rows, suffix_len, [130, 0, 300], heads, 16, torch.bfloat16)
+
+
+def test_a_fixed_plan_in_float64s_neighbourhood() -> None:
+    check(Mode.VERIFY, 3, 3, [5, 300], 5, 16, torch.bfloat16, span=128)
+
+
+def test_in_a_fixed_plan_a_row_is_the_same_in_a_tree_and_alone() -> None:
+    """Node 3 of a tree 0 - 1, 0 - 2 - 3, and the end of the chain that it is the end of, in a batch of others."""
+    torch.manual_seed(1)
+    kv = random_layer(60, 16, 32, 16, torch.bfloat16)
+    backend, prefix = TritonBackend(128), 70
+    table = random_table([prefix + 4], 16, 40)
+    q = random_rows(4, 6, 48, torch.bfloat16)
+    tokens = [int(table[0, (prefix + i) // 16]) * 16 + (prefix + i) % 16 for i in range(4)]
+
+    def attended(mode: Mode, masks: list[int], queries: Tensor, beside: int) -> Tensor:
+        rows = len(masks)
+        lengths = torch.tensor([prefix] + [30] * beside, dtype=torch.int32, device=DEVICE)
+        mask = torch.tensor([masks] * (beside + 1), dtype=torch.int64, device=DEVICE)
+        batch = DecodeBatch(mode, rows, rows, lengths, mask, table.expand(beside + 1, -1), 80)
+        return backend.prepare(batch).forward(queries.repeat(beside + 1, 1, 1), kv, SCALE)[:rows]
+
+    tree = attended(Mode.VERIFY, [0b1, 0b11, 0b101, 0b1101], q, 0)
+    flat = kv.rows.view(-1, 48)
+    flat[tokens[1]], flat[tokens[2]] = flat[tokens[2]].clone(), flat[tokens[3]].clone()  # the path, without a gap
+    chain = attended(Mode.DRAFT_EXTEND, [0b1, 0b11, 0b111], q[[0, 2, 3]], 2)
+    assert torch.equal(tree[[0, 2, 3]], chain)
+
+
+def prefill(heads: int, page_size: int, dtype: torch.dtype, latent: int, rotated: int, longest: int, most: int) -> None:
+    torch.manual_seed(heads)
+    starts, counts = (0, 33, 5, longest), (7, 1, 0, most)
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    num_pages = sum(-(-n // page_size) for n in lengths) + 1
+    kv = random_layer(num_pages, page_size, latent, rotated, dtype)
+    batch = PrefillBatch.from_lists(starts, counts, random_table(lengths, page_size, num_pages), sum(counts) + 3)
+    on_device = PrefillBatch(batch.qo_indptr, batch.starts, batch.page_table, batch.num_rows, None)
+    q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
+    expected = latent_prefill.reference(q, kv, batch, SCALE)
+    for each in (batch, on_device):
+        out = TritonBackend().prepare(each).forward(q, kv, SCALE)
+        assert not out[sum(counts) :].any()
+        assert_close(out[: sum(counts)], expected[: sum(counts)], dtype)
+
+
+@pytest.mark.parametrize("heads,page_size", [(5, 16), (20, 1)])
+def test_prompt_chunks(heads: int, page_size: int) -> None:
+    prefill(heads, page_size, torch.float32 if INTERPRETED else torch.bfloat16, 32, 16, 18, 9)
+
+
+def test_sizes_without_tiles_are_refused() -> None:
+    kv = random_layer(2, 4, 24, 8, torch.float32)
+    prepared = TritonBackend().prepare(random_decode(Mode.DECODE, 1, 1, [3], 4, 2))
+    with pytest.raises(ValueError, match="kv_lora_rank=24: must be a power of two"):
+        prepared.forward(random_rows(1, 2, 32, torch.float32), kv, 1.0)
+
+
+def test_attention_reads_the_masks_where_the_tree_builder_wrote_them() -> None:
+    """No copy stands between: other bits in the same memory are another result of the same prepared pass."""
+    torch.manual_seed(3)
+    kv = random_layer(20, 16, 32, 16, torch.float32)
+    batch = random_decode(Mode.VERIFY, 4, 4, [40, 17], 16, 20)
+    assert TritonBackend().verify_buffer(2, 4, DEVICE) is None
+    q = random_rows(8, 4, 48, torch.float32)
+    prepared = TritonBackend().prepare(batch)
+    prepared.plan(q, kv, SCALE)
+    for masks in (causal_mask(2, 4, DEVICE), torch.tensor([[1, 3, 5, 13]] * 2, device=DEVICE)):
+        batch.mask.copy_(masks)
+        assert_close(prepared.forward(q, kv, SCALE), latent_decode.reference(q, kv, batch, SCALE), torch.float32)
+
+
+def random_angles(rows: int, rotated: int) -> Angles:
+    turns = torch.rand((40, rotated // 2), device=DEVICE) * 6
+    return Angles(turns.cos(), turns.sin(), torch.randint(0, 40, (rows,), device=DEVICE))
+
+
+def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    """Sums of few terms, in another order, rounded twice to the type."""
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=16 * torch.finfo(dtype).eps, rtol=16e-3)
+
+
+@pytest.mark.parametrize("q_size,has_norm", [(24, True), (32, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if not INTERPRETED else [torch.float32])
+def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    both = torch.randn((6, q_size + 48 + 8), device=DEVICE).to(dtype)[:, : q_size + 48]
+    q_weight, row_weight = torch.rand(q_size, device=DEVICE).to(dtype), torch.rand(32, device=DEVICE).to(dtype)
+    angles, slots = random_angles(6, 16), torch.tensor([3, 60, 17, 0, 0, 21], device=DEVICE)
+    results = []
+    for function in (layer_kernels.normed_latents, layer_kernels.normed_latents_reference):
+        rows = torch.zeros((5, 16, 48), dtype=dtype, device=DEVICE)
+        weight = q_weight if has_norm else None
+        q = function(both, weight, row_weight, 1e-6, angles, LatentKV(rows, 32), slots)
+        rows.view(-1, 48)[0] = 0  # padding shares it
+        results.append((q, rows))
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 21, 70])
+@pytest.mark.parametrize("turned", [True, False])
+def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> None:
+    torch.manual_seed(5)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    both = torch.randn((3, 24 + 40, 32), device=DEVICE).to(dtype)  # an up-projection: keys, then values
+    weight = both[:, :24] if turned else both[:, 24:].transpose(1, 2)
+    k, n, rotated = *weight.shape[1:], 16 if turned else 0
+    x = torch.randn((rows, 3, k + rotated), device=DEVICE).to(dtype)
+    angles = random_angles(rows, 16) if turned else None
+    ours, theirs = torch.zeros((2, rows, 3, n + rotated), dtype=dtype, device=DEVICE).unbind(0)
+    layer_kernels.head_products(x, weight, ours, angles)
+    layer_kernels.head_products_reference(x, weight, theirs, angles)
+    close(ours, theirs, dtype)
+
+
+def test_an_accepted_path_moves_to_the_front() -> None:
+    torch.manual_seed(6)
+    pool = uniform_pool(3, 6, 4, LatentLayout(32, 16, torch.bfloat16), DEVICE)
+    pool.tensors[0][0].normal_()
+    before = pool.tensors[0][0].clone()
+    table = torch.tensor([[5, 2, 6], [1, 4, 3]], dtype=torch.int32, device=DEVICE)
+    length = torch.tensor([3, 6], dtype=torch.int32, device=DEVICE)
+    path = torch.tensor([[0, 2, 3, 0], [0, 1, 4, 5]], device=DEVICE)
+    move_path.move_path(pool.tensors[0][0], None, table, length, path)
+    KVLayout.move_path(LatentLayout(32, 16, torch.bfloat16), (before,), table, length, path)
+    moved = [(0, 0, 3), (1, 0, 4)]  # places of each request's path that anybody reads
+    for request, first, end in moved:
+        places = length[request].item() + torch.arange(first, end, device=DEVICE)
+        pages = table[request, places // 4].long()
+        assert torch.equal(pool.tensors[0][0][:, pages, places % 4], before[:, pages, places % 4])
+
+
+@pytest.mark.parametrize("q_rank", [24, None])
+def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 32, "num_heads": 3, "q_rank": q_rank, "latent": 32, "key_dim": 16, "rotated_dim": 16}
+    layer = LatentAttention(0, SOLO, **sizes, value_dim=16, scale=SCALE).to(DEVICE)  # type: ignore[arg-type]
+    for parameter in layer.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    finish_weights(layer)
+    batch = random_decode(Mode.VERIFY, 3, 3, [9, 0], 4, 12)
+    x, angles = torch.randn((6, 32), device=DEVICE), random_angles(6, 16)
+    history, results = torch.randn((13, 4, 48), device=DEVICE), []
+    for partial in (layer._partial_fused, layer._partial_in_torch):
+        pool = uniform_pool(1, 12, 4, LatentLayout(32, 16, torch.float32), DEVICE)
+        pool.tensors[0][0][0] = history
+        context = make_context(pool, {Mode.VERIFY: TritonBackend()}, batch, None, None)
+        results.append((partial(layer.qkv_a(x), angles, context), pool.tensors[0][0]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@production
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_trees_over_long_contexts_as_torch_computes_them(heads: int, rows: int, page_size: int) -> None:
+    """Replayed from a graph over other lengths, up to 32k, among them padding."""
+    torch.manual_seed(heads + rows)
+    work = Work("verify", Mode.VERIFY, rows, rows, tree=rows > 1)
+    sets = ([1, 511, 4096, 32000, 0], [32640, 64, 63, 7, 1000])
+    num_pages = max(sum(-(-(n + rows) // page_size) for n in lengths) for lengths in sets) + 1
+    kv = random_layer(num_pages, page_size, 512, 64, torch.bfloat16)
+    table = torch.zeros((5, 32768 // page_size), dtype=torch.int32, device=DEVICE)
+    lengths_now = torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    batch = DecodeBatch(Mode.VERIFY, rows, rows, lengths_now, mask_of(work, 5).to(DEVICE), table, 32768)
+    q = random_rows(5 * rows, heads, 576, torch.bfloat16)
+    backend, outputs = TritonBackend(), []
+    graph = captured(lambda: outputs.append(backend.prepare(batch).forward(q, kv, SCALE)))
+    for lengths in sets:
+        batch.prefix_len.copy_(torch.tensor(lengths, dtype=torch.int32))
+        batch.mask.copy_(mask_of(work, 5))
+        table.zero_()
+        own = random_table([n + rows for n in lengths], page_size, num_pages)
+        table[:, : own.shape[1]] = own[:, : table.shape[1]]
+        graph.replay()
+        for b, length in enumerate(lengths):  # one by one: scores in float64 of all at once need much memory
+            mine = slice(b * rows, (b + 1) * rows)
+            fields = (x[b : b + 1] for x in (batch.prefix_len, batch.mask, table))
+            one = DecodeBatch(Mode.VERIFY, rows, rows, *fields, length + rows)
+            expected = TorchBackend().prepare(one).forward(q[mine].double(), in_float64(kv), SCALE)
+            assert_close(outputs[-1][mine], expected, torch.bfloat16)
+
+
+@production
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_prompt_chunks_of_production(heads: int, page_size: int) -> None:
+    prefill(heads, page_size, torch.bfloat16, 512, 64, 4000, 200)

@@ -1,0 +1,188 @@
+"""What attention over latent rows costs on a GPU: `python -m tests.bench.latent_attention`.
+
+Microseconds per layer call of the triton backend at the shape of DeepSeek-V3 on one of eight ranks (16 heads, rows of
+512 + 64 bfloat16 numbers, pages in random order), as TB/s of latent rows read and TFLOP/s of both products, beside the
+bandwidth of a copy measured in the same turns. A CUDA graph holds a pass of many layers with rows of their own, so that
+the L2 cache is cold for each. FlashInfer's kernel is timed too where it is installed, planned outside the graph.
+--sweep: other tiles than the table's, for whoever sets it. JSON line last.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+from collections.abc import Callable
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from attention.backends import triton_kernels
+from attention.kernels.decode_plan import DecodeTiles
+from attention.kernels.latent_decode import latent_tiles
+from attention.metadata import DecodeBatch, Mode, causal_mask
+from attention.registry import build_backend
+from attention.views import LatentKV
+from tests.bench.attention import MAX_PREFIX, Clock, random_memory
+from tests.bench.gpu_time import captured
+from tests.support.attention_cases import random_table
+
+LATENT, ROTATED = 512, 64
+WIDTH = LATENT + ROTATED
+SCALE = 192**-0.5
+BYTES_A_PASS = 400 << 20  # eight times the L2 cache
+MAX_LAYERS = 32
+# Tiles that shared memory has room for, beside the table's own.
+CANDIDATES = (
+    DecodeTiles(16, 64, 4, 2, 1, 128),
+    DecodeTiles(16, 64, 8, 2, 1, 128),
+    DecodeTiles(32, 64, 8, 2, 1, 128),
+    DecodeTiles(64, 32, 8, 3, 1, 128),
+    DecodeTiles(64, 32, 8, 4, 1, 128),
+    DecodeTiles(64, 64, 8, 2, 1, 128),
+    DecodeTiles(64, 32, 8, 4, 1, 256),
+    DecodeTiles(64, 32, 8, 4, 2, 128),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A pass: `rows` rows for each of `batch` requests of `context` tokens."""
+
+    context: int
+    batch: int
+    rows: int
+    heads: int
+    page_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.batch * (self.context + self.rows) * WIDTH * 2
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.rows * self.heads * (self.context + self.rows) * (WIDTH + LATENT)
+
+
+class Pass:
+    """One case in memory: run() attends to layer after layer."""
+
+    def __init__(self, case: Case, memory: Tensor) -> None:
+        device, page = memory.device, case.page_size
+        pages = case.batch * -(-(case.context + case.rows) // page)
+        each = (pages + 1) * page * WIDTH
+        self.num_layers = max(1, min(MAX_LAYERS, memory.numel() // each, 2 + BYTES_A_PASS // case.num_bytes))
+        views = memory[: self.num_layers * each].view(self.num_layers, pages + 1, page, WIDTH)
+        self.layers = [LatentKV(view, LATENT) for view in views]
+        self.table = random_table([case.context + case.rows] * case.batch, page, MAX_PREFIX // page).to(device)
+        prefix = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
+        mask = causal_mask(case.batch, case.rows, device)
+        self.decode = DecodeBatch(Mode.VERIFY, case.rows, case.rows, prefix, mask, self.table, MAX_PREFIX)
+        self.q = torch.randn((case.batch * case.rows, case.heads, WIDTH), device=device, dtype=memory.dtype)
+        self.case, self.backend = case, build_backend("triton", Mode.VERIFY)
+
+    def run(self) -> None:
+        prepared = self.backend.prepare(self.decode)
+        for layer in self.layers:
+            prepared.forward(self.q, layer, SCALE)
+
+    def flashinfer(self) -> Callable[[], None] | None:
+        """A pass of FlashInfer's, planned here; None where it cannot."""
+        if find_spec("flashinfer") is None:
+            return None
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        case, device = self.case, self.q.device
+        length = case.context + case.rows
+        each = -(-length // case.page_size)
+        wrapper = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.uint8, device=device))
+        indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
+        wrapper.plan(
+            indptr * case.rows,
+            indptr * each,
+            self.table[:, :each].flatten().contiguous(),
+            torch.full((case.batch,), length, dtype=torch.int32, device=device),
+            case.heads,
+            LATENT,
+            ROTATED,
+            case.page_size,
+            True,
+            SCALE,
+            self.q.dtype,
+            self.q.dtype,
+        )
+        latent, rotated = self.q[..., :LATENT].contiguous(), self.q[..., LATENT:].contiguous()
+
+        def run() -> None:
+            for layer in self.layers:
+                wrapper.run(latent, rotated, layer.rows[..., :LATENT], layer.rows[..., LATENT:])
+
+        return run
+
+
+def measure(clock: Clock, memory: Tensor, cases: list[Case]) -> list[dict[str, float]]:
+    results = []
+    for case in cases:
+        one = Pass(case, memory)
+        theirs = one.flashinfer()
+        graphs = [captured(run) for run in (one.run, theirs) if run is not None]
+        *times, copy = clock.medians(*(graph.replay for graph in graphs))
+        us, rate = times[0] / one.num_layers, clock.copy_rate(copy)
+        found = dataclasses.asdict(case) | {
+            "us": round(us, 2),
+            "tbs": round(case.num_bytes / us / 1e6, 3),
+            "tflops": round(case.flops / us / 1e6, 1),
+            "copy_tbs": round(rate, 3),
+            "share": round(case.num_bytes / us / 1e6 / rate, 3),
+        }
+        if theirs is not None:
+            found["flashinfer_us"] = round(times[1] / one.num_layers, 2)
+        results.append(found)
+        print(", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+    return results
+
+
+def sweep(clock: Clock, memory: Tensor, cases: list[Case]) -> list[dict[str, object]]:
+    """The tiles of the table and every candidate that takes the rows of a case at once, or 64 of them."""
+    results = []
+    for case in cases:
+        packed = case.rows * case.heads
+        own = latent_tiles(packed, 2, case.batch / torch.cuda.get_device_properties(0).multi_processor_count)
+        fitting = [tiles for tiles in CANDIDATES if tiles.block_m >= min(packed, 64)]
+        for tiles in dict.fromkeys((own, *fitting)):
+            with mock.patch.object(triton_kernels, "latent_tiles", lambda *_, tiles=tiles: tiles):
+                one = Pass(case, memory)
+                time, copy = clock.medians(captured(one.run).replay)
+            us = time / one.num_layers
+            share = case.num_bytes / us / 1e6 / clock.copy_rate(copy)
+            results.append({"case": dataclasses.asdict(case), "tiles": dataclasses.asdict(tiles), "us": round(us, 2)})
+            print(f"{case}: {'table' if tiles == own else '     '} {tiles}: {us:.2f} us, {share:.0%}", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--widths", type=int, nargs="*", default=[1, 4, 8], help="rows per request")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[512, 4096, 32768])
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--gigabytes", type=int, default=16, help="memory for latent rows")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sweep", action="store_true", help="time other tiles too")
+    args = parser.parse_args()
+    memory, clock = random_memory(args.gigabytes), Clock(args.rounds)
+    cases = [
+        Case(context, batch, rows, args.heads, args.page_size)
+        for context in args.contexts
+        for batch in args.batches
+        for rows in args.widths
+    ]
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version(), flush=True)
+    results = (sweep if args.sweep else measure)(clock, memory, cases)
+    print(json.dumps({"bench": "latent_attention", "device": torch.cuda.get_device_name(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
