@@ -86,8 +86,7 @@ class Client:
             del body["messages"]
             body["prompt"] = self._random.choices(self._ids, k=prompt_tokens)
             route = "completions"
-        head, end, content = request_bytes(self._port, body, route).partition(b"\r\n\r\n")
-        return head + f"\r\nX-Request-Id: {REQUEST_ID}{number}".encode() + end + content
+        return request_bytes(self._port, body, route, request_id=f"{REQUEST_ID}{number}")
 
 
 def measure(client: Client, folder: Path, prompt_tokens: int, count: int) -> dict[str, dict[str, float]]:

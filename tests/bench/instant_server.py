@@ -68,7 +68,8 @@ def main() -> None:
     if not arguments.no_haproxy:
         launch._use_haproxy(folder)
     try:
-        launch._run(arguments.config, None, 150)
+        launch._start_ray(150)
+        launch._run(arguments.config, None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

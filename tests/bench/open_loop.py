@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import itertools
 import json
 import sys
 import tempfile
@@ -45,13 +46,19 @@ LEAD_S = 0.2  # from the start of the clock to the first arrival that may be due
 SMALL, LARGE = ((96, 0.8, 512), (32, 0.8, 128)), ((1024, 0.8, 4096), (256, 0.8, 1024))
 
 
-async def run_rate(url: str, arrivals: Sequence[Arrival], model: str, drain_s: float) -> tuple[list[Answered], float]:
+async def run_rate(
+    url: str, arrivals: Sequence[Arrival], model: str, drain_s: float, named: Sequence[str] = ()
+) -> tuple[list[Answered], float]:
     """Send every request when it is due, wait up to drain_s for the rest after the last; answers in the order of
-    arrivals, and when the clock began."""
+    arrivals, and when the clock began. named: the requests' X-Request-Id, if they have one."""
     where = urlsplit(url)
-    assert where.hostname is not None and where.port is not None
-    requests = [request_bytes(where.port, _body(arrival, model), "completions", where.hostname) for arrival in arrivals]
-    pool = Pool(where.hostname, where.port)
+    host, port = where.hostname, where.port
+    assert host is not None and port is not None
+    requests = [
+        request_bytes(port, _body(arrival, model), "completions", host, request_id)
+        for arrival, request_id in itertools.zip_longest(arrivals, named, fillvalue="")
+    ]
+    pool = Pool(host, port)
     answers = [Answered() for _ in arrivals]
     tasks: list[asyncio.Task[None]] = []
     begin_s = time.perf_counter() + LEAD_S
@@ -194,8 +201,8 @@ def main() -> None:
     prompts, answers = LARGE if arguments.gpu else SMALL
     ids = prompt_ids(arguments)
     traffic = Traffic(
-        _lengths(arguments.prompts or prompts),
-        _lengths(arguments.answers or answers),
+        lengths(arguments.prompts or prompts),
+        lengths(arguments.answers or answers),
         arguments.seconds,
         arguments.max_requests,
         ids.start,
@@ -212,7 +219,8 @@ def main() -> None:
     print(json.dumps({"bench": "open_loop", "machine": machine(), "seed": arguments.seed, "results": results}))
 
 
-def _lengths(given: Sequence[float]) -> Lengths:
+def lengths(given: Sequence[float]) -> Lengths:
+    """From mean, sigma and cap."""
     mean, sigma, cap = given
     return Lengths(mean, sigma, int(cap))
 

@@ -30,13 +30,16 @@ from typing import Any
 
 REQUEST_ID = "first-token-"  # of a traced request, its number after it
 NOTHING = -1
-MAX_RECORDS = 1 << 17  # of a process, 8 MB of a sparse file
+MAX_RECORDS = 1 << 20  # of a process, 64 MB of a sparse file
 _RECORD = struct.Struct("<qii48s")  # nanoseconds, point, number, name
 
 Subject = tuple[str, int]  # a request's name or "", and a number: of the traced request or of the step
 Subjects = Callable[[tuple[Any, ...], Any], Iterable[Subject]]
 
+_TOKEN_BYTES = 4  # of a plan's packed numbers
+
 _traced: contextvars.ContextVar[int] = contextvars.ContextVar("traced", default=NOTHING)
+_begun: set[str] = set()  # requests whose first tokens were seen
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,17 @@ def _of_ready(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
     return [("", args[0]._pending[0].plan.step)] if result else []
 
 
-def _of_deltas(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
-    return [(delta.request_id, NOTHING) for delta in args[-1].deltas]
+def _of_contents(args: tuple[Any, ...], plan: Any) -> Iterable[Subject]:
+    """What a new plan holds: prompt tokens, rounds, and the milliseconds that it should take (0: not known)."""
+    if plan is None:
+        return []
+    tokens = sum(len(chunk.tokens) // _TOKEN_BYTES for chunk in plan.chunks)
+    return [(f"{tokens}/{len(plan.slots) // _TOKEN_BYTES}/{args[0].expected_ms or 0.0:.3f}", plan.step)]
+
+
+def _of_first_deltas(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
+    """Of requests that had none yet: under load there are thousands a second."""
+    return [(i, NOTHING) for delta in args[-1].deltas if not ((i := delta.request_id) in _begun or _begun.add(i))]
 
 
 def _of_delta(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
@@ -140,6 +152,7 @@ BORDERS = (
         left="submitted",
     ),
     Border("workers.scheduling.scheduler:Scheduler.schedule", _of_prompts, entered="plan_begun", left="planned"),
+    Border("workers.scheduling.scheduler:Scheduler.schedule", _of_contents, left="contents"),
     Border("cluster.coordinator.worker_links:WorkerLinks.send", _of_plan, entered="plan_sent"),
     Border("cluster.transport.channel:RankChannel.receive", _of_result, left="plan_received"),
     Border("workers.slots.slot_table:SlotTable.enter", _of_plan, entered="plan_uploaded", left="slots_set"),
@@ -151,8 +164,8 @@ BORDERS = (
     Border(
         "workers.scheduling.scheduler:Scheduler.apply", _of_result, entered="result_received", left="result_applied"
     ),
-    Border("cluster.transport.channel:IngressLink.send", _of_deltas, entered="published"),
-    Border("cluster.ingress.remote_engines:TokenInbox.deliver", _of_deltas, entered="tokens_received"),
+    Border("cluster.transport.channel:IngressLink.send", _of_first_deltas, entered="published"),
+    Border("cluster.ingress.remote_engines:TokenInbox.deliver", _of_first_deltas, entered="tokens_received"),
     Border("cluster.ingress.remote_engines:_Stream.take", _of_delta, left="tokens_taken"),
     Border("cluster.http.answer:Answer.push", _of_traced, left="text_made"),
     Border("cluster.http.serving:_body", _of_traced, left="event_made"),

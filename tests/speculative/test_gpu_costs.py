@@ -38,10 +38,11 @@ def test_costs_rise_with_what_a_step_holds_and_take_little_time(speculative: Spe
     costs = built(on_gpu(speculative), phases.__setitem__).costs
     assert costs is not None and phases["costs measured"] < 2.5
     default = costs.default
-    assert costs.rounds[default].num_requests == (1, 2, 4, 8, 16, 24) and costs.chunk_requests == (0, 1, 8, 24)
-    assert costs.chunk_tokens[:3] == (16, 17, 64) and costs.chunk_tokens[-1] == 8192
+    assert costs.rounds[default].num_requests == (1, 2, 4, 8, 16, 24)
+    assert costs.chunk_requests == (0, 1, 8, 17, 24)  # from 17 on a step is padded to 24
+    assert costs.chunk_tokens[:3] == (16, 17, 64) and costs.chunk_tokens[-1] == 2048
     assert 0 < costs.round_ms(default, 1) <= costs.round_ms(default, 24) < 100
-    assert costs.step_ms(default, 0, 0, 16) < costs.step_ms(default, 0, 0, 1024) < costs.step_ms(default, 0, 0, 8192)
+    assert costs.step_ms(default, 0, 0, 16) < costs.step_ms(default, 0, 0, 512) < costs.step_ms(default, 0, 0, 2048)
     assert costs.step_ms(default, 24, 0, 1024) > costs.step_ms(default, 24, 0, 16)
 
 

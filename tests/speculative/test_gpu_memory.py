@@ -1,6 +1,7 @@
 """A GPU filled to the limit: nothing that a request may ask for runs out of memory."""
 
 import dataclasses
+import gc
 import random
 
 import pytest
@@ -23,6 +24,8 @@ FREE_GB = 4.0  # of the GPU; the rest is taken by a tensor, as another process w
 
 @pytest.fixture
 def hog() -> torch.Tensor:
+    gc.collect()
+    torch.cuda.empty_cache()  # what an earlier test left would be this process's beyond FREE_GB
     free, _ = torch.cuda.mem_get_info()
     return torch.empty(max(0, free - int(FREE_GB * 1e9)), dtype=torch.uint8, device="cuda")
 

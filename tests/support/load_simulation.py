@@ -20,6 +20,7 @@ from attention.config import CacheConfig
 from cluster.coordinator.plan_timing import PlanTiming
 from tests.support.simulation import Clock
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from workers.runner.cuda_graph import TOKEN_BUCKETS
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.latency_budget import LatencyBudget
 from workers.scheduling.plan import (
@@ -36,29 +37,29 @@ from workers.scheduling.scheduler import Scheduler
 
 CHAIN = RoundShape(name="chain", width=4, max_new_tokens=4, draft_tokens=3)
 SHAPES = RoundShapes((PLAIN, CHAIN), default=1)
-BUCKETS = (16, 64, 128, 256, 512, 1024)  # prompt tokens that captured steps are padded to
 
-# One H200, Llama-3.1-8B's dimensions, chain 3/1/4 (tests/bench/RESULTS.md, "Prompts beside rounds"); as if captured
-# steps took what their tokens need, padded to nothing.
+# One H200, Llama-3.1-8B's dimensions, chain 3/1/4, as an open loop found it (tests/bench/RESULTS.md, "Under load over
+# HTTP"); as if captured steps took what their tokens need, padded to nothing.
 _KV_MS = 131_072 / 4.0e12 * 1e3  # 131 KB of KV per token and round at 4.0 TB/s
 H200 = CostTable(
     rounds=(
-        RoundCosts((1, 8, 32, 64, 128), (4.2, 4.4, 5.1, 5.7, 7.7), (_KV_MS,) * 5),
-        RoundCosts((1, 8, 32, 64, 128), (4.9, 5.3, 6.9, 9.6, 17.1), (_KV_MS,) * 5),
+        RoundCosts((1, 8, 32, 64, 128), (4.3, 4.4, 4.8, 5.0, 5.4), (_KV_MS,) * 5),
+        RoundCosts((1, 8, 32, 64, 128), (4.9, 5.0, 6.2, 8.4, 12.5), (_KV_MS,) * 5),
     ),
-    chunk_requests=(0, 1, 8, 32),
-    chunk_tokens=(8, 64, 512, 1024, 2048, 4096),
+    chunk_requests=(0, 1, 8, 32, 65),
+    chunk_tokens=(16, 64, 128, 256, 512, 768, 1024, 2048),
     chunk_ms=(
-        (5.2, 5.4, 12.6, 24.0, 47.0, 100.0),
-        (5.6, 8.0, 14.2, 24.9, 48.5, 101.0),
-        (6.0, 7.2, 15.2, 27.1, 50.1, 103.1),
-        (9.9, 9.9, 17.4, 28.4, 51.4, 104.4),
+        (5.2, 5.4, 7.0, 8.4, 11.7, 16.2, 20.6, 40.5),
+        (5.8, 8.0, 9.3, 9.5, 14.4, 18.3, 22.8, 42.5),
+        (6.5, 8.2, 10.0, 10.6, 16.0, 20.2, 25.0, 45.0),
+        (9.5, 9.9, 12.5, 14.5, 19.3, 24.0, 29.0, 49.0),
+        (14.0, 15.0, 17.0, 19.0, 25.0, 30.0, 35.0, 55.0),
     ),
     default=1,
 )
 
 
-def padded(costs: CostTable, buckets: Sequence[int]) -> CostTable:
+def padded(costs: CostTable, buckets: Sequence[int] = TOKEN_BUCKETS) -> CostTable:
     """`costs` where a step with fewer prompt tokens than a bucket takes as long as with all of them."""
     beyond = [tokens for tokens in costs.chunk_tokens if tokens > buckets[-1]]
     starts = [1, *(bucket + 1 for bucket in buckets[:-1])]
@@ -223,7 +224,7 @@ class Policy:
     costs: CostTable | None = H200
     actual: CostTable = H200
     extra_ms: Callable[[int], float] = lambda tokens: 0.0
-    config: SchedulerConfig = SchedulerConfig(max_running=128, max_step_tokens=8192, max_waiting=10**6)  # noqa: RUF009
+    config: SchedulerConfig = SchedulerConfig(max_running=128, max_step_tokens=2048, max_waiting=10**6)  # noqa: RUF009
     by_deadline: bool = True
     just_in_time: bool = True
     noise: float = 0.02
@@ -284,10 +285,9 @@ def _count(outputs: Iterable[RequestOutput], served: list[Served], now: float) -
 def policies(target_ms: float | None) -> dict[str, Policy]:
     """Each with one element more than the one before; the last is what is served. target_ms: kept whatever waits."""
     config = replace(Policy.config, itl_target_ms="auto" if target_ms is None else target_ms)
-    by_count = replace(config, max_step_tokens=2048)
     return {
-        "eager steps with prompts, 2048 tokens": Policy(None, config=by_count, extra_ms=eager_ms, just_in_time=False),
-        "captured, 2048 tokens": Policy(None, config=by_count, just_in_time=False),
+        "eager steps with prompts": Policy(None, config=config, extra_ms=eager_ms, just_in_time=False),
+        "captured": Policy(None, config=config, just_in_time=False),
         "latency budget": Policy(config=config, by_deadline=False, just_in_time=False),
         "+ plans just in time": Policy(config=config, by_deadline=False),
         "+ prompts by deadline": Policy(config=config),
@@ -303,15 +303,13 @@ def main() -> None:
     parser.add_argument("--prompt-mean", type=int, default=1024)
     parser.add_argument("--prompt-sigma", type=float, default=0.8)
     parser.add_argument("--targets", type=float, nargs="*", help="only the last policy, with these itl_target_ms")
-    parser.add_argument(
-        "--buckets", type=int, nargs="*", help="pad steps to them; without numbers, to what is captured"
-    )
-    parser.add_argument("--http-ms", type=float, default=4.0, help="added to every first token")
+    parser.add_argument("--buckets", type=int, nargs="*", default=TOKEN_BUCKETS, help="that steps are padded to")
+    parser.add_argument("--http-ms", type=float, default=8.0, help="added to every first token")
     args = parser.parse_args()
     chosen = policies(None)
     if args.targets:
         chosen = {f"itl_target_ms {ms:g}": [*policies(ms).values()][-1] for ms in args.targets}
-    costs = H200 if args.buckets is None else padded(H200, args.buckets or BUCKETS)
+    costs = padded(H200, args.buckets) if args.buckets else H200
     print("| req/s | policy | TTFT p50 / p99 | TPOT p50 / p99 | ITL p50 / p99 | device idle |")
     print("| --- | --- | --- | --- | --- | --- |")
     for rate in args.rates:

@@ -47,8 +47,8 @@ def test_what_is_measured_is_captured_and_fits() -> None:
     points = [point for group in wanted(of) for point in group.points]
     assert len(points) == len(set(points)), "no point is measured twice in a pass"
     assert {p.num_requests for p in points} <= {0, *bucket_sizes(40)}
-    assert {p.chunk_tokens for p in points} == {0, *TOKEN_BUCKETS, 1040, 2048, 4096, 8192}
-    assert {p.num_requests for p in points if p.chunk_tokens > 1024} == {0}
+    assert {p.chunk_tokens for p in points} == {0, *TOKEN_BUCKETS, 2064, 4096, 8192}
+    assert {p.num_requests for p in points if p.chunk_tokens > 2048} == {0}
     for p in points:
         assert p.num_requests * p.context <= 1 << 17 and p.context + min(p.chunk_tokens, 1000) <= 1000
         assert p.num_requests == 0 or p.context % 16 == 0, "pages of their own, and no more than there are"

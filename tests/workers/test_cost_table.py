@@ -80,8 +80,8 @@ def test_it_travels_as_a_message() -> None:
 def test_the_default_target_lets_a_chunk_run_beside_half_a_batch_and_stays_above_slow_rounds() -> None:
     assert (
         default_itl_target_ms(TABLE)
-        == pytest.approx(TABLE.step_ms(1, 16, 0, 512))
-        == pytest.approx(6.2 + 10.0 + 0.2 / 3)
+        == pytest.approx(TABLE.step_ms(1, 16, 0, 768))
+        == pytest.approx(6.2 + 15.0 + 0.2 / 3)
     )
     slow = msgspec.structs.replace(TABLE, rounds=(PLAIN, msgspec.structs.replace(CHAIN, ms=(5.0, 5.4, 20.0))))
     assert default_itl_target_ms(slow) == pytest.approx(1.5 * 20.0)

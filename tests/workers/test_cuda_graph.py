@@ -5,10 +5,20 @@ import torch
 
 from tests.support.eager_graphs import EagerRecorder
 from tests.support.thread_group import on_ranks
-from workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes
+from workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, RoundShapes
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.cuda_graph import GraphedDecoding, GraphKey, Taken, bucket_sizes, buckets_of, is_always_captured
+from workers.runner.cuda_graph import (
+    TOKEN_BUCKETS,
+    GraphedDecoding,
+    GraphKey,
+    Taken,
+    bucket_sizes,
+    buckets_beside,
+    buckets_of,
+    is_always_captured,
+    token_buckets,
+)
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
@@ -60,6 +70,21 @@ def test_rarer_kinds_have_fewer_buckets() -> None:
                 assert next(size for size in sizes if size >= count) < 2 * count
             assert len(sizes) == len(buckets) or needs.full_logits
     assert len(buckets_of(CAPTURED_NEEDS[-1], bucket_sizes(256))) == 9
+
+
+def test_what_auto_plans_on_a_gpu_is_captured() -> None:
+    """No step of prompts runs eagerly unless `max_step_tokens` asks for longer ones."""
+    assert token_buckets(MAX_STEP_TOKENS["cuda"]) == TOKEN_BUCKETS and TOKEN_BUCKETS[-1] == MAX_STEP_TOKENS["cuda"]
+
+
+@pytest.mark.parametrize("max_running", [1, 2, 8, 40, 128])
+def test_many_prompt_tokens_are_captured_beside_fewer_batch_sizes(max_running: int) -> None:
+    """Padding is at most three requests of four, or twelve of sixteen, of 640 rows and more."""
+    few, many = (buckets_beside(tokens, bucket_sizes(max_running)) for tokens in (512, 640))
+    assert set(many) <= set(few) and many[-1] == few[-1] == max_running
+    for count in range(1, max_running + 1):
+        padded = next(size for size in many if size >= count)
+        assert padded < 2 * count or padded <= 16
 
 
 @pytest.mark.parametrize("limits", [PLENTY, GraphCapture(), GraphCapture(limit_s=0.0), GraphCapture(limit_gb=0.0)])

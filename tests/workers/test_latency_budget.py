@@ -173,8 +173,18 @@ def test_a_number_is_kept_and_auto_gives_way_to_a_backlog():
     assert [kept.step_limit_ms(rounds, backlog) for backlog in (0, 10**6)] == [9.0, 9.0]
     target_ms = gives_way.target_ms
     prompts_of_ms = [0.0, 1.9 * target_ms, 4 * target_ms, 100 * target_ms]
-    limits = [gives_way.step_limit_ms(rounds, int(10 * ms)) for ms in prompts_of_ms]
+    limits = [gives_way.step_limit_ms(rounds, int(ms * 110 / 12)) for ms in prompts_of_ms]  # in steps of 110
     assert limits == pytest.approx([target_ms, target_ms, 2 * target_ms, 3 * target_ms], abs=1.0)
+
+
+def test_more_than_a_step_holds_takes_several() -> None:
+    """Where steps are padded to captured sizes, costs are level up to the longest: no slope says what comes after."""
+    padded = CostTable((ROUND, ROUND), (0,), (10, 11, 110), ((2.0, 12.0, 12.0),), default=1)
+    budget = LatencyBudget(padded, 15.0, 45.0, 110)
+    assert [budget.prompt_ms(n) for n in (10, 11, 110, 120, 220, 250)] == [2.0, 12.0, 12.0, 14.0, 24.0, 36.0]
+    assert budget.step_limit_ms(StepRounds(1, 8, 0), 5 * 110) == 30.0
+    short = LatencyBudget(padded, 15.0, 45.0, 10)
+    assert short.prompt_ms(110) == 22.0
 
 
 def test_rounds_over_the_target_leave_prompts_their_share():

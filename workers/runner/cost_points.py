@@ -11,7 +11,7 @@ from workers.runner.cuda_graph import bucket_sizes, powers_of_two
 from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS, CostTable, RoundCosts
 
 SMALLEST_CHUNK = 16
-CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 1024)  # tokens of chunks, next to the smallest, that run beside rounds too
+CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 2048)  # tokens of chunks, next to the smallest, that run beside rounds too
 _QUICK_CHUNK = 128  # tokens of the largest chunk that is measured whatever that takes
 _EAGER_ROWS = 16  # after the largest captured size: by a multiple of what kernels are compiled for
 

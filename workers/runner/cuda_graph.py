@@ -34,7 +34,8 @@ from workers.runner.recorder import Recorder
 from workers.sampling.sampler import CAPTURED_NEEDS, Logprobs, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
-TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 768, 1024)
+TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
+_FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
 BETWEEN_NEEDS = (SamplingNeeds(random=True), CHUNK_NEEDS)  # of shapes between plain decoding and the default
 _EAGER_RUNS = 1  # before capture: it compiles kernels, chooses algorithms and makes workspaces
@@ -120,10 +121,20 @@ def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
 
 def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
     """Numbers of prompt tokens that steps are captured for. Up to 64 rows take hardly longer than 16: their products
-    read the weights. Beyond 1,024 the GPU takes longer than the host needs to launch the kernels one by one."""
+    read the weights. Twice 2,048 take the device twice as long, so that two steps are as good. Launched one by one, the
+    kernels of a step keep the host for 25 to 90 ms, in which it sees no other step's end."""
     return tuple(size for size in TOKEN_BUCKETS if size < max_step_tokens) + tuple(
         size for size in (max_step_tokens,) if size <= TOKEN_BUCKETS[-1]
     )
+
+
+def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
+    """Of ascending buckets those that steps with so many prompt tokens are captured for: powers of two, of which up to
+    16 only those of four beside many tokens, where the padding of a few requests costs little."""
+    sizes = powers_of_two(buckets)
+    if num_tokens <= _FEW_TOKENS:
+        return sizes
+    return tuple(size for size in sizes if size not in (2, 8) or size == buckets[-1])
 
 
 class GraphedDecoding:
@@ -220,6 +231,7 @@ class GraphedDecoding:
             for bucket in reversed(powers_of_two(self._buckets))
             for shape in reversed(self.shapes.beside_chunks(bucket))
             for tokens in reversed(self._tokens)
+            if bucket in buckets_beside(tokens, self._buckets)
         ] + alone
 
     def _capture(self, key: GraphKey) -> _Captured:
@@ -264,9 +276,11 @@ class GraphedDecoding:
         shape = batch.shape if batch.num_requests else self.shapes.default
         if batch.next_shape not in (0, shape):
             return None  # a wider shape would write KV that nobody reserved
-        buckets = (0, *powers_of_two(self._buckets))
-        bucket, tokens = _fitting(buckets, batch.num_requests), _fitting(self._tokens, chunks.batch.num_rows)
-        if bucket is None or tokens is None:
+        tokens = _fitting(self._tokens, chunks.batch.num_rows)
+        if tokens is None:
+            return None
+        bucket = _fitting((0, *buckets_beside(tokens, self._buckets)), batch.num_requests)
+        if bucket is None:
             return None
         return GraphKey(shape if bucket else 0, shape, bucket, CHUNK_NEEDS, tokens)
 

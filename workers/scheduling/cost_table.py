@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-TARGET_CHUNK_TOKENS = 512
+TARGET_CHUNK_TOKENS = 768
 TARGET_ROUNDS = 1.5
 
 
@@ -113,7 +113,7 @@ def default_itl_target_ms(costs: CostTable) -> float:
     What `TARGET_CHUNK_TOKENS` prompt tokens take beside half of the requests that may run: so many tokens keep a GPU's
     products busy, so that smaller chunks would cost prompts more than they save running requests. And at least
     `TARGET_ROUNDS` times the slowest round, that of all requests, so that a full engine still has a third of a step for
-    prompts. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 16 ms with 32 slots, 17 with 64, 26 with 128.
+    prompts. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 22 ms with 32 slots, 23 with 128.
     """
     rounds = costs.rounds[costs.default]
     half = rounds.num_requests[-1] // 2

@@ -47,8 +47,11 @@ class LatencyBudget:
         return cls(costs, target_ms, MAX_STRETCH * target_ms, config.step_token_limit)
 
     def prompt_ms(self, num_tokens: int) -> float:
-        """Milliseconds that so many prompt tokens take where nothing else runs."""
-        return self.costs.step_ms(self.costs.default, 0, 0, num_tokens)
+        """Milliseconds that so many prompt tokens take where nothing else runs, in steps as long as they may be."""
+        costs = self.costs
+        longest = min(self.max_step_tokens, costs.chunk_tokens[-1])
+        whole, rest = divmod(num_tokens, longest)
+        return whole * costs.step_ms(costs.default, 0, 0, longest) + costs.step_ms(costs.default, 0, 0, rest)
 
     def patience_s(self, num_tokens: int) -> float:
         """Seconds from a prompt's arrival to its deadline: what computing it takes, so that short prompts pass long
