@@ -30,6 +30,9 @@ The rule:
     rms_norm, add_rms_norm  triggers   the norm's weight              constant
     silu_mul                triggers   nothing
     skinny_gemm             triggers   the first columns of W         constant
+    quantize                triggers   nothing
+    fp8_gemm                triggers   nothing
+    fp8_gemm_wide           triggers   nothing
     head_input              triggers   the norms' weights             constant
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
 

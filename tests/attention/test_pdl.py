@@ -23,7 +23,7 @@ from tests.attention.test_triton_compile import compiled, decode_constants, late
 from tests.workers.test_kernels_compile import LATENT, NORMED_LATENTS, head_constants  # noqa: E402
 from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.layers.kernels import latent, norm_activation  # noqa: E402
+from workers.layers.kernels import fp8_rows, latent, norm_activation  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -77,6 +77,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     ),
     "add_rms_norm": (norm_activation._add_norm, BF16, NORM, False, {"weight_ptr"}),
     "silu_mul": (norm_activation._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, False, set()),
+    "quantize": (
+        fp8_rows._quantize,
+        BF16 | {"out_ptr": "fp8e4nv", "scales_ptr": "fp32"},
+        {"SIZE": 7168, "BLOCK": 1024, "BY_GROUP": True, "GATED": True, "PDL": True, "INTERPRETED": False},
+        False,
+        set(),
+    ),
     "head_input": (
         head_input._head_input,
         dict.fromkeys(("table_ptr", "hidden_ptr", "table_weight_ptr", "hidden_weight_ptr", "out_ptr"), "bf16")
@@ -94,7 +101,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     ),
 }
 # reads W through a tensor map, no pointer: `tests.workers.test_kernels_compile` looks at what stands before its wait
-ELSEWHERE = {"skinny_gemm": "_skinny_gemm"}
+ELSEWHERE = {"skinny_gemm": "_skinny_gemm", "fp8_gemm": "_fp8_gemm", "fp8_gemm_wide": "_fp8_gemm_wide"}
 
 not_interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"

@@ -40,9 +40,10 @@ def compiled(
     warps: int,
     stages: int,
     descriptors: dict[str, tuple[int, int]] | None = None,
+    mapped: str = "bf16",
     **options: Any,
 ) -> tuple[int, int, str]:
-    """Bytes of spills and of shared memory, and the PTX. descriptors: blocks of tensor maps over bfloat16. options: of
+    """Bytes of spills and of shared memory, and the PTX. descriptors: blocks of tensor maps, over `mapped`. options: of
     the compiler, beside warps and stages. Pointers not named are to int32; other arguments are int32 that 16 divides,
     or float32 for a scale."""
     from triton.backends.compiler import GPUTarget
@@ -53,7 +54,7 @@ def compiled(
         if name in constants:
             signature[name] = "constexpr"
         elif descriptors is not None and name in descriptors:
-            signature[name] = f"tensordesc<bf16{list(descriptors[name])}>"
+            signature[name] = f"tensordesc<{mapped}{list(descriptors[name])}>"
         elif name.endswith("_ptr"):
             signature[name] = "*" + pointers.get(name, "i32")
         else:

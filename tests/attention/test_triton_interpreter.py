@@ -26,6 +26,7 @@ FILES = (
     "tests/attention/test_flashinfer_plan.py",
     "tests/attention/test_pdl_gpu.py",
     "tests/workers/test_skinny_gemm.py",
+    "tests/workers/test_fp8_gemm.py",
 )
 
 pytestmark = [

@@ -88,6 +88,12 @@ def write_checkpoints(folder: Path, name: str) -> None:
     write_config(folder, MODELS[name], max_position=8192)
 
 
+def quantize_config(path: Path) -> None:
+    """The config.json at `path` says that linear weights are FP8 with scales of 128 x 128 blocks."""
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+
+
 def engine_spec(
     folder: Path,
     shape: str,
@@ -214,6 +220,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128], deepseek_rank.CONFIGS)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument(
+        "--quantization", choices=("none", "fp8"), default="none", help="of the target; floors are bf16's"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="run rounds eagerly, to see what graphs bring")
     parser.add_argument("--attention", default="auto", help="the attention backend of every phase of target and draft")
     parser.add_argument("--prompt-tokens", type=int, default=Setting.prompt_tokens)
@@ -229,6 +238,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(arguments)
         write_checkpoints(Path(folder), model)
+        if arguments.quantization == "fp8":
+            quantize_config(Path(folder) / "target" / "config.json")
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(
@@ -258,6 +269,7 @@ def main() -> None:
                 "hardware": hardware(),
                 "commit": commit(),
                 "model": arguments.model,
+                "quantization": arguments.quantization,
                 "copy_tb_per_s": round(copy_rate / 1e12, 4),
                 "tensor_parallel": arguments.tensor_parallel,
                 "attention": arguments.attention,

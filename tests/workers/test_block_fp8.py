@@ -12,7 +12,8 @@ from tests.support.tiny_models import make_target
 from tests.workers.test_moe import load
 from tests.workers.test_targets import by_transformers, by_us
 from workers.distributed.tp_group import TPGroup
-from workers.layers.block_fp8 import FP8, BlockFp8, read_block_fp8
+from workers.layers.quantization.block_fp8 import BlockFp8, read_block_fp8
+from workers.layers.quantization.fp8_weight import FP8
 
 BLOCK = (16, 24)  # of which neither divides all sizes
 
@@ -56,7 +57,7 @@ def test_a_target_answers_as_its_weights_mean(
     folder = quantised(source, tmp_path / "q")
     assert by_us(folder) == by_transformers(folder / "plain")
     assert [r.message for r in caplog.records if "multiplied in the model's type" in r.message] == [
-        f"model {folder}: weights of FP8 are multiplied in the model's type (there is no product of FP8 yet)"
+        f"model {folder}: weights of FP8 are multiplied in the model's type (this device has no product of FP8)"
     ]
 
 
@@ -122,7 +123,7 @@ def test_other_kinds_of_fp8_are_refused(quantization: dict[str, Any], message: s
     with pytest.raises(ValueError, match=message):
         read_block_fp8(quantization, "model x")
     assert read_block_fp8({"weight_block_size": [128, 64]}, "model x").block == (128, 64)  # type: ignore[attr-defined]
-    assert BlockFp8((1, 1), ()).fallback is not None
+    assert BlockFp8((1, 1), ()).fallback(torch.device("cpu")) is not None
 
 
 @pytest.mark.parametrize(

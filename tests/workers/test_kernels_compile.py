@@ -12,7 +12,15 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from attention.kernels import move_path  # noqa: E402
 from speculative.kernels import accept_commit, head_input, read_trees, tree_growth  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
-from workers.layers.kernels import argmax, latent, norm_activation, skinny_gemm, topk  # noqa: E402
+from workers.layers.kernels import (  # noqa: E402
+    argmax,
+    fp8_gemm,
+    fp8_gemm_wide,
+    latent,
+    norm_activation,
+    skinny_gemm,
+    topk,
+)
 from workers.slots.kernels import commit  # noqa: E402
 
 pytestmark = [
@@ -86,6 +94,53 @@ def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: in
     assert "griddepcontrol.launch_dependents" in before_the_wait
     assert ("cp.async.bulk.tensor" in before_the_wait) == tiles.ahead
     assert "ld.global" not in before_the_wait and "st.global" not in before_the_wait
+
+
+FP8_POINTERS = dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "part_ptr"), "fp32") | {"out_ptr": "bf16"}
+
+
+@pytest.mark.parametrize("rows,n,k,gated", [(1, 4096, 4096, False), (64, 28672, 4096, True), (128, 6144, 4096, False)])
+@pytest.mark.parametrize("by_group", [True, False])
+def test_product_of_few_fp8_rows_fits_hopper(
+    rows: int, n: int, k: int, gated: bool, by_group: bool, tmp_path: Path
+) -> None:
+    tiles = (fp8_gemm.fp8_gated_tiles if gated else fp8_gemm.fp8_gemm_tiles)(rows, n, k)
+    assert tiles is not None
+    groups = k // fp8_gemm.GROUP
+    constants = {
+        "N": n // 2 if gated else n,
+        "GROUPS": groups,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "SPLITS": tiles.splits,
+        "SPAN": groups // tiles.splits,
+        "GATED": gated,
+        "BY_GROUP": by_group,
+        "HAS_BIAS": False,
+        "PDL": True,
+    }
+    blocks = {"x_desc": (tiles.block_m, 128), "w_desc": (tiles.block_n, 128)}
+    check_fp8(fp8_gemm._fp8_gemm, tmp_path, constants, tiles.warps, tiles.stages, blocks)
+
+
+@pytest.mark.parametrize("by_group", [True, False])
+def test_product_of_many_fp8_rows_fits_hopper(by_group: bool, tmp_path: Path) -> None:
+    constants = {"N": 7168, "GROUPS": 18, "BLOCK_M": 128, "BLOCK_N": 128, "TOGETHER": 8, "BY_GROUP": by_group}
+    blocks = {"x_desc": (128, 128), "w_desc": (128, 128)}
+    check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants | {"HAS_BIAS": False, "PDL": True}, 8, 4, blocks)
+
+
+def check_fp8(
+    kernel: Any, path: Path, constants: dict[str, Any], warps: int, stages: int, blocks: dict[str, tuple[int, int]]
+) -> None:
+    spills, shared, ptx = compiled(
+        kernel, path, FP8_POINTERS, constants, warps, stages, descriptors=blocks, mapped="fp8e4nv"
+    )
+    assert spills == 0 and shared <= SHARED_PER_SM
+    assert "f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx
+    # launched early, it reads nothing before it waits
+    before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
+    assert "cp.async.bulk.tensor" not in before_the_wait and "ld.global" not in before_the_wait
 
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {

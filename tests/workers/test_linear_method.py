@@ -18,8 +18,8 @@ from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
-from workers.layers.quant_method import QuantMethod
-from workers.layers.quantization import QUANT_METHODS
+from workers.layers.quantization.quant_method import QuantMethod
+from workers.layers.quantization.table import QUANT_METHODS
 from workers.layers.weighted import WrongTensorError, check_shape
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
@@ -208,6 +208,7 @@ def test_an_unknown_quantisation_names_those_that_exist(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ValueError, match="quant_method='awq' is not supported; supported: fp8, int8; use the checkpoint in"
+        ValueError,
+        match="quant_method='awq' is not supported; supported: compressed-tensors, fp8, int8; use the checkpoint in",
     ):
         load(folder)

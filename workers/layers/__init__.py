@@ -4,8 +4,7 @@ The room knows ranks and attention backends, but neither models' configurations 
 linear           column- and row-parallel linear layers; `finish_weights`, which makes loaded layers ready to run
 linear_method    `LinearMethod`: how a linear layer keeps, loads and multiplies by its weight
 moe              a mixture of experts: `routing` says who is chosen, `experts` keeps and multiplies them
-quant_method     `QuantMethod`: which method a checkpoint's layers get; `quantization` has the table of those we know
-block_fp8        the first of those: FP8 with a scale for each block
+quantization     `QuantMethod`: which method a checkpoint's layers get; FP8 with scales of blocks or of channels
 gemm             which GEMM runs for weights of 16 and 32 bits; `kernels.skinny_gemm` for few rows on GPUs
 weighted         `WeightedModule`: what the loader of weights knows of any layer
 decoder_layer    the pre-norm block, and the interfaces of its attention and its MLP

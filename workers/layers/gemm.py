@@ -18,16 +18,19 @@ from workers.layers.activation import silu_mul
 if TYPE_CHECKING:
     from workers.layers.kernels.skinny_gemm import Workspace
 
+_FP8_MAJORS = (9, 10)  # compute capabilities whose matrix units multiply FP8 in our kernels
 _ROWS_HINT = 4  # the row count oneDNN chooses its layout for: a round's
 
 
 @dataclass(frozen=True)
 class GEMMOptions:
     """workspace: of the skinny GEMMs, shared by all layers of a model that runs in a 16-bit type on a GPU, else None.
-    deterministic: a row's result must not depend on the rows beside it (needs the workspace)."""
+    deterministic: a row's result must not depend on the rows beside it (needs the workspace).
+    fp8: the device multiplies FP8 (needs the workspace)."""
 
     workspace: "Workspace | None" = None
     deterministic: bool = False
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,8 @@ def choose_gemm(weight: Tensor, options: GEMMOptions) -> TorchGEMM:
     elif weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
         return BlockedGEMM(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
     return TorchGEMM(weight)
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether our products of FP8 run there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _FP8_MAJORS

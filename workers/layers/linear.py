@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup, shard_size
-from workers.layers.gemm import GEMMOptions
+from workers.layers.gemm import GEMMOptions, multiplies_fp8
 from workers.layers.linear_method import LinearMethod, LinearShape, Span, UnquantizedLinearMethod
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
@@ -159,7 +159,11 @@ def gemm_options(methods: list[LinearMethod], device: torch.device, deterministi
     """For the layers of one model, which run one after another on one stream."""
     if device.type != "cuda" or methods[0].dtype.itemsize != 2:
         return GEMMOptions()
-    from workers.layers.kernels.skinny_gemm import Workspace
+    from workers.layers.kernels.fp8_gemm import fp8_workspace_size
+    from workers.layers.kernels.skinny_gemm import Workspace, workspace_size
 
     shapes = [(method.shape.out_features, method.shape.in_features) for method in methods]
-    return GEMMOptions(Workspace.create(shapes, device), deterministic)
+    fp8 = multiplies_fp8(device)
+    sizes = [workspace_size(shapes), *([fp8_workspace_size(shapes)] if fp8 else [])]
+    workspace = Workspace.of_size(max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes), device)
+    return GEMMOptions(workspace, deterministic, fp8)

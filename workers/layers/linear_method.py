@@ -2,7 +2,7 @@
 
 A layer (`workers.layers.linear`) knows which rows and columns of which of the checkpoint's matrices this rank has; its
 method knows in which tensors they are kept (a weight; a weight and scales), and computes. Which method a layer gets is
-decided by the checkpoint's `QuantMethod` (`workers.layers.quantization`).
+decided by the checkpoint's `QuantMethod` (`workers.layers.quantization.table`).
 """
 
 from abc import ABC, abstractmethod

@@ -12,7 +12,7 @@ import torch
 from attention.kv_cache.layout import LayerGroup
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
-from workers.layers.quant_method import QuantMethod
+from workers.layers.quantization.quant_method import QuantMethod
 from workers.layers.rotary import RopeConfig, yarn_magnitude
 
 

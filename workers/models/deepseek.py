@@ -12,7 +12,7 @@ from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.latent_attention import LatentAttention
 from workers.layers.mlp import GatedMLP
 from workers.layers.moe import MixtureOfExperts
-from workers.layers.quantization import read_quant_method
+from workers.layers.quantization.table import read_quant_method
 from workers.layers.rotary import RopeConfig, RotaryTable, yarn_magnitude
 from workers.layers.routing import Routing
 from workers.models.config import (

@@ -12,7 +12,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.attention import Attention
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.mlp import GatedMLP
-from workers.layers.quantization import read_quant_method
+from workers.layers.quantization.table import read_quant_method
 from workers.layers.rotary import RopeConfig, RotaryTable
 from workers.models.config import ModelConfig, architecture_of, dtype_of, eos_token_ids_of, required_int, rope_of
 from workers.models.decoder import Decoder

@@ -13,7 +13,7 @@ from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
-from workers.layers.quant_method import QuantMethod
+from workers.layers.quantization.quant_method import QuantMethod
 from workers.models.config import ModelConfig, architecture_of, read_config_json
 from workers.models.decoder import Decoder
 from workers.models.name_map import NameMap
@@ -56,8 +56,9 @@ def load_target(
     names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
     config.check_device(device, dtype, name)
-    if config.quant.fallback is not None and group.rank == 0:
-        logger.warning("%s: %s", name, config.quant.fallback)
+    fallback = config.quant.fallback(device)
+    if fallback is not None and group.rank == 0:
+        logger.warning("%s: %s", name, fallback)
     model = allocate(
         lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
     )

@@ -2,6 +2,7 @@
 needs triton; the layers do so on GPUs only.
 
 skinny_gemm      y = x W^T, or gated, for the few rows of a round; `fixed_rows` for deterministic serving
+fp8_rows         rows in FP8 with their scales; fp8_gemm and fp8_gemm_wide multiply them by weights in FP8
 latent           norms, rotary embedding, KV write and products by heads of multi-head latent attention
 norm_activation  RMSNorm, with the residual add; silu_mul
 argmax, topk     over a vocabulary shard's logits

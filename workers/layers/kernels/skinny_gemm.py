@@ -167,17 +167,26 @@ class Workspace:
     @staticmethod
     def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
         """For weights of these shapes [N, K]."""
-        cells = num_tiles = 0
-        for n, k in shapes:
-            for tiles in (skinny_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
-                if tiles is not None and tiles.splits > 1:
-                    tiles_of_w = triton.cdiv(n, tiles.block_n)
-                    num_tiles = max(num_tiles, tiles_of_w)
-                    cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
+        return Workspace.of_size(*workspace_size(shapes), device)
+
+    @staticmethod
+    def of_size(cells: int, tickets: int, device: torch.device) -> "Workspace":
         return Workspace(
             torch.empty(cells, dtype=torch.float32, device=device),
-            torch.zeros(num_tiles, dtype=torch.int32, device=device),
+            torch.zeros(tickets, dtype=torch.int32, device=device),
         )
+
+
+def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Cells and tickets for weights of these shapes [N, K]."""
+    cells = num_tiles = 0
+    for n, k in shapes:
+        for tiles in (skinny_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
+            if tiles is not None and tiles.splits > 1:
+                tiles_of_w = triton.cdiv(n, tiles.block_n)
+                num_tiles = max(num_tiles, tiles_of_w)
+                cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
+    return cells, num_tiles
 
 
 def _multiply(

@@ -6,20 +6,29 @@ Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from workers.layers.quant_method import QuantMethod, Unquantized
+from workers.layers.quantization.quant_method import QuantMethod, Unquantized
 
 # From quantization_config and what it is of, for errors.
 QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
 
 
 def _block_fp8() -> QuantReader:
-    from workers.layers.block_fp8 import read_block_fp8
+    from workers.layers.quantization.block_fp8 import read_block_fp8
 
     return read_block_fp8
 
 
+def _channel_fp8() -> QuantReader:
+    from workers.layers.quantization.channel_fp8 import read_channel_fp8
+
+    return read_channel_fp8
+
+
 # By quantization_config.quant_method; a row imports its reader when it is asked for.
-QUANT_METHODS: dict[str, Callable[[], QuantReader]] = {"fp8": _block_fp8}
+QUANT_METHODS: dict[str, Callable[[], QuantReader]] = {
+    "fp8": _block_fp8,
+    "compressed-tensors": _channel_fp8,
+}
 
 
 def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:

@@ -1,22 +1,22 @@
 """`QuantMethod`: what a checkpoint's quantization_config says of its linear layers and of its experts. Those that exist
-are in `workers.layers.quantization`, adding one: docs/add-a-model.md."""
+are in `workers.layers.quantization.table`, adding one: docs/add-a-model.md."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+
+import torch
 
 from workers.layers.experts import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 
 
 class QuantMethod(ABC):
-    """A plain value, equal on every rank; part of a model's configuration.
+    """A plain value, equal on every rank; part of a model's configuration."""
 
-    fallback: what a start logs, where weights are multiplied otherwise than the checkpoint means; None for nothing.
-    """
-
-    fallback: ClassVar[str | None] = None
+    def fallback(self, device: torch.device) -> str | None:
+        """What a start logs where weights are multiplied otherwise than the checkpoint means; None for nothing."""
+        return None
 
     @abstractmethod
     def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
@@ -39,3 +39,14 @@ class Unquantized(QuantMethod):
 
     def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
         return UnquantizedExperts(shape)
+
+
+def all_or_none(names: Sequence[str], ignores: Callable[[str], bool]) -> bool:
+    """Whether all the modules that a layer holds are left unquantised; raises ValueError if some are."""
+    left = [name for name in names if ignores(name)]
+    if left and len(left) < len(names):
+        raise ValueError(
+            f"quantization_config: of {', '.join(names)}, which are multiplied together, only {', '.join(left)} "
+            "are left unquantised; use the checkpoint in bf16"
+        )
+    return bool(left)

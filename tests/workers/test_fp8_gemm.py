@@ -1,0 +1,151 @@
+"""Products of FP8 rows and weights against torch's of what both mean. On a GPU, or interpreted."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.layers.kernels.fp8_gemm import (  # noqa: E402
+    MAX_ROWS,
+    SCALE_ROWS,
+    Fp8Matrix,
+    fp8_fixed_rows,
+    fp8_gated_tiles,
+    fp8_gemm,
+    fp8_gemm_tiles,
+    fp8_workspace_size,
+)
+from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide  # noqa: E402
+from workers.layers.kernels.fp8_rows import (  # noqa: E402
+    FP8,
+    GROUP,
+    Fp8Rows,
+    dequantized_rows,
+    quantize_rows,
+    quantize_rows_reference,
+)
+from workers.layers.kernels.norm_activation import silu_mul_reference  # noqa: E402
+from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
+
+pytestmark = MARKS
+OUT = torch.float32 if INTERPRETED else torch.bfloat16
+SHAPES = [(96, 512), (70, 384)] if INTERPRETED else [(6144, 4096), (4096, 14336), (2112, 7168), (28672, 4096)]
+
+
+def weight_of(n: int, k: int, by_group: bool, generator: torch.Generator) -> tuple[Fp8Matrix, Tensor]:
+    """And what it means, float64."""
+    values = torch.randn(n, k, generator=generator).mul(30).to(FP8)
+    shape = (-(-n // SCALE_ROWS), k // GROUP) if by_group else (n, 1)
+    scales = torch.rand(shape, generator=generator) * 1e-2 + 1e-3
+    full = scales.repeat_interleave(SCALE_ROWS, 0)[:n].repeat_interleave(GROUP, 1) if by_group else scales
+    return Fp8Matrix(values.to(DEVICE), scales.to(DEVICE)), (values.double() * full.double()).to(DEVICE)
+
+
+def rows_of(rows: int, k: int, generator: torch.Generator) -> Tensor:
+    return (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) * 9).to(DEVICE, OUT)
+
+
+def workspace_of(shapes: list[tuple[int, int]]) -> Workspace:
+    return Workspace.of_size(*fp8_workspace_size(shapes), DEVICE)
+
+
+def difference(out: Tensor, expected: Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["group", "row"])
+def test_rows_are_rounded_to_the_nearest(by_group: bool) -> None:
+    """Which number is nearest may change with the last bit of a quotient: one in a thousand here."""
+    x = rows_of(5, 1408, torch.Generator().manual_seed(0))
+    x[1], x[2, :GROUP], x[3, 7] = 0.0, 1e-20, 3e4
+    expected = quantize_rows_reference(x, by_group)
+    for rows_together in (False, True):
+        ours = quantize_rows(x, by_group, rows_together)
+        torch.testing.assert_close(ours.scales, expected.scales, rtol=1e-6, atol=0.0)
+        assert (ours.values.float() != expected.values.float()).float().mean() < 1e-3
+        # half a unit in the last of four bits, or of the smallest number
+        bound = x.float().abs() / 16 + ours.scales.repeat_interleave(x.shape[1] // ours.scales.shape[1], 1) * 2**-9
+        assert ((dequantized_rows(ours) - x.float()).abs() <= bound).all()
+    assert not ours.values[1].float().any()
+
+
+def test_gates_are_rounded_as_by_themselves() -> None:
+    x = rows_of(3, 2 * 256, torch.Generator().manual_seed(1))
+    ours, expected = quantize_rows(x, True, gated=True), quantize_rows_reference(silu_mul_reference(x), True)
+    assert difference(dequantized_rows(ours), dequantized_rows(expected).double()) < 2e-3
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
+def test_a_product_is_that_of_what_is_meant(by_group: bool) -> None:
+    """Products of eight bits are exact, and sums of 128 nearly; what is left is the result's own rounding."""
+    generator = torch.Generator().manual_seed(2)
+    limit = 1e-4 if INTERPRETED else 3e-3
+    workspace = workspace_of(SHAPES)
+    for n, k in SHAPES:
+        weight, meant = weight_of(n, k, by_group, generator)
+        bias = torch.randn(n, generator=generator).to(DEVICE, OUT)
+        for rows in (1, 64, MAX_ROWS + 1) if INTERPRETED else (1, 17, 64, MAX_ROWS, MAX_ROWS + 1, 1000):
+            x = rows_of(rows, k, generator)
+            few = rows <= MAX_ROWS
+            quantised = quantize_rows(x, by_group, rows_together=not few)
+            expected = dequantized_rows(quantised).double() @ meant.T
+            out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+            for b in (None, bias):
+                if few:
+                    tiles = fp8_gemm_tiles(rows, n, k)
+                    assert tiles is not None
+                    fp8_gemm(quantised, weight, b, workspace, tiles, out)
+                else:
+                    fp8_gemm_wide(quantised, weight, b, out)
+                assert difference(out, expected if b is None else expected + b.double()) < limit, (n, k, rows)
+    assert not workspace.tickets.any()
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
+def test_a_gated_product_is_that_of_what_is_meant(by_group: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    n, k = (8576, 128) if INTERPRETED else (28672, 4096)
+    workspace = workspace_of([(n, k)])
+    weight, meant = weight_of(n, k, by_group, generator)
+    for rows in (2,) if INTERPRETED else (2, 40, MAX_ROWS):
+        x = quantize_rows(rows_of(rows, k, generator) / 50, by_group)
+        tiles, out = fp8_gated_tiles(rows, n, k), torch.empty(rows, n // 2, dtype=OUT, device=DEVICE)
+        assert tiles is not None
+        fp8_gemm(x, weight, None, workspace, tiles, out, gated=True)
+        expected = silu_mul_reference(dequantized_rows(x).double() @ meant.T)
+        assert difference(out, expected) < (1e-4 if INTERPRETED else 6e-3)
+    assert fp8_gated_tiles(1, 6144, 4096) is None and fp8_gated_tiles(1, 28672 + 64, 4096) is None
+
+
+def test_a_row_of_fixed_rows_depends_on_nothing_else() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for n, k in SHAPES[:2]:
+        weight, meant = weight_of(n, k, True, generator)
+        workspace = workspace_of([(n, k)])
+        x = quantize_rows(rows_of(150, k, generator), True)
+
+        def product(
+            first: int, rows: int, x: Fp8Rows = x, weight: Fp8Matrix = weight, workspace: Workspace = workspace
+        ) -> Tensor:
+            part = Fp8Rows(x.values[first : first + rows], x.scales[first : first + rows])
+            out = torch.empty(rows, weight.values.shape[0], dtype=OUT, device=DEVICE)
+            return fp8_fixed_rows(part, weight, None, workspace, out)
+
+        whole = product(0, 150)
+        assert difference(whole, dequantized_rows(x).double() @ meant.T) < 3e-3
+        for first, rows in ((149, 1), (3, 4), (61, 13), (7, 64), (50, 65)):
+            assert torch.equal(product(first, rows), whole[first : first + rows])
+
+
+def test_splits_divide_the_groups_and_no_rows_give_none() -> None:
+    for n, k in ((7168, 2048), (2112, 7168), (4096, 4096), (64, 128), (7168, 2304)):
+        for rows in (1, 33, 128):
+            tiles = fp8_gemm_tiles(rows, n, k)
+            assert tiles is not None and k // GROUP % tiles.splits == 0
+    assert fp8_gemm_tiles(1, 64, 100) is None and fp8_gemm_tiles(129, 64, 128) is None
+    weight, _ = weight_of(96, 512, True, torch.Generator().manual_seed(0))
+    x = quantize_rows(torch.empty(0, 512, device=DEVICE), True)
+    workspace, out = workspace_of([(96, 512)]), torch.empty(0, 96, device=DEVICE)
+    assert fp8_fixed_rows(x, weight, None, workspace, out).shape == fp8_gemm_wide(x, weight, None, out).shape

@@ -1,0 +1,131 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Rows in FP8: each number times a scale that its row shares, or 128 columns of it. What products of FP8 weights read.
+
+Scales are the largest magnitude over 448, the largest number of float8_e4m3fn (arXiv 2412.19437, section 3.3.2), so
+that nothing is cut. A row's numbers are a function of that row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.online_softmax import INTERPRETED
+from attention.kernels.pdl import pdl_wait, supports_pdl
+from workers.layers.kernels.norm_activation import num_warps
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+GROUP = 128  # columns of a row that share a scale
+_SMALLEST = 1e-12  # of a scale's dividend, so that rows of zeros stay zeros
+_COLUMNS = 1024  # of a program
+
+
+@triton.jit
+def to_fp8(x, INTERPRETED: tl.constexpr):
+    """The nearest numbers of eight bits to x float32. Triton's interpreter (3.6) loses the carry of a rounding and all
+    subnormals; there float32's own sums round first, to four bits of mantissa and to multiples of 2^-9."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if INTERPRETED:
+        split = x * 1048577.0
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, split - (split - x))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _quantize(
+    x_ptr,
+    out_ptr,
+    scales_ptr,
+    x_stride,
+    row_step,
+    group_step,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        x = (x / (1.0 + tl.exp(-x))).to(x_ptr.dtype.element_ty).to(tl.float32)
+        x = (x * up).to(x_ptr.dtype.element_ty).to(tl.float32)
+    if BY_GROUP:
+        groups: tl.constexpr = BLOCK // 128
+        tiles = tl.reshape(x, [groups, 128])
+        scale = tl.maximum(tl.max(tl.abs(tiles), 1), 1e-12) / 448.0
+        x = tl.reshape(tiles / scale[:, None], [BLOCK])
+        group = tl.program_id(1) * groups + tl.arange(0, groups)
+        tl.store(scales_ptr + row * row_step + group * group_step, scale, mask=group * 128 < SIZE)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
+        x = x / scale
+        tl.store(scales_ptr + row * row_step, scale)
+    tl.store(out_ptr + row * SIZE + column, to_fp8(x, INTERPRETED), mask=inside)
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """values: [rows, size] float8_e4m3fn. scales: float32 [rows, size / GROUP], or [rows, 1] for whole rows; columns
+    may lie side by side, or rows."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> Fp8Rows:
+    """x [rows, size] of a 16- or 32-bit type in FP8, with scales of groups (which divide `size`) or of whole rows.
+
+    rows_together: scales of one group lie side by side, for products that read many rows at once.
+    gated: x is gates and what they gate side by side [rows, 2 * size], and silu(gate) * up is meant.
+
+    Reference: `quantize_rows_reference`.
+    """
+    rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    assert x.stride(1) == 1 and (not by_group or size % GROUP == 0)
+    values = torch.empty((rows, size), dtype=FP8, device=x.device)
+    groups = size // GROUP if by_group else 1
+    shape = (groups, rows) if rows_together else (rows, groups)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scales = scales.t() if rows_together else scales
+    if rows == 0:
+        return Fp8Rows(values, scales)
+    block = _COLUMNS if by_group else triton.next_power_of_2(size)
+    _quantize[(rows, triton.cdiv(size, block))](
+        x,
+        values,
+        scales,
+        x.stride(0),
+        scales.stride(0),
+        scales.stride(1),
+        SIZE=size,
+        BLOCK=block,
+        BY_GROUP=by_group,
+        GATED=gated,
+        INTERPRETED=INTERPRETED,
+        num_warps=4 if by_group else num_warps(block),
+        **pdl_wait(supports_pdl(x.device)),
+    )
+    return Fp8Rows(values, scales)
+
+
+def quantize_rows_reference(x: Tensor, by_group: bool) -> Fp8Rows:
+    groups = x.float().view(x.shape[0], -1, GROUP if by_group else x.shape[1])
+    scales = groups.abs().amax(-1).clamp(min=_SMALLEST) / FP8_MAX
+    return Fp8Rows((groups / scales.unsqueeze(-1)).to(FP8).flatten(1), scales)
+
+
+def dequantized_rows(rows: Fp8Rows) -> Tensor:
+    """What they mean, float32; for tests and references."""
+    group = rows.values.shape[1] // rows.scales.shape[1]
+    return rows.values.float() * rows.scales.repeat_interleave(group, 1)

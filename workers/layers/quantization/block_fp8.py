@@ -1,0 +1,60 @@
+"""Weights of eight bits with a scale for each block of rows and columns, as DeepSeek-V3 and Qwen3 publish them
+(arXiv 2412.19437, section 3.3): `quant_method: fp8` with `weight_block_size`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.layers.experts import ExpertsMethod, ExpertsShape
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from workers.layers.quantization.fp8_experts import Fp8Experts
+from workers.layers.quantization.fp8_linear import Fp8Linear
+from workers.layers.quantization.fp8_weight import Block, Fp8Scheme, fp8_fallback
+from workers.layers.quantization.quant_method import QuantMethod, all_or_none
+
+_KIND = "weight_scale_inv"
+_UNQUANTISED = ("lm_head", "eh_proj", "shared_head.head")  # which no list of a published checkpoint names
+
+
+@dataclass(frozen=True)
+class BlockFp8(QuantMethod):
+    """block: rows and columns that share a scale. ignored: modules of the checkpoint that are left in bf16, and all in
+    them."""
+
+    block: Block
+    ignored: tuple[str, ...]
+
+    def fallback(self, device: torch.device) -> str | None:
+        return fp8_fallback(device)
+
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        if all_or_none(names, self._ignores):
+            return UnquantizedLinearMethod(shape)
+        return Fp8Linear(shape, Fp8Scheme(_KIND, self.block))
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        if any(self._ignores(name) for name in names):
+            return super().experts_method(names, shape)
+        return Fp8Experts(shape, Fp8Scheme(_KIND, self.block))
+
+    def _ignores(self, name: str) -> bool:
+        """Whether an entry of the list is the module, holds it, or is a part of its name."""
+        return any(f".{entry}." in f".{name}." for entry in self.ignored)
+
+
+def read_block_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    """See `workers.layers.quantization.table.QuantReader`."""
+    for key, only in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
+        value = quantization.get(key) or only
+        if value != only:
+            raise ValueError(f"{source}: quantization_config.{key}={value!r} is not supported; only {only!r} is")
+    block = quantization.get("weight_block_size")
+    if not block:
+        raise ValueError(
+            f"{source}: quantization_config has no weight_block_size; FP8 with other scales than those of blocks is "
+            "not supported; use the checkpoint in bf16 or fp16"
+        )
+    rows, columns = (int(size) for size in block)
+    return BlockFp8((rows, columns), (*_UNQUANTISED, *(quantization.get("modules_to_not_convert") or ())))

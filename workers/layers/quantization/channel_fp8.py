@@ -1,0 +1,65 @@
+"""Weights of eight bits with a scale for each output, whose inputs are rounded to FP8 token by token, as
+compressed-tensors writes them: `FP8-dynamic` checkpoints (`quant_method: compressed-tensors`)."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.layers.experts import ExpertsMethod, ExpertsShape
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from workers.layers.quantization.fp8_experts import Fp8Experts
+from workers.layers.quantization.fp8_linear import Fp8Linear
+from workers.layers.quantization.fp8_weight import Fp8Scheme, fp8_fallback
+from workers.layers.quantization.quant_method import QuantMethod, all_or_none
+
+_SCHEME = Fp8Scheme("weight_scale", None)
+# What quantization_config must say of a group's tensors.
+_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+_REMEDY = "only FP8 with scales of channels and dynamic scales of tokens is; use the checkpoint in bf16"
+
+
+@dataclass(frozen=True)
+class ChannelFp8(QuantMethod):
+    """ignored: modules of the checkpoint that are left in bf16; an entry "re:..." is a regular expression."""
+
+    ignored: tuple[str, ...]
+
+    def fallback(self, device: torch.device) -> str | None:
+        return fp8_fallback(device)
+
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        if all_or_none(names, self._ignores):
+            return UnquantizedLinearMethod(shape)
+        return Fp8Linear(shape, _SCHEME)
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        if any(self._ignores(name) for name in names):
+            return super().experts_method(names, shape)
+        return Fp8Experts(shape, _SCHEME)
+
+    def _ignores(self, name: str) -> bool:
+        return any(
+            re.match(entry[3:], name) is not None if entry.startswith("re:") else entry == name
+            for entry in self.ignored
+        )
+
+
+def read_channel_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    """See `workers.layers.quantization.table.QuantReader`."""
+    groups = list((quantization.get("config_groups") or {}).values())
+    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        raise ValueError(f"{source}: quantization_config.config_groups: must be one group of all Linear; {_REMEDY}")
+    for name, wanted in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
+        given = groups[0].get(name) or {}
+        for key, only in wanted.items():
+            if given.get(key) != only:
+                raise ValueError(
+                    f"{source}: quantization_config: {name}.{key}={given.get(key)!r} is not supported; {_REMEDY}"
+                )
+    if quantization.get("kv_cache_scheme"):
+        raise ValueError(f"{source}: quantization_config.kv_cache_scheme is not supported; use the checkpoint in bf16")
+    return ChannelFp8(tuple(quantization.get("ignore") or ()))

@@ -1,0 +1,171 @@
+"""A linear layer whose weight is FP8. Where the device multiplies FP8 and the kernels can read how scales lie, weights
+stay as they are, and the layer's inputs are rounded to FP8 too, row by row; elsewhere `finish` makes what the weights
+mean, in the model's type."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.gemm import GEMMOptions
+from workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
+from workers.layers.quantization.fp8_weight import (
+    DUMMY_SCALE,
+    FP8,
+    Fp8Scheme,
+    checked,
+    dequantised,
+    empty,
+    fill_dummy,
+    kernel_scales,
+    rows_of,
+    unreadable,
+)
+from workers.layers.weighted import check_shape
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_gemm import Fp8Matrix
+    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.skinny_gemm import Workspace
+
+logger = logging.getLogger(__name__)
+
+
+class Fp8Linear(DenseLinearMethod):
+    """weight: [out_features, in_features] float8_e4m3fn; None once it is finished where nothing multiplies FP8.
+    scales: of each part's whole matrix, float32."""
+
+    def __init__(self, shape: LinearShape, scheme: Fp8Scheme) -> None:
+        super().__init__(shape)
+        assert not shape.padding, "a vocabulary head is left unquantised"
+        self.kinds = ("weight", scheme.kind)
+        self.scheme, self._dtype = scheme, torch.get_default_dtype()
+        self.weight: nn.Parameter | None = empty(shape.out_features, shape.in_features, dtype=FP8)
+        self.scales = nn.ParameterList(empty(*scheme.num_scales(part), dtype=torch.float32) for part in shape.parts)
+        self._dense: Tensor | None = None
+        self._product: Fp8Product | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def dense_weight(self) -> Tensor:
+        """Made anew at each call where the weight stays FP8; for layers that multiply by a part of it."""
+        return self._dequantised() if self._dense is None else self._dense
+
+    def load(self, kind: str, part: Part, full: Tensor) -> None:
+        assert self.weight is not None, "is finished"
+        if kind == "weight":
+            rows_of(self.weight, part).copy_(part.cut(checked(full)))
+        else:
+            check_shape(full, self.scheme.num_scales(part))
+            self.scales[self.shape.parts.index(part)].data.copy_(full)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        assert self.weight is not None, "is finished"
+        fill_dummy(self.weight.data, generator)
+        for scale in self.scales:
+            scale.data.fill_(DUMMY_SCALE)
+
+    def finish(self, options: GEMMOptions) -> None:
+        if self.weight is None:
+            super().finish(options)
+            return
+        reason = unreadable(self.shape.parts, self.scheme)
+        if options.fp8 and reason is None:
+            self._product = self._chosen_product(self.weight, options)
+            return
+        if options.fp8:
+            logger.warning("weights of FP8 [%d, %d] are dequantised: %s", *self.weight.shape, reason)
+        dense = self._dequantised()
+        self.weight, self._dense = None, dense
+        super().finish(options)
+
+    def _chosen_product(self, weight: nn.Parameter, options: GEMMOptions) -> "Fp8Product":
+        from workers.layers.kernels.fp8_gemm import Fp8Matrix
+
+        assert options.workspace is not None, "comes with fp8"
+        scales = kernel_scales([scale.data for scale in self.scales], self.shape.parts, self.scheme)
+        matrix = Fp8Matrix(weight.data, scales)
+        return Fp8Product(matrix, options.workspace, options.deterministic)
+
+    def _dequantised(self) -> Tensor:
+        assert self.weight is not None
+        dense = torch.empty(self.weight.shape, dtype=self._dtype, device=self.weight.device)
+        for part, scale in zip(self.shape.parts, self.scales, strict=True):
+            block = self.scheme.block_of(part)
+            rows_of(dense, part).copy_(dequantised(rows_of(self.weight, part), scale.data, part, block, self._dtype))
+        return dense
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if self._product is None:
+            return super().multiply(x, bias, out)
+        return self._product.multiply(x, bias, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        if self._product is None:
+            return super().multiply_gated(x)
+        return self._product.multiply_gated(x)
+
+
+@dataclass(frozen=True)
+class Fp8Product:
+    """Which kernels multiply rows of a 16-bit type by a weight in FP8. deterministic: a row's result must not depend on
+    the rows beside it."""
+
+    weight: "Fp8Matrix"
+    workspace: "Workspace"
+    deterministic: bool
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """[rows, N] for x [rows, K]; in the memory `out` if it is given."""
+        from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm, fp8_gemm_tiles
+        from workers.layers.kernels.fp8_rows import quantize_rows
+
+        weight = self.weight
+        (rows, n), by_group = (x.shape[0], weight.values.shape[0]), weight.by_group
+        if out is None:
+            out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+        if self.deterministic:
+            return fp8_fixed_rows(quantize_rows(x, by_group), weight, bias, self.workspace, out)
+        tiles = fp8_gemm_tiles(rows, *weight.values.shape)
+        if tiles is not None:
+            return fp8_gemm(quantize_rows(x, by_group), weight, bias, self.workspace, tiles, out)
+        wide = WIDE_PRODUCTS["triton" if by_group or n % 16 or x.dtype != torch.bfloat16 else "torch"]
+        return wide(quantize_rows(x, by_group, rows_together=True), weight, bias, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        from workers.layers.activation import silu_mul
+        from workers.layers.kernels.fp8_gemm import fp8_gated_tiles, fp8_gemm
+        from workers.layers.kernels.fp8_rows import quantize_rows
+
+        tiles = None if self.deterministic else fp8_gated_tiles(x.shape[0], *self.weight.values.shape)
+        if tiles is None:
+            return silu_mul(self.multiply(x, None, None))
+        out = torch.empty((x.shape[0], self.weight.values.shape[0] // 2), dtype=x.dtype, device=x.device)
+        rows = quantize_rows(x, self.weight.by_group)
+        return fp8_gemm(rows, self.weight, None, self.workspace, tiles, out, gated=True)
+
+
+def _triton(x: "Fp8Rows", weight: "Fp8Matrix", bias: Tensor | None, out: Tensor) -> Tensor:
+    from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide
+
+    return fp8_gemm_wide(x, weight, bias, out)
+
+
+def _torch(x: "Fp8Rows", weight: "Fp8Matrix", bias: Tensor | None, out: Tensor) -> Tensor:
+    """The library's, for scales of rows and outputs and results in bfloat16."""
+    torch._scaled_mm(
+        x.values, weight.values.t(), scale_a=x.scales, scale_b=weight.scales.t(), out_dtype=out.dtype, out=out
+    )
+    return out if bias is None else out.add_(bias)
+
+
+# For many rows: what multiplies. Others may be added here, as DeepGEMM's or CUTLASS's.
+WIDE_PRODUCTS: dict[str, Callable[["Fp8Rows", "Fp8Matrix", Tensor | None, Tensor], Tensor]] = {
+    "triton": _triton,
+    "torch": _torch,
+}
