@@ -28,7 +28,10 @@ def run_guarded(run: Callable[[], int]) -> int:
     `run`'s own result in the child. Where there is no Linux, just run it."""
     if sys.platform != "linux":
         return run()
-    passed_on = {number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN}  # nohup keeps SIGHUP
+    ignored = {number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN}
+    passed_on = {*_PASSED_ON} - (ignored & {signal.SIGHUP})  # nohup's, which a server heeds
+    if signal.SIGINT in ignored:  # a shell's, for what it runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
     parent, child = os.getpid(), os.fork()

@@ -38,6 +38,7 @@ def serve():
     while True:
         time.sleep(60)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # this test may run under nohup
 sys.exit(run_guarded(serve))
 """
 
@@ -73,6 +74,18 @@ def test_a_signal_to_the_group_reaches_the_server_once_and_nothing_is_left(
     os.killpg(guarded.process.pid, sent)  # as `make` and shells pass it on
     assert guarded.process.wait(20) == 7
     assert guarded.signals() == [signal.SIGINT if sent == signal.SIGINT else signal.SIGTERM]
+    guarded.assert_nothing_left()
+
+
+def test_a_server_in_a_shells_background_heeds_sigint(tmp_path: Path) -> None:
+    """Which a shell has it ignore, and which never kept `aerie serve` from draining."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        guarded = Guarded(tmp_path, drain_s=0.3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    os.killpg(guarded.process.pid, signal.SIGINT)
+    assert guarded.process.wait(20) == 7 and guarded.signals() == [signal.SIGINT]
     guarded.assert_nothing_left()
 
 

@@ -15,7 +15,9 @@ from tests.support.eager_graphs import EagerRecorder
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO
 from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.cuda_graph import CHUNK_NEEDS, GraphedDecoding, bucket_sizes
+from workers.runner.cuda_graph import GraphedDecoding
+from workers.runner.decoding import FillMasks
+from workers.runner.graph_keys import CHUNK_NEEDS, bucket_sizes
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.cost_table import CostTable, RoundCosts
@@ -105,9 +107,9 @@ def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) 
         seen: set[tuple[int, bool]] = set()
         step = graphs.step
 
-        def noted(batch: StepBatch) -> StepTensors:
+        def noted(batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
             before = recorder.num_replays
-            out = step(batch)
+            out = step(batch, fill_masks)
             if recorder.num_replays == before:
                 eager.append(batch)
             seen.add((batch.shape, batch.chunks is not None))

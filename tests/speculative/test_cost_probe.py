@@ -16,7 +16,8 @@ from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.cost_points import expected_ms, table_of, wanted
 from workers.runner.cost_probe import CostProbe, Timer, probe_costs, probe_extent
-from workers.runner.cuda_graph import GraphedDecoding, token_buckets
+from workers.runner.cuda_graph import GraphedDecoding
+from workers.runner.graph_keys import token_buckets
 from workers.runner.layout import EngineLayout
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 from workers.scheduling.plan import SamplingParams

@@ -38,7 +38,7 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            "quant_method='gptq' is not .*: fp8; use",
+            "quant_method='gptq' is not .*: compressed-tensors, fp8; use",
         ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not supported; it is one of default"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "needs 'original_max_position_embeddings'"),

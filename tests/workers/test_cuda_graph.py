@@ -8,18 +8,17 @@ from tests.support.thread_group import on_ranks
 from workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, RoundShapes
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.cuda_graph import (
+from workers.runner.cuda_graph import GraphedDecoding, Taken
+from workers.runner.decoding import FillMasks, Passed
+from workers.runner.graph_keys import (
     TOKEN_BUCKETS,
-    GraphedDecoding,
     GraphKey,
-    Taken,
     bucket_sizes,
     buckets_beside,
     buckets_of,
     is_always_captured,
     token_buckets,
 )
-from workers.runner.decoding import FillMasks, Passed
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 

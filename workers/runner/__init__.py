@@ -3,7 +3,7 @@
 worker          turns plans into batches, runs the strategy's step, turns tensors into results
 batch           a step's plan as tensors, and the layout of its rows
 decoding        `DecodingStrategy`, and plain decoding
-cuda_graph      any strategy's steps as CUDA graphs; recorder: how they are recorded
+cuda_graph      any strategy's steps as CUDA graphs; graph_keys: which steps have one; recorder: how they are recorded
 model_runner    a model, its KV pool and its attention backends: one forward pass
 backends        which attention backend serves which mode
 deterministic   what `deterministic: true` promises, and what cannot keep it

@@ -188,7 +188,8 @@ def _backends_of_target(
 
 def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
     """The strategy with graphs, none of them captured yet."""
-    from workers.runner.cuda_graph import GraphedDecoding, bucket_sizes, token_buckets
+    from workers.runner.cuda_graph import GraphedDecoding
+    from workers.runner.graph_keys import bucket_sizes, token_buckets
     from workers.runner.recorder import CudaRecorder
 
     buckets = bucket_sizes(parts.layout.scheduler.num_slots)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from workers.config import RoundShapes
-from workers.runner.cuda_graph import bucket_sizes, powers_of_two
+from workers.runner.graph_keys import bucket_sizes, powers_of_two
 from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS, CostTable, RoundCosts
 
 SMALLEST_CHUNK = 16

@@ -1,0 +1,169 @@
+"""Which steps are captured as CUDA graphs, and which graph a batch takes. Pure; used by `workers.runner.cuda_graph`.
+
+A round may verify any shape, whatever was drafted before (`speculative.tree_table`), so that every graph verifies and
+drafts the same one, and a change of shape needs no graph of its own: S shapes take S graphs per bucket and kind, not S
+squared. Shapes between plain decoding and the default (`workers.config.RoundShapes.unrestricted`) have fewer: batches
+are padded to powers of two, greedy ones take the graphs of random ones (0.03 ms of 5 at batch 1, 0.1 of 10 at 64), and
+none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose them. For 64 requests that
+is 14 graphs a shape, beside 43 of plain decoding and of the default each, and 24 of plain rounds with prompt chunks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workers.config import RoundShapes
+from workers.runner.batch import PromptChunks, StepBatch
+from workers.runner.graph_inputs import MAX_CHUNKS
+from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
+
+TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
+_FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
+CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
+BETWEEN_NEEDS = (SamplingNeeds(random=True), CHUNK_NEEDS)  # of shapes between plain decoding and the default
+MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """What one graph serves: batches of up to `bucket` requests in a round that verifies `shape` and drafts
+    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer."""
+
+    shape: int
+    next_shape: int
+    bucket: int
+    needs: SamplingNeeds
+    tokens: int = 0
+
+
+def bucket_sizes(max_running: int) -> tuple[int, ...]:
+    """Batch sizes that are captured: 1, 2, 4, 8, then multiples of 8 to 64, of 16 to 256, of 32 beyond; the largest is
+    at least max_running."""
+    sizes, size = [1, 2, 4], 8
+    while size < max_running:
+        sizes.append(size)
+        size += 8 if size < 64 else 16 if size < 256 else 32
+    return tuple([s for s in sizes if s < max_running] + [max_running])
+
+
+def is_always_captured(key: GraphKey) -> bool:
+    """Whether this is captured whatever it takes: greedy and plainly random rounds."""
+    return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked
+
+
+def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
+    """The buckets, ascending, that rounds of a kind are captured for: all of them, or, of the kinds that fewer requests
+    have, powers of two and the largest, so that a batch is padded to twice its size at most."""
+    return powers_of_two(buckets) if needs.full_logits or needs.masked else tuple(buckets)
+
+
+def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
+    """Of ascending buckets these and the largest."""
+    return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
+
+
+def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
+    """Numbers of prompt tokens that steps are captured for. Up to 64 rows take hardly longer than 16: their products
+    read the weights. Twice 2,048 take the device twice as long, so that two steps are as good. Launched one by one, the
+    kernels of a step keep the host for 25 to 90 ms, in which it sees no other step's end."""
+    return tuple(size for size in TOKEN_BUCKETS if size < max_step_tokens) + tuple(
+        size for size in (max_step_tokens,) if size <= TOKEN_BUCKETS[-1]
+    )
+
+
+def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
+    """Of ascending buckets those that steps with so many prompt tokens are captured for: powers of two, of which up to
+    16 only those of four beside many tokens, where the padding of a few requests costs little."""
+    sizes = powers_of_two(buckets)
+    if num_tokens <= _FEW_TOKENS:
+        return sizes
+    return tuple(size for size in sizes if size not in (2, 8) or size == buckets[-1])
+
+
+class GraphKeys:
+    """Which steps of an engine have graphs. shapes: its rounds'. buckets: numbers of requests in a round, ascending.
+    tokens: numbers of prompt tokens in a step, ascending; empty if steps with prompt chunks are not captured."""
+
+    def __init__(self, shapes: RoundShapes, buckets: Sequence[int], tokens: Sequence[int]) -> None:
+        self._shapes = shapes
+        self._buckets = tuple(sorted(buckets))
+        self._tokens = tuple(sorted(tokens))
+
+    def wanted(self) -> list[GraphKey]:
+        """What is to be captured, in this order: what more requests need first, and of each the largest bucket first,
+        so that smaller ones reuse its memory."""
+        rounds = [
+            GraphKey(shape, shape, bucket, needs)
+            for needs in CAPTURED_NEEDS
+            for bucket in reversed(buckets_of(needs, self._buckets))
+            for shape in range(len(self._shapes))
+            if needs in self._kinds(shape) and bucket in self._buckets_of(shape, needs)
+        ]
+        always = [key for key in rounds if is_always_captured(key)]
+        rare = [key for key in rounds if not is_always_captured(key)]
+        return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
+
+    def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
+        """The kinds of sampling that rounds of a shape are captured for."""
+        return CAPTURED_NEEDS if shape in self._shapes.unrestricted else BETWEEN_NEEDS
+
+    def _buckets_of(self, shape: int, needs: SamplingNeeds) -> tuple[int, ...]:
+        """The buckets that they are captured for."""
+        return buckets_of(needs, self._buckets if shape in self._shapes.unrestricted else powers_of_two(self._buckets))
+
+    def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
+        """Steps with prompt chunks: alone, and beside rounds of the shapes that run there. Those with filters serve all
+        but penalties and log-probabilities."""
+        sizes = self._tokens_of(needs)
+        alone = [GraphKey(0, self._shapes.default, 0, needs, tokens) for tokens in reversed(sizes)]
+        return [
+            GraphKey(shape, shape, bucket, needs, tokens)
+            for bucket in reversed(powers_of_two(self._buckets))
+            for shape in reversed(self._shapes.beside_chunks(bucket))
+            for tokens in reversed(sizes)
+            if bucket in self._buckets_beside(tokens, needs)
+        ] + alone
+
+    def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
+        """Numbers of prompt tokens that steps of a kind are captured for: of those with grammars every third, since a
+        capture takes a start's time, and a prompt of theirs comes seldom."""
+        return self._tokens[::-1][::3][::-1] if needs.masked else self._tokens
+
+    def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
+        """The numbers of requests that they are captured beside: with grammars every second power of two."""
+        return (
+            powers_of_two(self._buckets)[::-1][::2][::-1] if needs.masked else buckets_beside(num_tokens, self._buckets)
+        )
+
+    def of(self, batch: StepBatch) -> GraphKey | None:
+        """Which graph could run `batch`; None if there is surely none."""
+        if batch.chunks is not None:
+            return self._chunk_key(batch, batch.chunks)
+        shape = batch.shape
+        if batch.next_shape not in (0, shape):
+            return None
+        needs = next((kind for kind in self._kinds(shape) if kind.covers(batch.needs)), None)
+        if needs is None:
+            return None
+        bucket = _fitting(self._buckets_of(shape, needs), batch.num_requests)
+        # where nothing is to be drafted, all entries draft for the padding slot
+        return None if bucket is None else GraphKey(shape, shape, bucket, needs)
+
+    def _chunk_key(self, batch: StepBatch, chunks: PromptChunks) -> GraphKey | None:
+        needs = MASKED_CHUNK_NEEDS if batch.needs.masked else CHUNK_NEEDS
+        if chunks.batch.num_chunks > MAX_CHUNKS or not needs.covers(batch.needs):
+            return None
+        shape = batch.shape if batch.num_requests else self._shapes.default
+        if batch.next_shape not in (0, shape):
+            return None  # a wider shape would write KV that nobody reserved
+        tokens = _fitting(self._tokens_of(needs), chunks.batch.num_rows)
+        if tokens is None:
+            return None
+        bucket = _fitting((0, *self._buckets_beside(tokens, needs)), batch.num_requests)
+        if bucket is None:
+            return None
+        return GraphKey(shape if bucket else 0, shape, bucket, needs, tokens)
+
+
+def _fitting(sizes: Sequence[int], count: int) -> int | None:
+    """The smallest of ascending `sizes` that holds `count`."""
+    return next((size for size in sizes if size >= count), None)
