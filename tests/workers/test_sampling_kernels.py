@@ -94,7 +94,7 @@ def kept_by_reference(logits: Tensor, slots: SlotTable, of: Tensor) -> tuple[Ten
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("width", [3] if INTERPRETED else [1, 3])
+@pytest.mark.parametrize("width", [2] if INTERPRETED else [1, 3])
 def test_limits_keep_what_the_sort_keeps(size: int, width: int) -> None:
     slots = table(size)
     who = torch.randperm(len(FILTERS) + 1, generator=torch.Generator().manual_seed(size)).to(DEVICE)  # and padding
