@@ -1,5 +1,6 @@
-"""Serve's HAProxy as this server runs it: an answer that clients can act on while no ingress is there, no pause in
-routes when it or Serve's actor around it is replaced, and a stand-in on its port when it dies. Used by `deploy.launch`.
+"""Serve's HAProxy as this server runs it: an answer that clients can act on while no ingress is there, and no pause in
+routes when it or Serve's actor around it is replaced. Used by `deploy.launch`; `deploy.watches` puts a stand-in on its
+port when it dies.
 
 Serve (Ray 2.60) starts HAProxy through RAY_SERVE_HAPROXY_BINARY_PATH. What is named there is a script that runs this
 file, which changes the configuration, takes the port over from a HAProxy that is left of before, and becomes HAProxy.
@@ -10,26 +11,21 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 RETRY_AFTER_S = 2
-WATCH_PERIOD_S = 0.25
-_STARTED_S = 1.0  # what lives for so long has got the port
 _BODY = (
     '{"error":{"message":"No part of the server that could answer is reachable now; try again",'
     '"type":"service_unavailable_error","param":null,"code":"service_unavailable"}}'
 )
-_PID, _STAND_IN, _LAST, _UNAVAILABLE = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg", "aerie-503.http"
+PID, STAND_IN, LAST, _UNAVAILABLE = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg", "aerie-503.http"
 
 
-def write_script(folder: Path, binary: str) -> Path:
-    """The script that Serve is to call instead of HAProxy's `binary`."""
-    script = folder / "haproxy"
-    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), binary])
+def write_script(folder: Path, binary: str, program: str = __file__) -> Path:
+    """The script that Serve is to call instead of HAProxy's `binary`: runs `program`, which becomes it."""
+    script = folder / f"{Path(program).stem}.sh"
+    command = shlex.join([sys.executable, "-I", "-S", str(Path(program).resolve()), binary])
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     script.chmod(0o700)
     return script
@@ -70,52 +66,7 @@ def start_arguments(arguments: list[str], left: list[int]) -> list[str]:
     return [*arguments, "-sf", *pids]
 
 
-class Watch:
-    """Puts a HAProxy with the last routes on the port when Serve's has died, until Serve has started another, which
-    takes seconds. folder: what `write_script` was given; Serve has a folder below it for each node."""
-
-    def __init__(self, folder: Path, binary: str, report: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._binary = binary
-        self._report = report
-        self._process: subprocess.Popen[bytes] | None = None  # the stand-in, ended or not
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="haproxy watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Before HAProxy is stopped on purpose."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(WATCH_PERIOD_S):
-            for last in self._folder.glob(f"*/{_LAST}"):
-                pid = _living(last.with_name(_PID))
-                if pid is None and _living(last.with_name(_STAND_IN)) is None:
-                    self._stand_in(last)
-
-    def _stand_in(self, last: Path) -> None:
-        """With an admin socket of its own: Serve asks the one it knows whether its HAProxy lives."""
-        config = last.with_name("aerie-stand-in.cfg")
-        config.write_text(re.sub(r"(stats socket \S+)", r"\1.stand-in", last.read_text()))
-        command = [self._binary, "-db", "-dR", "-f", str(config)]
-        if self._process is not None:
-            self._process.wait()
-        process = self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        last.with_name(_STAND_IN).write_text(str(process.pid))
-        try:
-            process.wait(_STARTED_S)
-        except subprocess.TimeoutExpired:
-            self._report(f"HAProxy died; another one serves its port (pid {process.pid}) until Serve has its own again")
-        else:
-            self._stopped.wait(_STARTED_S)  # an older one still holds the port
-
-
-def _living(pid_file: Path) -> int | None:
+def living(pid_file: Path) -> int | None:
     """The HAProxy whose number is in the file, if it runs."""
     try:
         pid = int(pid_file.read_text())
@@ -136,7 +87,7 @@ def _replace(path: Path, text: str) -> None:
 def _become_haproxy(binary: str, arguments: list[str]) -> None:
     path = Path(arguments[arguments.index("-f") + 1])
     folder = path.parent
-    unavailable, last = folder / _UNAVAILABLE, folder / _LAST
+    unavailable, last = folder / _UNAVAILABLE, folder / LAST
     unavailable.write_text(
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nCache-Control: no-cache\r\n"
         f"Retry-After: {RETRY_AFTER_S}\r\nContent-Length: {len(_BODY)}\r\n\r\n{_BODY}"
@@ -145,9 +96,9 @@ def _become_haproxy(binary: str, arguments: list[str]) -> None:
     path.write_text(config)
     if has_routes(config):
         _replace(last, config)
-    found = (_living(folder / name) for name in (_PID, _STAND_IN))
+    found = (living(folder / name) for name in (PID, STAND_IN))
     left = [pid for pid in found if pid is not None]
-    _replace(folder / _PID, str(os.getpid()))
+    _replace(folder / PID, str(os.getpid()))
     # Serve's processes block SIGINT, and what they start inherits that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.execv(binary, [binary, *start_arguments(arguments, left)])

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import resource
-import shlex
 import sys
 from pathlib import Path
 
@@ -39,15 +38,6 @@ def max_connections() -> int:
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return min(MAX_CONNECTIONS, max(256, int((most - _FILES_BESIDE) / _FILES_EACH)))
-
-
-def write_script(folder: Path, binary: str) -> Path:
-    """The script that Serve is to call instead of HAProxy's `binary`."""
-    script = folder / "haproxy-limits"
-    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), binary])
-    script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-    script.chmod(0o700)
-    return script
 
 
 def limited(config: str, folder: Path) -> str:

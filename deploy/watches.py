@@ -1,0 +1,103 @@
+"""What `aerie serve` watches while it runs: processes of Ray and Serve without which nothing works."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deploy.guard import end_descendants
+from deploy.haproxy import LAST, PID, STAND_IN, living
+
+_STARTED_S = 1.0  # a HAProxy that lives for so long has got the port
+
+
+class Watch(ABC):
+    """Looks in a thread, every `period_s` seconds."""
+
+    period_s: float
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
+
+    @abstractmethod
+    def look(self) -> None:
+        """Called again and again in the thread."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Before what is watched is stopped on purpose."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self.period_s):
+            self.look()
+
+
+class HaproxyWatch(Watch):
+    """Puts a HAProxy with the last routes on the port when Serve's has died, until Serve has started another, which
+    takes seconds. folder: what `deploy.haproxy.write_script` was given; Serve has a folder below it for each node."""
+
+    period_s = 0.25
+
+    def __init__(self, folder: Path, binary: str, report: Callable[[str], None]) -> None:
+        super().__init__()
+        self._folder = folder
+        self._binary = binary
+        self._report = report
+        self._process: subprocess.Popen[bytes] | None = None  # the stand-in, ended or not
+
+    def look(self) -> None:
+        for last in self._folder.glob(f"*/{LAST}"):
+            if living(last.with_name(PID)) is None and living(last.with_name(STAND_IN)) is None:
+                self._stand_in(last)
+
+    def _stand_in(self, last: Path) -> None:
+        """With an admin socket of its own: Serve asks the one it knows whether its HAProxy lives."""
+        config = last.with_name("aerie-stand-in.cfg")
+        config.write_text(re.sub(r"(stats socket \S+)", r"\1.stand-in", last.read_text()))
+        command = [self._binary, "-db", "-dR", "-f", str(config)]
+        if self._process is not None:
+            self._process.wait()
+        process = self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        last.with_name(STAND_IN).write_text(str(process.pid))
+        try:
+            process.wait(_STARTED_S)
+        except subprocess.TimeoutExpired:
+            self._report(f"HAProxy died; another one serves its port (pid {process.pid}) until Serve has its own again")
+        else:
+            self._stopped.wait(_STARTED_S)  # an older one still holds the port
+
+
+class RayWatch(Watch):
+    """Ends this process, and all below it, when one of Ray's that it needs has died: Ray (2.60) would have Serve wait
+    for it for ever. node: Ray's own account of the processes that it started here."""
+
+    period_s = 0.5
+
+    def __init__(self, node: Any) -> None:
+        super().__init__()
+        self._node = node
+
+    def look(self) -> None:
+        for name, process in self._node.dead_processes():
+            if name in ("raylet", "gcs_server"):
+                end_at_once(
+                    f"Ray's {name} (pid {process.pid}) ended with {process.returncode}: nothing works without it"
+                )
+
+
+def end_at_once(reason: str) -> None:
+    """With status 1 and nothing left behind."""
+    print(f"aerie serve: {reason}", file=sys.stderr, flush=True)
+    end_descendants()
+    os._exit(1)
