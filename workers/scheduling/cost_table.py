@@ -110,14 +110,15 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
 def default_itl_target_ms(costs: CostTable) -> float:
     """Milliseconds to which prompt chunks may stretch a step unless `SchedulerConfig.itl_target_ms` says otherwise.
 
-    What `TARGET_CHUNK_TOKENS` prompt tokens take beside half of the requests that may run: so many tokens keep a GPU's
-    products busy, so that smaller chunks would cost prompts more than they save running requests. And at least
-    `TARGET_ROUNDS` times the slowest round, that of all requests, so that a full engine still has a third of a step for
-    prompts. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 22 ms with 32 slots, 23 with 128.
+    What `TARGET_CHUNK_TOKENS` prompt tokens, or the most that a step may have, take beside half of the requests that
+    may run: so many tokens keep a GPU's products busy, so that smaller chunks would cost prompts more than they save
+    running requests. And at least `TARGET_ROUNDS` times the slowest round, that of all requests, so that a full engine
+    still has a third of a step for prompts. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 22 ms with 32 slots,
+    23 with 128.
     """
     rounds = costs.rounds[costs.default]
-    half = rounds.num_requests[-1] // 2
-    return max(costs.step_ms(costs.default, half, 0, TARGET_CHUNK_TOKENS), TARGET_ROUNDS * max(rounds.ms))
+    half, tokens = rounds.num_requests[-1] // 2, min(TARGET_CHUNK_TOKENS, costs.chunk_tokens[-1])
+    return max(costs.step_ms(costs.default, half, 0, tokens), TARGET_ROUNDS * max(rounds.ms))
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:
