@@ -62,9 +62,10 @@ class HaproxyWatch(Watch):
                 self._stand_in(last)
 
     def _stand_in(self, last: Path) -> None:
-        """With an admin socket of its own: Serve asks the one it knows whether its HAProxy lives."""
+        """With an admin socket of its own, for Serve asks the one it knows whether its HAProxy lives. Its path is no
+        longer than that one's: a socket's has 97 characters at most."""
         config = last.with_name("aerie-stand-in.cfg")
-        config.write_text(re.sub(r"(stats socket \S+)", r"\1.stand-in", last.read_text()))
+        config.write_text(re.sub(r"(stats socket \S*/)\S+", r"\1s", last.read_text()))
         command = [self._binary, "-db", "-dR", "-f", str(config)]
         if self._process is not None:
             self._process.wait()

@@ -87,7 +87,7 @@ def test_a_dead_haproxy_gets_a_stand_in_with_its_last_routes(tmp_path: Path, mon
         _until(lambda: bool(said))
         stand_in = int((node / "aerie-stand-in.pid").read_text())
         assert str(stand_in) in said[0]
-        assert "stats socket /s/admin.sock.stand-in mode" in (node / "aerie-stand-in.cfg").read_text()
+        assert "stats socket /s/s mode" in (node / "aerie-stand-in.cfg").read_text()
         assert "use_backend" in (node / "aerie-stand-in.cfg").read_text()
         time.sleep(3 * HaproxyWatch.period_s)
         assert len(said) == 1, "one is enough"
