@@ -22,7 +22,7 @@ from workers.config import RoundShape, RoundShapes
 from workers.layers.forward_context import Attending
 from workers.models.decoder import DecoderOutput
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
-from workers.runner.decoding import FillMasks, begin_finals
+from workers.runner.decoding import CuttableStrategy, begin_finals
 from workers.runner.model_runner import TargetRunner
 from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
 from workers.slots.slot_table import Commit, SlotTable
@@ -70,7 +70,7 @@ class _Finals:
     commit: Commit
 
 
-class SpeculativeDecoding:
+class SpeculativeDecoding(CuttableStrategy):
     """A `workers.runner.decoding.DecodingStrategy`. Shape 0 decodes plainly and keeps the draft's KV warm, the others
     are `TreeShape`s.
 
@@ -103,12 +103,6 @@ class SpeculativeDecoding:
     @property
     def shapes(self) -> RoundShapes:
         return self._shapes
-
-    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
-        passed = self.forward(batch)
-        if fill_masks is not None:
-            fill_masks()
-        return self.choose(batch, passed)
 
     def forward(self, batch: StepBatch) -> _TargetPass:
         shape = self._shapes[batch.shape]

@@ -32,7 +32,14 @@ class DecodingStrategy(Protocol):
 
 
 class CuttableStrategy(DecodingStrategy, Protocol):
-    """A strategy whose steps can be cut where masks join."""
+    """A strategy whose steps can be cut where masks join. To inherit from: `step` is both parts with the masks
+    between."""
+
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
+        passed = self.forward(batch)
+        if fill_masks is not None:
+            fill_masks()
+        return self.choose(batch, passed)
 
     def forward(self, batch: StepBatch) -> Any:
         """A step up to the target's last hidden states. Returns what `choose` needs: a dataclass of tensors, and of
@@ -55,7 +62,7 @@ class Passed:
     hidden: Tensor
 
 
-class Autoregressive:
+class Autoregressive(CuttableStrategy):
     """One token per request and step."""
 
     def __init__(self, target: TargetRunner, slots: SlotTable, sampler: Sampler) -> None:
@@ -67,12 +74,6 @@ class Autoregressive:
     @property
     def shapes(self) -> RoundShapes:
         return RoundShapes()
-
-    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
-        passed = self.forward(batch)
-        if fill_masks is not None:
-            fill_masks()
-        return self.choose(batch, passed)
 
     def forward(self, batch: StepBatch) -> Passed:
         slots, chunks = self._slots, batch.chunks
