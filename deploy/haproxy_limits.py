@@ -21,13 +21,13 @@ _FILES_EACH = 2.5
 _FILES_BESIDE = 512  # files that HAProxy has open for other things
 _MARK = "# limits of Aerie"
 METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
-# Not of 400 and 408: what HAProxy 2.8 says of a head that it cannot read, or that does not come, is built in.
+# Not of 502 to 504, which are `deploy.haproxy`'s, nor of 400 and 408: what HAProxy 2.8 says of a head that it cannot
+# read, or that does not come, is built in.
 _ERRORS = {
     403: ("Forbidden", "The server does not take this request", "forbidden"),
     413: ("Payload Too Large", "The request is too large", "request_too_large"),
     500: ("Internal Server Error", "Internal server error", "internal_error"),
     501: ("Not Implemented", "The server does not know this kind of request", "not_implemented"),
-    503: ("Service Unavailable", "No part of the server that could answer is reachable; try again", "unavailable"),
 }
 
 
@@ -46,10 +46,8 @@ def limited(config: str, folder: Path) -> str:
         return config
     found = re.search(r"(?m)^\s*maxconn (\d+)", config)
     per_source = max(1, int((int(found[1]) if found else MAX_CONNECTIONS) * SOURCE_SHARE))
-    # Serve's own file for these says 500 in plain text.
-    config = re.sub(r"(?m)^(\s*errorfile 50[234]) \S*/500\.http$", rf"\1 {_error_file(folder, 503)}", config)
     config = re.sub(r"(?m)^\s*timeout http-(request|keep-alive) .*\n", "", config)
-    errors = [f"    errorfile {status} {_error_file(folder, status)}" for status in _ERRORS if status != 503]
+    errors = [f"    errorfile {status} {_error_file(folder, status)}" for status in _ERRORS]
     defaults = [
         _MARK,
         f"    timeout http-request {HEADER_LIMIT_S}s",
@@ -80,10 +78,9 @@ def write_error_files(folder: Path) -> None:
     """What HAProxy answers by itself, in OpenAI's form."""
     for status, (reason, message, code) in _ERRORS.items():
         body = _body(message, code)
-        retry = "Retry-After: 2\r\n" if status == 503 else ""
         _error_file(folder, status).write_text(
             f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\nCache-Control: no-cache\r\n"
-            f"Connection: close\r\n{retry}Content-Length: {len(body)}\r\n\r\n{body}"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"
         )
 
 
@@ -92,8 +89,7 @@ def _error_file(folder: Path, status: int) -> Path:
 
 
 def _body(message: str, code: str) -> str:
-    kind = "service_unavailable_error" if code == "unavailable" else "invalid_request_error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    return json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}})
 
 
 def _json(status: int, message: str, code: str) -> str:

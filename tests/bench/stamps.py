@@ -130,7 +130,9 @@ def _of_contents(args: tuple[Any, ...], plan: Any) -> Iterable[Subject]:
 def _of_first_deltas(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
     """With tokens, of requests that had none yet: under load there are thousands a second."""
     deltas = (delta for delta in args[-1].deltas if delta.tokens or delta.finish)
-    return [(i, NOTHING) for delta in deltas if not ((i := delta.request_id) in _begun or _begun.add(i))]
+    new = [delta.request_id for delta in deltas if delta.request_id not in _begun]
+    _begun.update(new)
+    return [(name, NOTHING) for name in new]
 
 
 def _of_delta(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
