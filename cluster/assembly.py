@@ -68,7 +68,7 @@ def import_rank(device: str) -> None:
     import workers.models.llama  # noqa: F401
 
     if device == "cuda":
-        import workers.runner.cuda_graph  # noqa: F401
+        import workers.runner.graphs.cuda_graph  # noqa: F401
 
 
 class RankBuilder:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from cluster.assembly import engine_spec
 from cluster.config import AerieConfig, ConfigError
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from workers.runner.layout import EngineLayout

@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
     from cluster.assembly import engine_spec
-    from cluster.http.tokenizer import ChatTokenizer
+    from cluster.http.text.tokenizer import ChatTokenizer
     from deploy.checks import checked_file
     from deploy.configs import find_config
     from workers.scheduling.plan import SamplingParams

@@ -21,7 +21,7 @@ import msgspec
 
 from cluster.assembly import engine_spec
 from cluster.config import ConfigError, read_args
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 from deploy.checks import checked
 from deploy.configs import find_config
 from speculative.local import local_engine

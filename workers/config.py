@@ -10,8 +10,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Auto = Literal["auto"]
 
-# by type of device: on a GPU the most that steps are captured for (`workers.runner.graph_keys.TOKEN_BUCKETS`), which
-# keeps its products busy and takes a quarter of a GB of activations
+# by type of device: on a GPU the most that steps are captured for (`workers.runner.graphs.graph_keys.TOKEN_BUCKETS`),
+# which keeps its products busy and takes a quarter of a GB of activations
 MAX_STEP_TOKENS = {"cuda": 2048, "cpu": 512}
 # by type of device: slots that `max_running: auto` may mean; more cost captures and tables, and bring little
 AUTO_SLOTS = {"cuda": (8, 256), "cpu": (8, 32)}

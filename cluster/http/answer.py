@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from cluster.http.detokenizer import Detokenizer
-from cluster.http.stop_strings import StopMatcher
+from cluster.http.text.detokenizer import Detokenizer
+from cluster.http.text.stop_strings import StopMatcher
 from cluster.transport.messages import SpeculationStats, TokenDelta
 from workers.scheduling.plan import TokenLogprobs
 

@@ -21,13 +21,13 @@ from cluster.http.docs_page import docs_page
 from cluster.http.endpoint import answering
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
-from cluster.http.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
 from cluster.http.parsers.detection import detect_parser
+from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.routes import generation, models, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 
 ROUTES = (generation, responses, tokenization, models, status, prefix_cache)
 

@@ -21,14 +21,14 @@ from cluster.http.config import EdgeConfig
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
-from cluster.http.grammar_checker import GrammarChecker, NoChecker
-from cluster.http.output_parser import ReplyDelta, joined_deltas
 from cluster.http.parsers.marks import MARKS
+from cluster.http.parsers.output_parser import ReplyDelta, joined_deltas
 from cluster.http.parsers.table import PARSERS
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
-from cluster.http.request import EdgeRequest
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.requests.edge_request import EdgeRequest
+from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
+from cluster.http.text.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 

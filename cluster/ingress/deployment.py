@@ -22,8 +22,8 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import AerieConfig
 from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
-from cluster.http.grammar_checker import ProcessChecker
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.requests.grammar_checker import ProcessChecker
+from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
 from cluster.logs import use_json_logs
 from cluster.transport.channel import Context, bind_ingress

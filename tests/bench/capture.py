@@ -36,7 +36,7 @@ from tests.bench.round import (
     write_checkpoints,
 )
 from workers.config import GraphCapture
-from workers.runner.cuda_graph import CaptureReport, GraphedDecoding
+from workers.runner.graphs.cuda_graph import CaptureReport, GraphedDecoding
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 from tests.bench import stamps
 from tests.bench.first_token import tables
 from tests.bench.legs import _POINTS, LEGS, START, Exchange, durations, percentile, summary

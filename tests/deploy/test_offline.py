@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cluster.config import ConfigError
-from cluster.http.chat_template import ChatTemplateError
+from cluster.http.text.chat_template import ChatTemplateError
 from deploy.offline import LLM, SamplingParams
 from workers.scheduling.request import FinishReason, RequestTooLargeError
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
 from deploy.offline import LLM
 from tests.support.edge_client import MODEL, served

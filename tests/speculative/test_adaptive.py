@@ -15,9 +15,9 @@ from tests.support.eager_graphs import EagerRecorder
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO
 from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.cuda_graph import GraphedDecoding
 from workers.runner.decoding import FillMasks
-from workers.runner.graph_keys import CHUNK_NEEDS, bucket_sizes
+from workers.runner.graphs.cuda_graph import GraphedDecoding
+from workers.runner.graphs.graph_keys import CHUNK_NEEDS, bucket_sizes
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.cost_table import CostTable, RoundCosts

@@ -14,10 +14,10 @@ from tests.support.draft_oracle import capture
 from workers.config import RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.cost_points import expected_ms, table_of, wanted
-from workers.runner.cost_probe import CostProbe, Timer, probe_costs, probe_extent
-from workers.runner.cuda_graph import GraphedDecoding
-from workers.runner.graph_keys import token_buckets
+from workers.runner.costs.cost_points import expected_ms, table_of, wanted
+from workers.runner.costs.cost_probe import CostProbe, Timer, probe_costs, probe_extent
+from workers.runner.graphs.cuda_graph import GraphedDecoding
+from workers.runner.graphs.graph_keys import token_buckets
 from workers.runner.layout import EngineLayout
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 from workers.scheduling.plan import SamplingParams

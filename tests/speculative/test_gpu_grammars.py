@@ -11,7 +11,7 @@ from speculative.local import local_engine
 from tests.speculative.test_grammars import MAX_TOKENS, SCHEMAS, SHAPES, requests
 from tests.support.embedded import embedded_spec
 from tests.support.grammars import assert_follows
-from workers.runner.cuda_graph import GraphedDecoding
+from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.worker import Worker
 
 

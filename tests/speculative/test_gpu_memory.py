@@ -13,7 +13,7 @@ from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from workers.config import GraphCapture, SchedulerConfig
-from workers.runner.warm_up import largest_steps, run
+from workers.runner.graphs.warm_up import largest_steps, run
 from workers.sampling.sampler import MAX_LOGPROBS
 from workers.scheduling.plan import SamplingParams
 

@@ -14,9 +14,9 @@ import torch
 
 from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
 from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
-from workers.runner.cuda_graph import GraphedDecoding
 from workers.runner.decoding import StepTensors
-from workers.runner.graph_keys import bucket_sizes, is_always_captured, powers_of_two
+from workers.runner.graphs.cuda_graph import GraphedDecoding
+from workers.runner.graphs.graph_keys import bucket_sizes, is_always_captured, powers_of_two
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 
 CHAIN, TREE = (3, 1, 4), (5, 4, 16)

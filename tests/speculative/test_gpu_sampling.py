@@ -14,8 +14,8 @@ from tests.support.embedded import CHAIN, TREE
 from tests.support.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.config import GraphCapture
-from workers.runner.cuda_graph import GraphedDecoding
-from workers.runner.graph_keys import is_always_captured
+from workers.runner.graphs.cuda_graph import GraphedDecoding
+from workers.runner.graphs.graph_keys import is_always_captured
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.sampling.sampler import CAPTURED_NEEDS

@@ -25,7 +25,7 @@ from tests.support.grammars import assert_follows, grammar_of, schemas, text_of
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.config import GraphCapture
 from workers.distributed.tp_group import SOLO
-from workers.runner.cuda_graph import GraphedDecoding
+from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.plan import Grammar, SamplingParams

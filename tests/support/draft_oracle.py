@@ -31,8 +31,8 @@ from tests.support.eager_graphs import EagerRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO
-from workers.runner.cuda_graph import GraphedDecoding
-from workers.runner.graph_keys import bucket_sizes, token_buckets
+from workers.runner.graphs.cuda_graph import GraphedDecoding
+from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
 from workers.runner.layout import EngineLayout
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker

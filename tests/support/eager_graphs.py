@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 class EagerRecorder:
-    """A `workers.runner.recorder.Recorder`. A recording runs the function, where a graph's would not: what runs must
-    bear it. bytes_each: memory that each recording takes."""
+    """A `workers.runner.graphs.recorder.Recorder`. A recording runs the function, where a graph's would not: what runs
+    must bear it. bytes_each: memory that each recording takes."""
 
     def __init__(self, bytes_each: int = 0) -> None:
         self.num_recorded = 0

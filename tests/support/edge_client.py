@@ -12,7 +12,7 @@ import uvicorn
 
 from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.fake_engine import FakeEngine, chat_tokenizer
 
 MODEL = "tiny/model"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.http.chat_template import ChatTemplate
 from cluster.http.engine_client import EngineRefused
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.chat_template import ChatTemplate
+from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
 from workers.scheduling.plan import SamplingParams, TokenLogprobs
 

@@ -20,7 +20,7 @@ from attention.config import CacheConfig
 from cluster.coordinator.plan_timing import PlanTiming
 from tests.support.simulation import Clock
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
-from workers.runner.graph_keys import TOKEN_BUCKETS
+from workers.runner.graphs.graph_keys import TOKEN_BUCKETS
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.latency_budget import LatencyBudget
 from workers.scheduling.plan import (

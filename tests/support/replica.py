@@ -16,8 +16,8 @@ from speculative.decoding import SpeculativeDecoding
 from speculative.tree_table import TreeTable
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.layers.gemm import GEMMOptions
-from workers.runner.cuda_graph import GraphedDecoding
 from workers.runner.decoding import Autoregressive, DecodingStrategy
+from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.slots.slot_table import SlotTable
 
 NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them

@@ -3,8 +3,8 @@
 import pytest
 
 from workers.config import PLAIN, RoundShape, RoundShapes
-from workers.runner.cost_points import Point, ProbeExtent, table_of, wanted
-from workers.runner.graph_keys import TOKEN_BUCKETS, bucket_sizes, buckets_of, token_buckets
+from workers.runner.costs.cost_points import Point, ProbeExtent, table_of, wanted
+from workers.runner.graphs.graph_keys import TOKEN_BUCKETS, bucket_sizes, buckets_of, token_buckets
 from workers.sampling.sampler import CAPTURED_NEEDS
 
 CHAIN = RoundShape(name="3/1/4", width=4, max_new_tokens=4, draft_tokens=2)

@@ -8,9 +8,9 @@ from tests.support.thread_group import on_ranks
 from workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, RoundShapes
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.cuda_graph import GraphedDecoding, Taken
 from workers.runner.decoding import FillMasks, Passed
-from workers.runner.graph_keys import (
+from workers.runner.graphs.cuda_graph import GraphedDecoding, Taken
+from workers.runner.graphs.graph_keys import (
     TOKEN_BUCKETS,
     GraphKey,
     bucket_sizes,

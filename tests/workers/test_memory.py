@@ -14,9 +14,9 @@ from tests.support.thread_group import on_ranks
 from workers.config import GraphCapture, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.device_memory import HostMemory
+from workers.runner.graphs.warm_up import largest_steps
 from workers.runner.layout import EngineLayout
 from workers.runner.memory import GRAPH_BYTES, RankMemory, StepPeaks, slots_for, wait_until_free
-from workers.runner.warm_up import largest_steps
 from workers.scheduling.plan import StepPlan, unpack_i32
 
 GB = 10**9

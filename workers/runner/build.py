@@ -16,21 +16,21 @@ from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
-from workers.runner.cost_probe import probe_costs
+from workers.runner.costs.cost_probe import probe_costs
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.device_memory import device_memory
+from workers.runner.graphs.warm_up import largest_steps, run, warm_up
 from workers.runner.layout import EngineLayout, EngineParts, PhaseDone, slot_table
 from workers.runner.memory import RankMemory, StepPeaks, must_fit
 from workers.runner.model_runner import TargetRunner
-from workers.runner.warm_up import largest_steps, run, warm_up
 from workers.runner.worker import Worker
 from workers.sampling.sampler import Sampler
 from workers.structured_output.mask_table import MaskTable
 from workers.structured_output.slot_grammars import SlotGrammars
 
 if TYPE_CHECKING:
-    from workers.runner.cuda_graph import GraphedDecoding
+    from workers.runner.graphs.cuda_graph import GraphedDecoding
 
 logger = logging.getLogger(__name__)
 
@@ -188,9 +188,9 @@ def _backends_of_target(
 
 def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
     """The strategy with graphs, none of them captured yet."""
-    from workers.runner.cuda_graph import GraphedDecoding
-    from workers.runner.graph_keys import bucket_sizes, token_buckets
-    from workers.runner.recorder import CudaRecorder
+    from workers.runner.graphs.cuda_graph import GraphedDecoding
+    from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
+    from workers.runner.graphs.recorder import CudaRecorder
 
     buckets = bucket_sizes(parts.layout.scheduler.num_slots)
     tokens = token_buckets(parts.layout.scheduler.step_token_limit) if with_chunks else ()

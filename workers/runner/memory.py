@@ -17,8 +17,8 @@ from workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from workers.distributed.tp_group import TPGroup
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
 from workers.runner.device_memory import DeviceMemory
+from workers.runner.graphs.warm_up import largest_steps, run
 from workers.runner.layout import EngineLayout, pages_asked
-from workers.runner.warm_up import largest_steps, run
 from workers.runner.worker import Worker
 
 TYPICAL_TOKENS = 2048  # KV of a request, prompt and answer, by which `max_running: auto` counts

@@ -19,7 +19,7 @@ from attention.metadata import ChunkLists, PrefillBatch
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
-from workers.runner.emitted import Emitted
+from workers.runner.graphs.emitted import Emitted
 from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import Chunk, StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32

@@ -1,7 +1,7 @@
 """What steps cost, as measured by replay: a plain value that travels from the ranks to the scheduler.
 
 How many prompt tokens a step takes, and which shape is drafted, are decided by it; so such decisions can be tested
-without a GPU. `workers.runner.cost_probe` measures it.
+without a GPU. `workers.runner.costs.cost_probe` measures it.
 """
 
 from bisect import bisect_left, bisect_right

@@ -1,4 +1,4 @@
-"""The process that tries whether a grammar compiles, started by the HTTP edge (`cluster.http.grammar_checker`).
+"""The process that tries whether a grammar compiles, started by `cluster.http.requests.grammar_checker`.
 
 Compiling is C++ over what strangers send: here it may take too long, take all memory or crash, and no stream notices.
 Reads `Trial`s from stdin, answers each with a `Verdict` on stdout; both are msgpack behind four bytes of length.

@@ -1,5 +1,6 @@
 """What of an answer is content, what is reasoning, what is a tool call: a parser for each form that models answer in.
 
+output_parser      what a parser is, and that of plain text: the seam
 table              which parser a name means
 detection          which parser a model needs, by its chat template
 marks              marks in text that comes in pieces

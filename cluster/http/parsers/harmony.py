@@ -3,10 +3,10 @@
 import re
 
 from cluster.http.answer import Piece
-from cluster.http.output_parser import ReplyDelta
 from cluster.http.parsers.json_calls import CallPart
 from cluster.http.parsers.marked import CallDeltas
 from cluster.http.parsers.marks import cut
+from cluster.http.parsers.output_parser import ReplyDelta
 
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -30,7 +30,7 @@ class HarmonyParser:
         self._recipient: str | None = None
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `cluster.http.output_parser.OutputParser`."""
+        """See `cluster.http.parsers.output_parser.OutputParser`."""
         end = piece.finish is not None
         text, self._held = self._held + piece.text, ""
         content, reasoning = "", ""

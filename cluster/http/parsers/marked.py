@@ -4,8 +4,8 @@ import secrets
 import string
 
 from cluster.http.answer import Piece
-from cluster.http.output_parser import ReplyDelta
 from cluster.http.parsers.json_calls import CallPart
+from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.tool_calls import CallReader
 from cluster.http.schema.chat_reply import FunctionDelta, ToolCallDelta
@@ -49,7 +49,7 @@ class MarkedParser:
         self._deltas = CallDeltas(parallel)
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `cluster.http.output_parser.OutputParser`."""
+        """See `cluster.http.parsers.output_parser.OutputParser`."""
         end = piece.finish is not None
         reasoning, content = "", piece.text
         if self._reasoning is not None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from cluster.http.answer import Piece
-from cluster.http.output_parser import ReplyDelta
 from cluster.http.parsers.json_calls import CallPart
 from cluster.http.parsers.marked import CallDeltas
+from cluster.http.parsers.output_parser import ReplyDelta
 
 REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
 
@@ -34,7 +34,7 @@ class ResponseTemplateParser:
         self._deltas = CallDeltas(parallel)
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `cluster.http.output_parser.OutputParser`."""
+        """See `cluster.http.parsers.output_parser.OutputParser`."""
         events = self._parser.feed(piece.text) if piece.text else []
         if piece.finish is not None:
             events = [*events, *self._last_events()]

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from cluster.http.config import OutputParserName
-from cluster.http.output_parser import OutputParser, TextParser
 from cluster.http.parsers.harmony import HarmonyParser
 from cluster.http.parsers.marked import MarkedParser
+from cluster.http.parsers.output_parser import OutputParser, TextParser
 from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.response_template import ResponseTemplateParser
 from cluster.http.parsers.tool_calls import CallReader, Llama3Calls, deepseek_calls, hermes_calls, mistral_calls
-from cluster.http.request import EdgeRequest
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.requests.edge_request import EdgeRequest
+from cluster.http.text.tokenizer import ChatTokenizer
 
 _Maker = Callable[[EdgeRequest, ChatTokenizer], OutputParser]
 

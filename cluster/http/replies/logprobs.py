@@ -5,7 +5,7 @@ import math
 from cluster.http.answer import Piece
 from cluster.http.schema.chat_reply import ChatLogprobs, TokenLogprob, TopLogprob
 from cluster.http.schema.text_reply import TextLogprobs
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; vLLM's value
 

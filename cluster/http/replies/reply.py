@@ -9,11 +9,11 @@ from msgspec import UNSET, UnsetType
 
 from cluster.http.answer import Answer, Piece
 from cluster.http.errors import ApiError
-from cluster.http.output_parser import ReplyDelta
-from cluster.http.request import EdgeRequest
+from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.schema.chat_reply import ToolCall
 from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, Usage
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import SpeculationStats
 
 

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
-from cluster.http.output_parser import ReplyDelta
+from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import text_logprobs
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import DONE, TextEvents, chunk_event, event

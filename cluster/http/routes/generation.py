@@ -10,7 +10,7 @@ from cluster.http.endpoint import Endpoint, post
 from cluster.http.replies.chat import ChatReply
 from cluster.http.replies.reply import Reply, ReplyContext
 from cluster.http.replies.text import TextReply
-from cluster.http.request import EdgeRequest, chat_request, text_request
+from cluster.http.requests.edge_request import EdgeRequest, chat_request, text_request
 from cluster.http.schema.chat_reply import ChatCompletion, ChatCompletionChunk
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.schema.text_reply import Completion, CompletionChunk

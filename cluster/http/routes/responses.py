@@ -10,8 +10,15 @@ from cluster.http.endpoint import Endpoint, delete, get, post
 from cluster.http.errors import JSON_HEADERS, ApiError, invalid
 from cluster.http.replies.reply import ReplyContext
 from cluster.http.replies.responses import ResponsesReply
-from cluster.http.request import chat_request
-from cluster.http.responses import ResponseStore, StoredResponse, chat_body, input_messages, output_messages, renamed
+from cluster.http.requests.edge_request import chat_request
+from cluster.http.requests.responses import (
+    ResponseStore,
+    StoredResponse,
+    chat_body,
+    input_messages,
+    output_messages,
+    renamed,
+)
 from cluster.http.schema.responses_reply import DeletedResponse, Response, ResponseEvent
 from cluster.http.schema.responses_request import ResponsesRequest
 from cluster.http.serving import Edge, GenerationResponse

@@ -5,8 +5,8 @@ from starlette.requests import Request
 
 from cluster.http.endpoint import Endpoint, get, post
 from cluster.http.errors import invalid
-from cluster.http.prompts import chat_prompt, check_token_ids
-from cluster.http.request import check_model
+from cluster.http.requests.edge_request import check_model
+from cluster.http.requests.prompts import chat_prompt, check_token_ids
 from cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
 from cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
 from cluster.http.serving import Edge

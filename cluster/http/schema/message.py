@@ -17,7 +17,7 @@ _PARTS = {
         "required": ["type", "text"],
     },
 }
-# Checked in `cluster.http.prompts`, whose messages name the entry; here only described.
+# Checked in `cluster.http.requests.prompts`, whose messages name the entry; here only described.
 Content = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]})]
 
 

@@ -2,7 +2,7 @@
 
 A body becomes a checked request, or an ApiError that names the parameter. Nothing is ignored in silence: a parameter is
 honoured, known to be harmless, refused with a reason (`REFUSED`), or unknown. Called by `cluster.http.endpoint`; what
-needs the tokenizer is checked in `cluster.http.request`.
+needs the tokenizer is checked in `cluster.http.requests.edge_request`.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS = 128
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
-# Checked in `cluster.http.request` and the modules that it calls, whose messages name the entry; here only described.
+# Checked in `cluster.http.requests.edge_request` and the modules that it calls, whose messages name the entry; here
+# only described.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
@@ -97,7 +98,7 @@ class _SamplingRequest(BaseModel):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     speculative: bool | None = None
-    # The form of the answer; read by `cluster.http.structured_output`.
+    # The form of the answer; read by `cluster.http.requests.structured_output`.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: JSONSchema = None

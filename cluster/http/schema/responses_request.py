@@ -9,7 +9,7 @@ from cluster.http.schema.request import Count, RequestId, Seed, StreamOptions
 
 MAX_ITEMS = 4096
 _ITEMS = {"type": "array", "items": {"type": "object"}}
-# Checked in `cluster.http.responses`, whose messages name the entry; here only described.
+# Checked in `cluster.http.requests.responses`, whose messages name the entry; here only described.
 Input = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _ITEMS]})]
 
 

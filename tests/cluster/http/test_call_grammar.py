@@ -9,10 +9,10 @@ import pytest
 import xgrammar
 
 from cluster.http.answer import Piece
-from cluster.http.chat_template import ChatTemplate
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.table import PARSERS
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.chat_template import ChatTemplate
+from cluster.http.text.tokenizer import ChatTokenizer
 from tests.cluster.http.test_parsers import Request
 from tests.cluster.http.test_tools import TIME, WEATHER
 from tests.support.edge_client import CHAT, HELLO, in_process

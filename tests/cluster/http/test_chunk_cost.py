@@ -9,7 +9,7 @@ import pytest
 
 from cluster.http.admission import Admission
 from cluster.http.replies.chat import ChatReply
-from cluster.http.request import chat_request
+from cluster.http.requests.edge_request import chat_request
 from cluster.http.schema.request import ChatCompletionRequest
 from cluster.http.serving import Edge, GenerationResponse
 from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.tokenizer import MAX_LONG_ENCODES, ChatTokenizer
+from cluster.http.text.tokenizer import MAX_LONG_ENCODES, ChatTokenizer
 from tests.support.edge_client import CHAT, HELLO, PROMPT, RESPONSES, TEXT, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 

@@ -7,8 +7,8 @@ import pytest
 
 from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
-from cluster.http.output_parser import ReplyDelta, TextParser, joined_deltas
 from cluster.http.parsers.marks import MARKS
+from cluster.http.parsers.output_parser import ReplyDelta, TextParser, joined_deltas
 from cluster.http.parsers.table import PARSERS
 from cluster.http.schema.chat_reply import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, served

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.request import choice_seed
+from cluster.http.requests.edge_request import choice_seed
 from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, in_process
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams

@@ -8,8 +8,8 @@ import pytest
 
 from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
-from cluster.http.output_parser import joined_deltas
 from cluster.http.parsers.detection import detect_parser
+from cluster.http.parsers.output_parser import joined_deltas
 from cluster.http.parsers.table import PARSERS
 from tests.support.fake_engine import chat_tokenizer
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from cluster.http.answer import Answer, EngineFailedError, Piece, joined
-from cluster.http.stop_strings import StopMatch, StopMatcher
+from cluster.http.text.stop_strings import StopMatch, StopMatcher
 from cluster.transport.messages import TokenDelta
 from tests.support.fake_engine import EOS, chat_tokenizer, logprobs_of, small_tokenizer
 from workers.scheduling.plan import SamplingParams

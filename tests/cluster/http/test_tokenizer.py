@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.chat_template import ChatTemplate, ChatTemplateError
-from cluster.http.detokenizer import MAX_HELD_TOKENS, PrefixDetokenizer
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
+from cluster.http.text.detokenizer import MAX_HELD_TOKENS, PrefixDetokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.fake_engine import CHATML, EOS, chat_tokenizer, small_tokenizer
 
 LLAMA_LIKE = """{{- bos_token }}

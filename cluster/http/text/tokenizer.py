@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-from cluster.http.chat_template import ChatTemplate, ChatTemplateError
-from cluster.http.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
+from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
+from cluster.http.text.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2

@@ -1,5 +1,5 @@
 """A strategy's steps as CUDA graphs: one graph per (shapes, batch bucket, prompt tokens, kind of sampling)
-(`workers.runner.graph_keys`).
+(`workers.runner.graphs.graph_keys`).
 
 `GraphedDecoding` wraps any `DecodingStrategy`, which it knows nothing about: what a step reads and writes lives in
 device tensors by slot, so a captured round needs two inputs, the slots and those that draft, and its outputs are
@@ -29,9 +29,9 @@ from workers.config import GraphCapture, RoundShapes
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.decoding import CuttableStrategy, FillMasks
-from workers.runner.graph_inputs import StepInput
-from workers.runner.graph_keys import GraphKey, GraphKeys, is_always_captured
-from workers.runner.recorder import Recorder
+from workers.runner.graphs.graph_inputs import StepInput
+from workers.runner.graphs.graph_keys import GraphKey, GraphKeys, is_always_captured
+from workers.runner.graphs.recorder import Recorder
 from workers.sampling.sampler import Logprobs
 from workers.slots.slot_table import SlotTable
 

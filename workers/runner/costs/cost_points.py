@@ -1,4 +1,4 @@
-"""Which steps a cost probe runs, and the table that their times make. Pure: `workers.runner.cost_probe` runs them."""
+"""Which steps a cost probe runs, and the table that their times make. Pure: `cost_probe` runs them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from workers.config import RoundShapes
-from workers.runner.graph_keys import bucket_sizes, powers_of_two
+from workers.runner.graphs.graph_keys import bucket_sizes, powers_of_two
 from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS, CostTable, RoundCosts
 
 SMALLEST_CHUNK = 16

@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.http.chat_template import ChatTemplateError
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import invalid, too_long, unsupported
 from cluster.http.schema.message import NO_PARAMETERS, Message, Tool
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.chat_template import ChatTemplateError
+from cluster.http.text.tokenizer import ChatTokenizer
 
 MAX_PARTS = 4096
 MAX_TEMPLATE_VARIABLES = 32

@@ -1,4 +1,4 @@
-"""How steps become graphs that are replayed. Used by `workers.runner.cuda_graph`; tests record without a GPU."""
+"""How steps become graphs that are replayed. Used by `workers.runner.graphs.cuda_graph`; tests record without a GPU."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar

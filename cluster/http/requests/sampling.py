@@ -1,13 +1,13 @@
-"""A checked body's parameters as the engine's `SamplingParams`. Called by `cluster.http.request`."""
+"""A checked body's parameters as the engine's `SamplingParams`. Called by `cluster.http.requests.edge_request`."""
 
 import hashlib
 
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import invalid
-from cluster.http.prompts import check_token_ids
+from cluster.http.requests.prompts import check_token_ids
+from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
-from cluster.http.structured_output import GrammarMaker
-from cluster.http.tokenizer import ChatTokenizer
+from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
 MIN_TEMPERATURE = 1e-5  # below, the choice is greedy anyway and dividing logits overflows

@@ -1,8 +1,9 @@
 """What a body asks of an answer's form, as the engine's `Grammar`: OpenAI's `response_format`, and the parameters of
 vLLM's clients (`structured_outputs`, `guided_*`) and SGLang's (`json_schema`, `regex`, `ebnf`).
 
-One of them may be given. Whether a grammar compiles is found out later (`cluster.http.grammar_checker`); what is wrong
-with it by itself is refused here. Called by `cluster.http.request`; tool calls make grammars by the same functions.
+One of them may be given. Whether a grammar compiles is found out later (`cluster.http.requests.grammar_checker`); what
+is wrong with it by itself is refused here. Called by `cluster.http.requests.edge_request`; tool calls make grammars by
+the same functions.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The inputs of a captured step: tensors that stay where they are, filled from a batch before each replay.
 
 What a batch leaves free is padding: the padding slot, chunks without rows on the dummy page, rows of no chunk. Used by
-`workers.runner.cuda_graph`.
+`workers.runner.graphs.cuda_graph`.
 """
 
 import torch

@@ -14,12 +14,12 @@ import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
-from cluster.http.prompts import chat_text, encode_prompt, listed_prompts, template_tool
-from cluster.http.sampling import sampling_params
+from cluster.http.requests.prompts import chat_text, encode_prompt, listed_prompts, template_tool
+from cluster.http.requests.sampling import sampling_params
+from cluster.http.requests.structured_output import GrammarMaker
+from cluster.http.requests.tools import answer_grammar, template_variables, tool_calling
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
-from cluster.http.structured_output import GrammarMaker
-from cluster.http.tokenizer import ChatTokenizer
-from cluster.http.tools import answer_grammar, template_variables, tool_calling
+from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import SamplingParams
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions

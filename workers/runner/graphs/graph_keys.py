@@ -1,4 +1,4 @@
-"""Which steps are captured as CUDA graphs, and which graph a batch takes. Pure; used by `workers.runner.cuda_graph`.
+"""Which steps are captured as CUDA graphs, and which graph a batch takes. Pure; used by `cuda_graph`.
 
 A round may verify any shape, whatever was drafted before (`speculative.tree_table`), so that every graph verifies and
 drafts the same one, and a change of shape needs no graph of its own: S shapes take S graphs per bucket and kind, not S
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from workers.config import RoundShapes
 from workers.runner.batch import PromptChunks, StepBatch
-from workers.runner.graph_inputs import MAX_CHUNKS
+from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)

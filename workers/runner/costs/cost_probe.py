@@ -16,7 +16,7 @@ import torch
 from attention.metadata import PrefillBatch
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch
-from workers.runner.cost_points import Point, PointGroup, ProbeExtent, expected_ms, table_of, wanted
+from workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, table_of, wanted
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.layout import EngineLayout
 from workers.sampling.sampler import SamplingNeeds

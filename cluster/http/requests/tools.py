@@ -8,9 +8,9 @@ from typing import Any
 from cluster.http.config import OutputParserName
 from cluster.http.errors import invalid, unsupported
 from cluster.http.parsers.call_grammar import SYNTAX, after_thinking, calls_format, content_format
+from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.message import NamedTool, Tool
 from cluster.http.schema.request import ChatCompletionRequest
-from cluster.http.structured_output import GrammarMaker
 from workers.scheduling.plan import Grammar
 
 # What templates call the switch between thinking and not thinking: Qwen3, DeepSeek V3.1.

@@ -1,0 +1,10 @@
+"""From a checked body to what the engine is asked.
+
+edge_request       the whole of it: prompts and one set of sampling parameters per choice
+responses          /v1/responses as a chat
+prompts            prompts of every form, as token ids
+sampling           the sampling parameters
+structured_output  what an answer's form must be, as a grammar
+grammar_checker    whether a grammar compiles
+tools              which tools a chat may call, and must
+"""
