@@ -93,6 +93,6 @@ class FusedExperts:
         for first in range(0, rows, MAX_ROWS):
             span = slice(first, first + MAX_ROWS)
             part = Fp8Rows(x.values[span], x.scales[span]) if isinstance(x, Fp8Rows) else x[span]
-            tiles = many_row_tiles(min(rows - first, MAX_ROWS), self.weights.sizes(slots))
+            tiles = many_row_tiles(min(rows - first, MAX_ROWS), self.weights.sizes(slots), self.deterministic)
             many_row_experts(part, chosen[span], weight[span], self.weights, tiles, out[span])
         return out

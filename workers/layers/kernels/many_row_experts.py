@@ -190,17 +190,15 @@ def _sum_slots(
     tl.store(out_ptr + row * SIZE + column, acc.to(out_ptr.dtype.element_ty), mask=column < SIZE)
 
 
-def many_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
-    """Blocks of as many rows as an expert has when rows choose evenly."""
+def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
+    """Blocks of as many rows as an expert has when rows choose evenly. deterministic: with scales of inner activations
+    that are the same for any number of rows. Set by `tests.bench.experts --sweep` on an H200."""
     each = rows * sizes.experts_per_token / sizes.num_routed
-    block_m = min(128, block_of(int(each * 1.25)))
-    if block_m == 128:
-        return ExpertTiles(block_m, ProductTiles(64, 1, stages=4, warps=8), ProductTiles(128, 1, stages=3, warps=8))
-    return ExpertTiles(
-        block_m,
-        ProductTiles(64, 1, stages=5 if block_m <= 32 else 4, warps=4),
-        ProductTiles(128, 1, stages=4, warps=4 if block_m <= 32 else 8),
-    )
+    block_m = min(64, block_of(int(each * 1.25)))
+    down = ProductTiles(128, 1, stages=3, warps=8)
+    if block_m == 64 or deterministic:
+        return ExpertTiles(block_m, ProductTiles(128, 1, stages=3, warps=8), down)
+    return ExpertTiles(block_m, ProductTiles(64, 1, stages=5 if block_m == 16 else 3, warps=4), down)
 
 
 def many_row_experts(
