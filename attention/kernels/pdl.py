@@ -35,6 +35,13 @@ The rule:
     quantize                triggers   nothing
     fp8_gemm                triggers   nothing
     fp8_gemm_wide           triggers   nothing
+    route                   triggers   nothing
+    order                   triggers   nothing
+    gate_up                 triggers   nothing
+    down                    triggers   nothing
+    gate_up_of_blocks       triggers   nothing
+    down_of_blocks          triggers   nothing
+    sum_slots               triggers   nothing
     head_input              triggers   the norms' weights             constant
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
 

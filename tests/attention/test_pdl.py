@@ -108,8 +108,23 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         {"weight_ptr", "inboxes_ptr"},
     ),
 }
-# reads W through a tensor map, no pointer: `tests.workers.test_kernels_compile` looks at what stands before its wait
-ELSEWHERE = {"skinny_gemm": "_skinny_gemm", "fp8_gemm": "_fp8_gemm", "fp8_gemm_wide": "_fp8_gemm_wide"}
+# Read W through a tensor map, no pointer: `tests.workers.test_kernels_compile` and `test_expert_kernels_compile` look
+# at what stands before their wait.
+ELSEWHERE = {
+    name: f"_{name}"
+    for name in (
+        "skinny_gemm",
+        "fp8_gemm",
+        "fp8_gemm_wide",
+        "route",
+        "order",
+        "gate_up",
+        "down",
+        "gate_up_of_blocks",
+        "down_of_blocks",
+        "sum_slots",
+    )
+}
 
 not_interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"

@@ -9,6 +9,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
+from workers.layers.routing import TokenSlots
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -24,8 +25,9 @@ class FeedForward(nn.Module, ABC):
     """What a block does with each row by itself: an MLP, or experts."""
 
     @abstractmethod
-    def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` gives it."""
+    def partial(self, x: Tensor, live: TokenSlots | None = None) -> Tensor:
+        """This rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` gives it. live: which rows
+        are padding, whose output nobody reads."""
 
 
 class DecoderLayer(nn.Module):
@@ -50,4 +52,4 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn.partial(normed, angles, context)
         residual = context.attending_rows(residual)
         normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
-        return self.mlp.partial(normed), residual
+        return self.mlp.partial(normed, context.token_slots), residual

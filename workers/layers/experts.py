@@ -1,9 +1,10 @@
-"""The routed experts of a layer: all of them in stacked tensors, each cut along its width. How the tensors are kept and
+"""The experts of a layer: all of them in stacked tensors, each cut along its width. How the tensors are kept and
 multiplied by is their `ExpertsMethod`'s, as a linear layer's is its `LinearMethod`'s."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +14,44 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.activation import silu_mul
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear import rank_span
-from workers.layers.linear_method import LinearShape, Part, Span, check_plain
+from workers.layers.linear_method import (
+    LinearMethod,
+    LinearShape,
+    Part,
+    Span,
+    UnquantizedLinearMethod,
+    check_plain,
+)
+from workers.layers.routing import RouterLogits
 from workers.layers.weighted import WeightedModule, WeightKey
+
+if TYPE_CHECKING:
+    from workers.layers.fused_experts import FusedExperts
 
 _ALIGNMENT = 16  # bytes; of the rows of what torch's grouped products read
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """On this rank. gate_up: of one expert, gate_proj and up_proj one below the other. down: its down_proj."""
+    """On this rank.
+
+    num_experts, experts_per_token: that rows are routed to. num_shared: that every row goes to, which may be joined.
+    gate_up: of one expert, gate_proj and up_proj one below the other. down: its down_proj.
+    """
 
     num_experts: int
     gate_up: LinearShape
     down: LinearShape
+    num_shared: int = 0
+    experts_per_token: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.down.out_features
+
+    @property
+    def width(self) -> int:
+        return self.down.in_features
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -57,26 +83,57 @@ class ExpertsMethod(nn.Module, ABC):
     def finish(self, options: GEMMOptions) -> None:
         """Once, when the weights are final and before they are multiplied by."""
 
+    def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
+        """Before `finish`: take the weights of the MLP that all shared experts together are in the checkpoint, so that
+        `multiply` adds it; False where the two are not kept alike, or are multiplied otherwise."""
+        return False
+
+    def workspace_size(self) -> tuple[int, int]:
+        """See `workers.layers.weighted.WeightedModule.workspace_size`."""
+        return 0, 0
+
     @abstractmethod
-    def multiply(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """[rows, hidden_size] this rank's part of the weighted sum of each row's experts, for x [rows, hidden_size],
-        chosen [rows, k] int64 and weight [rows, k] float32. Rows do not touch each other."""
+    def multiply(self, x: Tensor, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+        """[rows, hidden_size] this rank's part of the weighted sum of each row's experts, and of what was joined, for x
+        [rows, hidden_size]; in the memory `out` if it is given. Rows do not touch each other."""
 
 
 class DenseExperts(ExpertsMethod):
-    """Multiplies by weights in the type of its inputs, wherever they are kept."""
+    """Multiplies by weights in the type of its inputs, wherever they are kept: by kernels of ours where they fit, else
+    by torch's."""
+
+    _fused: "FusedExperts | None" = None
 
     @abstractmethod
     def dense_weights(self) -> tuple[Tensor, Tensor]:
-        """gate_up [experts, 2 * width, hidden_size] and down [experts, hidden_size, width]."""
+        """gate_up [experts, 2 * width, hidden_size] and down [experts, hidden_size, width], and of joined
+        ones after them."""
+
+    def workspace_size(self) -> tuple[int, int]:
+        from workers.layers.fused_experts import workspace_size
+
+        shape = self.shape
+        counts = shape.num_experts, shape.num_shared, shape.experts_per_token
+        return workspace_size(*counts, shape.size, shape.width)
 
     def finish(self, options: GEMMOptions) -> None:
-        pass
+        if options.workspace is None:
+            return
+        from workers.layers.fused_experts import FusedExperts, fuses
+        from workers.layers.kernels.expert_weights import ExpertWeights
 
-    def multiply(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        if fuses(self.shape.size, self.shape.width, options):
+            gate_up, down = self.dense_weights()
+            weights = ExpertWeights(gate_up, down, num_shared=gate_up.shape[0] - self.shape.num_experts)
+            self._fused = FusedExperts(weights, options.workspace, options.deterministic, gate_up.dtype)
+
+    def multiply(self, x: Tensor, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+        if self._fused is not None:
+            return self._fused.multiply(x, router, out)
         gate_up, down = self.dense_weights()
         aligned = all(matrix.shape[2] * matrix.element_size() % _ALIGNMENT == 0 for matrix in (gate_up, down))
-        return (grouped_experts if aligned else experts_one_by_one)(x, chosen, weight, gate_up, down)
+        result = (grouped_experts if aligned else experts_one_by_one)(x, *router.choose(), gate_up, down)
+        return result if out is None else out.copy_(result)
 
 
 class UnquantizedExperts(DenseExperts):
@@ -93,6 +150,18 @@ class UnquantizedExperts(DenseExperts):
     def dense_weights(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down
 
+    def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
+        if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
+            return False
+        from workers.layers.fused_experts import fuses, with_shared_columns, with_shared_rows
+
+        num_shared = self.shape.num_shared
+        if not num_shared or not fuses(self.shape.size, self.shape.width, options):
+            return False
+        self.gate_up.data = with_shared_rows(self.gate_up.data, gate_up.weight.data, num_shared)
+        self.down.data = with_shared_columns(self.down.data, down.weight.data, num_shared)
+        return True
+
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
         check_plain(full)
         mine = self.down if part in self.shape.down.parts else self.gate_up
@@ -108,20 +177,29 @@ class Experts(WeightedModule):
 
     method: ExpertsMethod
 
-    def __init__(self, num_experts: int, hidden_size: int, width: int, group: TPGroup) -> None:
-        """width: an expert's intermediate size in the model."""
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        group: TPGroup,
+        experts_per_token: int,
+        num_shared: int = 0,
+    ) -> None:
+        """width: an expert's intermediate size in the model. num_shared: experts whose weights may be joined."""
         super().__init__()
         span, hidden = rank_span(width, group, "moe_intermediate_size"), Span.whole(hidden_size)
         self.shape = ExpertsShape(
             num_experts,
             LinearShape.stacked([("gate_proj", span), ("up_proj", span)], hidden),
             LinearShape.stacked([("down_proj", hidden)], span),
+            num_shared,
+            experts_per_token,
         )
         self.method = UnquantizedExperts(self.shape)
 
-    def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """See `ExpertsMethod.multiply`."""
-        return self.method.multiply(x, chosen, weight)
+    def workspace_size(self) -> tuple[int, int]:
+        return self.method.workspace_size()
 
     def weight_keys(self) -> Iterator[WeightKey]:
         for expert in range(self.shape.num_experts):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.slot_mapping import row_places
 from workers.layers.rotary import Angles
+from workers.layers.routing import TokenSlots
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class ForwardContext:
     def attending_rows(self, x: Tensor) -> Tensor:
         """[n, ...]: of x [rows, ...] the rows that attend."""
         return x if self.attending is None else x.index_select(0, self.attending)
+
+    @cached_property
+    def token_slots(self) -> TokenSlots:
+        """Of the rows that attend: which of them are padding."""
+        return TokenSlots(self.attending_rows(self.slot_mapping), self.pool.page_size)
 
     def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, scale: float) -> Tensor:
         """Turn q [rows, q_heads, head_dim] and what is kept by `angles`, keep it, and attend to the layer: [n, q_heads,

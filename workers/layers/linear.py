@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers. Column-parallel: outputs are cut, nothing is communicated. Row-parallel: inputs are
 cut, and the ranks' outputs are summed. How weights are kept and multiplied by is their `LinearMethod`'s."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -148,15 +148,17 @@ def finish_weights(model: nn.Module, deterministic: bool = False) -> None:
     multiple of 128)."""
     modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
     methods = [module.method for module in modules if isinstance(module, LinearBase)]
-    options = gemm_options(methods, next(model.parameters()).device, deterministic)
+    options = gemm_options(methods, next(model.parameters()).device, deterministic, modules)
     for module in modules:
         if not module.finished:
             module.finish(options)
             module.finished = True
 
 
-def gemm_options(methods: list[LinearMethod], device: torch.device, deterministic: bool) -> GEMMOptions:
-    """For the layers of one model, which run one after another on one stream."""
+def gemm_options(
+    methods: list[LinearMethod], device: torch.device, deterministic: bool, others: Sequence[WeightedModule] = ()
+) -> GEMMOptions:
+    """For the layers of one model, which run one after another on one stream. others: that may share the workspace."""
     if device.type != "cuda" or methods[0].dtype.itemsize != 2:
         return GEMMOptions()
     from workers.layers.kernels.fp8_gemm import fp8_workspace_size
@@ -165,5 +167,6 @@ def gemm_options(methods: list[LinearMethod], device: torch.device, deterministi
     shapes = [(method.shape.out_features, method.shape.in_features) for method in methods]
     fp8 = multiplies_fp8(device)
     sizes = [workspace_size(shapes), *([fp8_workspace_size(shapes)] if fp8 else [])]
+    sizes += {module.workspace_size() for module in others}
     workspace = Workspace.of_size(max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes), device)
     return GEMMOptions(workspace, deterministic, fp8)

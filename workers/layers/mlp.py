@@ -5,6 +5,7 @@ from torch import Tensor
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.linear import GateUpParallelLinear, RowParallelLinear
+from workers.layers.routing import TokenSlots
 
 
 class GatedMLP(FeedForward):
@@ -18,5 +19,5 @@ class GatedMLP(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj.group.all_reduce(self.partial(x))
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor, live: TokenSlots | None = None) -> Tensor:
         return self.down_proj.partial(self.gate_up(x))

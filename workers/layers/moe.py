@@ -1,25 +1,46 @@
 """A mixture of experts: each row through the experts that a router chooses, and through shared experts if there are."""
 
+import torch
 from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.experts import Experts
+from workers.layers.gemm import GEMMOptions
 from workers.layers.mlp import GatedMLP
-from workers.layers.routing import Router, Routing
+from workers.layers.routing import Router, RouterLogits, Routing, TokenSlots
+from workers.layers.weighted import WeightedModule, WeightKey
 
 
-class MixtureOfExperts(FeedForward):
-    """width: the intermediate size of an expert. shared_width: of all shared experts together, 0 without."""
+class MixtureOfExperts(FeedForward, WeightedModule):
+    """width: the intermediate size of an expert. shared_width: of all shared experts together, 0 without. They are one
+    MLP beside the experts, until `finish` makes them experts that every row goes to, where these can take them."""
 
     def __init__(self, hidden_size: int, width: int, routing: Routing, group: TPGroup, shared_width: int = 0) -> None:
         super().__init__()
+        self.group = group
         self.router = Router(hidden_size, routing)
-        self.experts = Experts(routing.num_experts, hidden_size, width, group)
+        num_shared = 0 if shared_width % width else shared_width // width
+        self.experts = Experts(routing.num_experts, hidden_size, width, group, routing.experts_per_token, num_shared)
         self.shared_experts = GatedMLP(hidden_size, shared_width, group) if shared_width else None
 
-    def partial(self, x: Tensor) -> Tensor:
-        routed: Tensor = self.experts(x, *self.router(x))
+    def partial(self, x: Tensor, live: TokenSlots | None = None) -> Tensor:
+        router: RouterLogits = self.router(x, live)
         if self.shared_experts is None:
-            return routed
-        return self.shared_experts.partial(x).add_(routed)
+            out = self.group.all_reduce_buffer(x.shape[0], x.shape[1], x.dtype)
+            return self.experts.method.multiply(x, router, out)
+        return self.shared_experts.partial(x).add_(self.experts.method.multiply(x, router))
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return ()  # those of what it is made of are theirs
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        raise AssertionError("has no weights of its own")
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        pass
+
+    def finish(self, options: GEMMOptions) -> None:
+        shared = self.shared_experts
+        if shared is not None and self.experts.method.join(shared.gate_up.method, shared.down_proj.method, options):
+            self.shared_experts = None

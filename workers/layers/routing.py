@@ -3,12 +3,17 @@ no value, so it can be captured."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+
+if TYPE_CHECKING:
+    from workers.layers.gemm import GEMMOptions
+    from workers.layers.kernels.skinny_gemm import Workspace
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -54,6 +59,35 @@ class Routing:
             )
 
 
+@dataclass(frozen=True)
+class TokenSlots:
+    """Which rows of a pass are padding: those whose KV goes to the dummy page.
+
+    slots: [rows] int64, where each row's KV is written. first: the smallest that is not of the dummy page.
+    """
+
+    slots: Tensor
+    first: int
+
+
+@dataclass(frozen=True)
+class RouterLogits:
+    """What decides where rows go.
+
+    values: [rows, num_experts] float32. bias: [num_experts] float32 if the routing has one.
+    live: None if no row is padding, or whatever padding rows go through does not matter.
+    """
+
+    values: Tensor
+    bias: Tensor | None
+    routing: Routing
+    live: TokenSlots | None = None
+
+    def choose(self) -> tuple[Tensor, Tensor]:
+        """As `route` gives them; of padding rows too."""
+        return route(self.values, self.bias, self.routing)
+
+
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each row [rows, experts_per_token] int64, in no order, and their weights, float32.
 
@@ -88,14 +122,31 @@ class Router(WeightedModule):
     def __init__(self, hidden_size: int, routing: Routing) -> None:
         super().__init__()
         self.routing = routing
+        self._workspace: Workspace | None = None
+        self._deterministic = False
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size), requires_grad=False)
         bias = torch.empty(routing.num_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False) if routing.has_bias else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and weights, as `route` gives them, of rows x [rows, hidden_size]."""
-        logits = F.linear(x.float(), self.weight.float())
-        return route(logits, self.e_score_correction_bias, self.routing)
+    def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
+        """Of rows x [rows, hidden_size]."""
+        return RouterLogits(self._logits(x), self.e_score_correction_bias, self.routing, live)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self._workspace is None:
+            return F.linear(x.float(), self.weight.float())
+        from workers.layers.kernels.router_gemm import router_gemm
+
+        return router_gemm(x, self.weight, self._workspace, self._deterministic)
+
+    def workspace_size(self) -> tuple[int, int]:
+        from workers.layers.kernels.router_gemm import router_workspace_size
+
+        return router_workspace_size(*self.weight.shape)
+
+    def finish(self, options: "GEMMOptions") -> None:
+        if self.weight.shape[1] % 128 == 0:
+            self._workspace, self._deterministic = options.workspace, options.deterministic
 
     def weight_keys(self) -> Iterator[WeightKey]:
         yield WeightKey("weight")

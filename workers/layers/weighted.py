@@ -52,6 +52,11 @@ class WeightedModule(nn.Module, ABC):
         """Random weights that give finite results, for `load_format: dummy`. generator: on the parameters' device; the
         same on every rank, so what is replicated is equal."""
 
+    def workspace_size(self) -> tuple[int, int]:
+        """Of the `Workspace` that a model's products share on a GPU: what this module's need beside those of its linear
+        method. Float32 cells and tickets."""
+        return 0, 0
+
     def finish(self, options: "GEMMOptions") -> None:
         """Once the weights are final, before the first pass: pack them, and choose how to multiply by them."""
 

@@ -200,7 +200,8 @@ def _multiply(
 ) -> None:
     (rows, n), k = out.shape, weight.shape[1]
     assert rows <= tiles.block_m and x.shape == (rows, k)
-    assert weight.is_contiguous() and out.is_contiguous() and x.dtype == weight.dtype == out.dtype
+    assert weight.is_contiguous() and out.is_contiguous() and x.dtype == weight.dtype
+    assert out.dtype in (x.dtype, torch.float32)
     if rows == 0:
         return  # a step that ends no prompt has no logits, and a tensor map no empty side
     inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
@@ -239,7 +240,7 @@ def skinny_gemm(
 ) -> Tensor:
     """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type;
     x and its rows must start at multiples of 16 bytes. workspace: made for this shape. tiles: of `skinny_gemm_tiles`
-    for this shape and at least as many rows. out: contiguous, to write to instead of new memory.
+    for this shape and at least as many rows. out: contiguous, to write to instead of new memory; may be float32.
 
     Reference: `torch.nn.functional.linear`.
     """

@@ -56,6 +56,11 @@ class Fp8Linear(DenseLinearMethod):
         """Made anew at each call where the weight stays FP8; for layers that multiply by a part of it."""
         return self._dequantised() if self._dense is None else self._dense
 
+    def weight_and_scales(self) -> tuple[Tensor, Tensor]:
+        """As kernels read them; where they can (`unreadable`)."""
+        assert self.weight is not None, "is dequantised"
+        return self.weight.data, kernel_scales([scale.data for scale in self.scales], self.shape.parts, self.scheme)
+
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         assert self.weight is not None, "is finished"
         if kind == "weight":
@@ -76,7 +81,7 @@ class Fp8Linear(DenseLinearMethod):
             return
         reason = unreadable(self.shape.parts, self.scheme)
         if options.fp8 and reason is None:
-            self._product = self._chosen_product(self.weight, options)
+            self._product = self._chosen_product(options)
             return
         if options.fp8:
             logger.warning("weights of FP8 [%d, %d] are dequantised: %s", *self.weight.shape, reason)
@@ -84,12 +89,11 @@ class Fp8Linear(DenseLinearMethod):
         self.weight, self._dense = None, dense
         super().finish(options)
 
-    def _chosen_product(self, weight: nn.Parameter, options: GEMMOptions) -> "Fp8Product":
+    def _chosen_product(self, options: GEMMOptions) -> "Fp8Product":
         from workers.layers.kernels.fp8_gemm import Fp8Matrix
 
         assert options.workspace is not None, "comes with fp8"
-        scales = kernel_scales([scale.data for scale in self.scales], self.shape.parts, self.scheme)
-        matrix = Fp8Matrix(weight.data, scales)
+        matrix = Fp8Matrix(*self.weight_and_scales())
         return Fp8Product(matrix, options.workspace, options.deterministic)
 
     def _dequantised(self) -> Tensor:

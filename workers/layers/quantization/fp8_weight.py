@@ -93,6 +93,11 @@ def checked(full: Tensor) -> Tensor:
     return full
 
 
+def dummy_scale(fan_in: int) -> float:
+    """Of weights that `fill_dummy` fills, for results as large as their inputs."""
+    return float(fan_in**-0.5 / _DUMMY_DEVIATION)
+
+
 def fill_dummy(weight: Tensor, generator: torch.Generator) -> None:
     """weight [rows, columns]: normal numbers, of which a bfloat16 copy is made."""
     values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)

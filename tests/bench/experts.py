@@ -1,0 +1,279 @@
+"""What the experts of a layer cost on a GPU: `python -m tests.bench.experts [--model dsv3-rank] [--sweep]`.
+
+Microseconds per layer: of routing alone (logits given), of routing and both products ("experts"), and of all that a
+layer of experts does with rows of 16 bits ("layer": router, rounding to FP8, routing, products). A CUDA graph holds a
+pass of several layers with weights and logits of their own, so that the L2 cache is cold for each. Beside it the bytes
+of the experts that some row goes to, as a share of the bandwidth of a copy measured in the same turns. Rows choose
+evenly. --sweep: other tiles than the tables', for whoever sets them; they are compiled by several processes first. JSON
+line last.
+"""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tests.bench.attention import Clock
+from tests.bench.gpu_time import captured
+from workers.layers.kernels.expert_weights import FP8, ExpertSizes, ExpertTiles, ExpertWeights, ProductTiles
+from workers.layers.kernels.few_row_experts import (
+    MAX_ROWS,
+    few_row_experts,
+    few_row_tiles,
+    partial_sizes,
+)
+from workers.layers.kernels.fp8_rows import quantize_rows
+from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles
+from workers.layers.kernels.route import Routed, route
+from workers.layers.kernels.router_gemm import router_gemm, router_workspace_size
+from workers.layers.kernels.skinny_gemm import Workspace
+from workers.layers.routing import RouterLogits, Routing
+
+ROWS = (1, 4, 8, 32, 64, 256, 512, 2048)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """size, width: of a layer's rows, and of an expert on the rank. fp8: weights with scales of blocks; else bf16."""
+
+    size: int
+    width: int
+    routing: Routing
+    num_shared: int
+    fp8: bool
+
+    @property
+    def slots(self) -> int:
+        return self.routing.experts_per_token + self.num_shared
+
+    @property
+    def expert_bytes(self) -> int:
+        return 3 * self.size * self.width * (1 if self.fp8 else 2)
+
+
+MODELS = {
+    "dsv3-rank": Model(7168, 256, Routing(256, 8, "sigmoid", 8, 4, 2, True, True, 2.5), 1, True),
+    "qwen3-30b-a3b": Model(2048, 768, Routing(128, 8, normalise=True), 0, False),
+}
+
+
+class Layer:
+    """Weights of one layer, and the tensors of a pass that differ between layers."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        num = model.routing.num_experts + model.num_shared
+        self.weights = ExpertWeights(
+            *(self._random(num, *shape, model, generator) for shape in self._shapes(model)),
+            *(self._scales(num, *shape, model) for shape in self._shapes(model)),
+            num_shared=model.num_shared,
+        )
+        router = torch.randn(model.routing.num_experts, model.size, device="cuda", generator=generator)
+        self.router = (router / model.size**0.5).bfloat16()
+        bias = torch.zeros(model.routing.num_experts, device="cuda")
+        self.bias = bias if model.routing.has_bias else None
+        self.generator, self.model = generator, model
+
+    @staticmethod
+    def _shapes(model: Model) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (2 * model.width, model.size), (model.size, model.width)
+
+    @staticmethod
+    def _random(num: int, rows: int, columns: int, model: Model, generator: torch.Generator) -> Tensor:
+        dtype = FP8 if model.fp8 else torch.bfloat16
+        weights = torch.empty(num, rows, columns, dtype=dtype, device="cuda")
+        for expert in weights:  # one expert's numbers at a time are as large as two in bfloat16
+            values = torch.randn(rows, columns, device="cuda", generator=generator)
+            expert.copy_(values * 32 if model.fp8 else values / columns**0.5)
+        return weights
+
+    @staticmethod
+    def _scales(num: int, rows: int, columns: int, model: Model) -> Tensor | None:
+        if not model.fp8:
+            return None
+        return torch.full((num, rows // 64, columns // 128), columns**-0.5 / 32, device="cuda")
+
+    def logits(self, rows: int) -> Tensor:
+        return torch.randn(rows, self.model.routing.num_experts, device="cuda", generator=self.generator)
+
+
+class Pass:
+    """One number of rows; `experts` runs the products of all layers with `tiles`, None for the tables'."""
+
+    def __init__(self, layers: Sequence[Layer], rows: int, tiles: ExpertTiles | None = None) -> None:
+        self.layers, self.rows, self.model = layers, rows, layers[0].model
+        sizes = layers[0].weights.sizes(self.model.slots)
+        self.tiles = tiles or table(rows, sizes)
+        self.x = torch.randn(rows, self.model.size, device="cuda").bfloat16()
+        self.inputs = quantize_rows(self.x, by_group=True) if self.model.fp8 else self.x
+        self.out = torch.empty_like(self.x)
+        self.all_logits = [layer.logits(rows) for layer in layers]
+        needs = [router_workspace_size(self.model.routing.num_experts, self.model.size)]
+        if rows <= MAX_ROWS:
+            needs.append(partial_sizes(rows, sizes, self.tiles))
+        cells, tickets = (max(each) for each in zip(*needs, strict=True))
+        self.workspace = Workspace.of_size(cells, tickets, torch.device("cuda"))
+
+    def _route(self, layer: Layer, logits: Tensor) -> Routed:
+        router = RouterLogits(logits, layer.bias, self.model.routing)
+        return route(router, self.model.num_shared, self.workspace.tickets)
+
+    def _multiply(self, layer: Layer, routed: Routed, inputs: object) -> None:
+        if self.rows <= MAX_ROWS:
+            few_row_experts(inputs, routed, layer.weights, self.workspace, self.tiles, self.out)  # type: ignore[arg-type]
+        else:
+            many_row_experts(inputs, routed.chosen, routed.weight, layer.weights, self.tiles, self.out)  # type: ignore[arg-type]
+
+    def routing(self) -> None:
+        for layer, logits in zip(self.layers, self.all_logits, strict=True):
+            self._route(layer, logits)
+
+    def experts(self) -> None:
+        for layer, logits in zip(self.layers, self.all_logits, strict=True):
+            self._multiply(layer, self._route(layer, logits), self.inputs)
+
+    def layer(self) -> None:
+        for layer in self.layers:
+            logits = router_gemm(self.x, layer.router, self.workspace, deterministic=False)
+            inputs = quantize_rows(self.x, by_group=True) if self.model.fp8 else self.x
+            self._multiply(layer, self._route(layer, logits), inputs)
+
+    def distinct(self) -> float:
+        """Experts that some row goes to, in the mean of the layers."""
+        found = [self._route(layer, logits).chosen for layer, logits in zip(self.layers, self.all_logits, strict=True)]
+        return sum(int(chosen.unique().numel()) for chosen in found) / len(found)
+
+
+def table(rows: int, sizes: ExpertSizes) -> ExpertTiles:
+    return few_row_tiles(rows, sizes) if rows <= MAX_ROWS else many_row_tiles(rows, sizes)
+
+
+def candidates(rows: int, sizes: ExpertSizes) -> Iterator[ExpertTiles]:
+    """The table's, then one thing changed after the other."""
+    own = table(rows, sizes)
+    yield own
+    few, fp8 = rows <= MAX_ROWS, sizes.step == 128
+    splits = own.gate_up.splits
+    changes: list[tuple[int, tuple[int, int, int, int] | None, tuple[int, int, int, int] | None]] = []
+    if few:
+        wide = next((d for d in (2 * splits, splits + 1) if sizes.size // sizes.step % d == 0), splits)
+        half = next((d for d in (splits // 2, 1) if d and sizes.size // sizes.step % d == 0), 1)
+        gates = [(64, splits, 3, 4), (64, splits, 7, 4), (64, half, 5, 4), (64, half, 8, 4), (64, wide, 4, 4)]
+        gates += [(128, wide, 4, 4), (128, wide, 3, 8), (128, splits, 4, 8)]
+        downs = [(64, s, st, 4) for s in (1, 2, 4) for st in (6, 16)] + [
+            (128, s, st, w) for s, st, w in ((4, 8, 4), (2, 12, 4))
+        ]
+        changes = [(own.block_m, gate, None) for gate in gates] + [(own.block_m, None, down) for down in downs]
+        if fp8:
+            changes += [
+                (own.block_m, (128, wide, 4, 8), (128, 4, 6, 8)),
+                (own.block_m, (128, wide, 4, 8), (64, 2, 8, 4)),
+            ]
+    else:
+        for block_m in sorted({max(16, own.block_m // 2), own.block_m, min(128, own.block_m * 2)}):
+            warps = 4 if block_m <= 64 else 8
+            changes += [(block_m, (64, 1, st, warps), (128, 1, 3, 8)) for st in (3, 5)]
+            changes += [(block_m, (128, 1, 3, 8), (128, 1, 3, 8)), (block_m, None, (64, 1, 4, warps))]
+            changes += [(block_m, None, (128, 1, 4, 4))]
+    for block_m, gate, down in changes:
+        yield ExpertTiles(
+            block_m,
+            own.gate_up if gate is None else ProductTiles(*gate),
+            own.down if down is None else ProductTiles(*down),
+        )
+
+
+def sizes_of(model: Model) -> ExpertSizes:
+    step = 128 if model.fp8 else 64
+    return ExpertSizes(
+        model.routing.num_experts, model.num_shared, model.routing.experts_per_token, model.size, model.width, step
+    )
+
+
+def try_tiles(arguments: tuple[str, list[tuple[int, ExpertTiles]]]) -> list[tuple[int, ExpertTiles]]:
+    """Of a process that compiles: those of these tiles that run."""
+    name, cases = arguments
+    layers, found = [Layer(MODELS[name], 0)], []
+    for rows, tiles in cases:
+        try:
+            Pass(layers, rows, tiles).experts()
+            torch.cuda.synchronize()
+            found.append((rows, tiles))
+        except Exception as error:  # a candidate that does not fit is a result too
+            print(f"{rows} rows, {tiles}: {type(error).__name__} {str(error)[:100]}", flush=True)
+    return found
+
+
+def sweep(clock: Clock, name: str, layers: Sequence[Layer], all_rows: Sequence[int]) -> list[dict[str, object]]:
+    sizes = sizes_of(MODELS[name])
+    cases = [(rows, tiles) for rows in all_rows for tiles in dict.fromkeys(candidates(rows, sizes))]
+    processes = max(1, min(12, (os.cpu_count() or 2) - 2))
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        parts = pool.map(try_tiles, [(name, cases[i::processes]) for i in range(processes)])
+    runs = {case for part in parts for case in part}
+    results: list[dict[str, object]] = []
+    for rows in all_rows:
+        fitting = [tiles for row, tiles in cases if row == rows and (row, tiles) in runs]
+        passes = [Pass(layers, rows, tiles) for tiles in fitting]
+        *times, copy = clock.medians(*(captured(one.experts).replay for one in passes))
+        share = MODELS[name].expert_bytes * passes[0].distinct() / clock.copy_rate(copy) / 1e6
+        for tiles, time in sorted(zip(fitting, times, strict=True), key=lambda pair: pair[1]):
+            us = time / len(layers)
+            mark = "table" if tiles == fitting[0] else "     "
+            gate, down = (dataclasses.astuple(product) for product in (tiles.gate_up, tiles.down))
+            print(
+                f"{rows:5} {mark} {us:8.2f} us {share / us:4.0%} m {tiles.block_m} gate_up {gate} down {down}",
+                flush=True,
+            )
+            results.append({"rows": rows, "us": round(us, 2), "m": tiles.block_m, "gate_up": gate, "down": down})
+    return results
+
+
+def measure(clock: Clock, model: Model, layers: Sequence[Layer], all_rows: Sequence[int]) -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    print("rows | route us | experts us | layer us | distinct experts | MB | TB/s | share of a copy", flush=True)
+    for rows in all_rows:
+        one = Pass(layers, rows)
+        runs: list[Callable[[], None]] = [one.routing, one.experts, one.layer]
+        *times, copy = clock.medians(*(captured(run).replay for run in runs))
+        routing, experts, layer = (time / len(layers) for time in times)
+        distinct, rate = one.distinct(), clock.copy_rate(copy)
+        num_bytes = model.expert_bytes * distinct
+        found: dict[str, object] = {
+            "rows": rows,
+            "route_us": round(routing, 2),
+            "experts_us": round(experts, 2),
+            "layer_us": round(layer, 2),
+            "distinct": round(distinct, 1),
+            "mb": round(num_bytes / 1e6, 1),
+            "tbs": round(num_bytes / experts / 1e6, 3),
+            "share": round(num_bytes / experts / 1e6 / rate, 3),
+        }
+        results.append(found)
+        print(" | ".join(str(value) for value in found.values()), flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=MODELS, default="dsv3-rank")
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sweep", action="store_true", help="time other tiles too")
+    args = parser.parse_args()
+    model, clock = MODELS[args.model], Clock(args.rounds)
+    layers = [Layer(model, seed) for seed in range(args.layers)]
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version(), flush=True)
+    results = sweep(clock, args.model, layers, args.rows) if args.sweep else measure(clock, model, layers, args.rows)
+    print(json.dumps({"bench": "experts", "model": args.model, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

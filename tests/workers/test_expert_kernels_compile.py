@@ -1,0 +1,109 @@
+"""Compiles the kernels of experts for Hopper without a GPU: no spills, the matrix unit for groups of warps, tensor
+maps, and nothing read before the wait of an early launch."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
+
+from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
+from workers.layers.kernels import expert_order, few_row_experts, many_row_experts, route  # noqa: E402
+from workers.layers.kernels.expert_weights import ExpertSizes  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+DEEPSEEK_V3 = ExpertSizes(256, 1, 8, 7168, 256, step=128)
+QWEN3 = ExpertSizes(128, 0, 8, 2048, 768, step=64)
+POINTERS = dict.fromkeys(
+    ("x_scales_ptr", "w_scales_ptr", "factor_ptr", "hidden_scales_ptr", "weight_ptr", "logit_ptr", "bias_ptr"), "fp32"
+)
+
+
+def check(
+    path: Path,
+    kernel: Any,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    options: tuple[int, int],
+    blocks: dict[str, tuple[int, int]],
+    mapped: str = "bf16",
+) -> str:
+    """options: warps and stages. Returns the PTX."""
+    constants |= {"PDL": True}
+    if "INTERPRETED" in kernel.arg_names:
+        constants |= {"INTERPRETED": False}
+    spills, shared, ptx = compiled(
+        kernel, path, POINTERS | pointers, constants, *options, descriptors=blocks, mapped=mapped
+    )
+    assert spills == 0 and shared <= SHARED_PER_SM
+    before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
+    assert "griddepcontrol.launch_dependents" in before_the_wait
+    assert not re.search(r"cp\.async|\b(ld|st|atom|red)\.global", before_the_wait)
+    return ptx
+
+
+@pytest.mark.parametrize("sizes", [DEEPSEEK_V3, QWEN3], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("rows", [1, 32, 64, 256, 512, 2048])
+def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path: Path) -> None:
+    few = rows <= few_row_experts.MAX_ROWS
+    tiles = few_row_experts.few_row_tiles(rows, sizes) if few else many_row_experts.many_row_tiles(rows, sizes)
+    in_fp8 = sizes.step == 128
+    kind, slots = "fp8e4nv" if in_fp8 else "bf16", sizes.experts_per_token + sizes.num_shared
+    module: Any = few_row_experts if few else many_row_experts
+    common = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_M": tiles.block_m, "IN_FP8": in_fp8, "BY_GROUP": in_fp8}
+    for product, step in ((tiles.gate_up, sizes.step), (tiles.down, tiles.gate_up.block_n if in_fp8 else 64)):
+        is_first = product is tiles.gate_up
+        constants = common | {"BLOCK_N": product.block_n, "STEP": step}
+        blocks = {"w_desc": (product.block_n, step)}
+        if few or not is_first:
+            blocks["x_desc" if is_first else "hidden_desc"] = (tiles.block_m, step)
+        if is_first:
+            constants |= {"SLOTS": slots} | ({"SLOTS_PADDED": 16} if few else {})
+        if few:
+            constants |= {"SPLITS": product.splits}
+            constants |= {"SPAN": sizes.size // step // product.splits} if is_first else {}
+            kernel = module._gate_up if is_first else module._down
+        else:
+            kernel = module._gate_up_of_blocks if is_first else module._down_of_blocks
+        part = "fp32" if few else "bf16"
+        pointers = {"x_ptr": kind, "hidden_ptr": kind, "out_ptr": "bf16", "part_ptr": part}
+        ptx = check(tmp_path, kernel, pointers, constants, (product.warps, product.stages), blocks, kind)
+        assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and "cp.async.bulk.tensor" in ptx
+        assert ("f32.e4m3.e4m3" in ptx) == in_fp8
+
+
+@pytest.mark.parametrize("rows", [1, 64, 2048])
+def test_routing_fits_hopper(rows: int, tmp_path: Path) -> None:
+    listed = rows <= route.MAX_LISTED
+    constants = {
+        "EXPERTS": 256,
+        "K": 8,
+        "SHARED": 1,
+        "GROUPS": 8,
+        "GROUPS_PADDED": 8,
+        "SIZE_PADDED": 32,
+        "BEST_GROUPS": 4,
+        "BEST_OF_GROUP": 2,
+        "SOFTMAX": False,
+        "NORMALISE": True,
+        "HAS_BIAS": True,
+        "HAS_LIVE": True,
+        "SLOTS_PADDED": 16,
+        "LIST": listed,
+        "ROWS_PADDED": rows if listed else 1,
+        "BINS": 512,
+    }
+    check(tmp_path, route._route, {"token_slot_ptr": "i64"}, constants, (4 if listed and rows > 8 else 1, 1), {})
+
+
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_ordering_and_sums_fit_hopper(block_m: int, tmp_path: Path) -> None:
+    constants: dict[str, Any] = {"EXPERTS": 257, "BINS": 512, "BLOCK_M": block_m, "CHUNK": 2048}
+    check(tmp_path, expert_order._order, {}, constants, (8, 1), {})
+    constants = {"SIZE": 7168, "SLOTS": 9, "BLOCK": 1024}
+    check(tmp_path, many_row_experts._sum_slots, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})

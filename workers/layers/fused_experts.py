@@ -1,0 +1,98 @@
+"""Experts by kernels of ours, on GPUs: which of them multiply how many rows. Called by `workers.layers.experts` and
+`workers.layers.quantization.fp8_experts`; importing it needs no triton."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from workers.layers.gemm import GEMMOptions
+from workers.layers.routing import RouterLogits
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.expert_weights import ExpertWeights
+    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.skinny_gemm import Workspace
+
+
+def fuses(size: int, width: int, options: GEMMOptions) -> bool:
+    """Whether the kernels multiply by experts of `width` on a rank, whose rows have `size` numbers."""
+    if options.workspace is None or not options.fp8:  # they need tensor maps too, which the same devices have
+        return False
+    from workers.layers.kernels.expert_weights import fits_kernels
+
+    return fits_kernels(size, width)
+
+
+def workspace_size(num_experts: int, num_shared: int, experts_per_token: int, size: int, width: int) -> tuple[int, int]:
+    """Float32 cells and tickets of a `Workspace` for weights of any type, shared experts joined or not."""
+    from workers.layers.kernels.expert_weights import ExpertSizes, fits_kernels
+    from workers.layers.kernels.few_row_experts import workspace_size
+
+    if not fits_kernels(size, width):
+        return 0, 0
+    sizes = [
+        workspace_size(ExpertSizes(num_experts, shared, experts_per_token, size, width, step))
+        for shared in {0, num_shared}
+        for step in (64, 128)
+    ]
+    return max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes)
+
+
+def with_shared_rows(experts: Tensor, mlp: Tensor, num_shared: int) -> Tensor:
+    """[experts + num_shared, rows, columns]: gates above what they gate of experts, and after them of those that `mlp`
+    [num_shared * rows, columns], all gates above all that they gate, is together. Weights, or their scales."""
+    return _joined(experts, mlp.view(2, num_shared, -1, mlp.shape[1]).transpose(0, 1).flatten(1, 2))
+
+
+def with_shared_columns(experts: Tensor, mlp: Tensor, num_shared: int) -> Tensor:
+    """The same of down-projections: mlp [rows, num_shared * columns]; or [rows, columns] for scales of whole rows."""
+    is_whole = mlp.shape[1] == experts.shape[2] and experts.shape[2] == 1
+    each = mlp.unsqueeze(1).expand(-1, num_shared, -1) if is_whole else mlp.view(mlp.shape[0], num_shared, -1)
+    return _joined(experts, each.transpose(0, 1))
+
+
+def _joined(experts: Tensor, shared: Tensor) -> Tensor:
+    numbers = torch.uint8 if experts.element_size() == 1 else experts.dtype  # torch joins no numbers of eight bits
+    return torch.cat((experts.view(numbers), shared.contiguous().view(numbers))).view(experts.dtype)
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """deterministic: a row's result must not depend on the rows beside it. dtype: of results."""
+
+    weights: "ExpertWeights"
+    workspace: "Workspace"
+    deterministic: bool
+    dtype: torch.dtype
+
+    def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None) -> Tensor:
+        """See `ExpertsMethod.multiply`; x may be in FP8 already where the weights are."""
+        from workers.layers.kernels.few_row_experts import MAX_ROWS, few_row_experts, few_row_tiles
+        from workers.layers.kernels.fp8_rows import quantize_rows
+        from workers.layers.kernels.route import route
+
+        weights = self.weights
+        if isinstance(x, Tensor) and weights.in_fp8:
+            x = quantize_rows(x, weights.by_group)
+        routed = route(router, weights.num_shared, self.workspace.tickets)
+        rows, slots = routed.chosen.shape
+        if out is None:
+            out = torch.empty((rows, weights.size), dtype=self.dtype, device=routed.chosen.device)
+        if rows <= MAX_ROWS and not self.deterministic:
+            tiles = few_row_tiles(rows, weights.sizes(slots))
+            return few_row_experts(x, routed, weights, self.workspace, tiles, out)
+        return self._many(x, routed.chosen, routed.weight, out)
+
+    def _many(self, x: "Tensor | Fp8Rows", chosen: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        from workers.layers.kernels.fp8_rows import Fp8Rows
+        from workers.layers.kernels.many_row_experts import MAX_ROWS, many_row_experts, many_row_tiles
+
+        rows, slots = chosen.shape
+        for first in range(0, rows, MAX_ROWS):
+            span = slice(first, first + MAX_ROWS)
+            part = Fp8Rows(x.values[span], x.scales[span]) if isinstance(x, Fp8Rows) else x[span]
+            tiles = many_row_tiles(min(rows - first, MAX_ROWS), self.weights.sizes(slots), self.deterministic)
+            many_row_experts(part, chosen[span], weight[span], self.weights, tiles, out[span])
+        return out

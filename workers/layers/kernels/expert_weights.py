@@ -1,0 +1,117 @@
+"""What the kernels of experts have in common: how weights lie, and how a product is cut into programs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+_GROUP = 128  # columns of a weight, and of rows that go in, that share a scale
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Of a layer's experts on a rank.
+
+    num_routed, num_shared: experts that rows are routed to, and that every row goes to.
+    experts_per_token: of the routed ones. size, width: of rows that go in, and inside an expert. step: columns of the
+        first product in 128 bytes.
+    """
+
+    num_routed: int
+    num_shared: int
+    experts_per_token: int
+    size: int
+    width: int
+    step: int
+
+    def most(self, rows: int) -> int:
+        """Experts that so many rows use at most."""
+        return min(self.num_routed, rows * self.experts_per_token) + self.num_shared
+
+    def used(self, rows: int) -> float:
+        """Those that they use when they choose evenly."""
+        return self.num_routed * (1.0 - (1.0 - self.experts_per_token / self.num_routed) ** rows) + self.num_shared
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The experts of a layer on this rank, shared ones last, as the kernels read them; all contiguous.
+
+    gate_up: [experts, 2 * width, size], of a 16-bit type or float8_e4m3fn; gates above what they gate. down: [experts,
+        size, width], likewise.
+    gate_up_scales, down_scales: of FP8, as `workers.layers.kernels.fp8_gemm.Fp8Matrix` has them, of each expert:
+        float32 [experts, rows / 64, columns / 128], or [experts, rows, 1]; None for others.
+    num_shared: experts that every row goes to.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    num_shared: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        """Shared ones included."""
+        return self.gate_up.shape[0]
+
+    def sizes(self, slots: int) -> ExpertSizes:
+        """slots: experts of a row, shared ones included."""
+        shared = self.num_shared
+        return ExpertSizes(self.num_experts - shared, shared, slots - shared, self.size, self.width, self.step)
+
+    @property
+    def width(self) -> int:
+        return self.down.shape[2]
+
+    @property
+    def size(self) -> int:
+        return self.down.shape[1]
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.gate_up.dtype == FP8
+
+    @property
+    def by_group(self) -> bool:
+        """Whether rows that go in have scales of groups; else of whole rows."""
+        return self.gate_up_scales is not None and self.gate_up_scales.shape[1] != self.gate_up.shape[1]
+
+    @property
+    def step(self) -> int:
+        """Columns of `gate_up` in 128 bytes."""
+        return 128 // self.gate_up.element_size()
+
+
+def fits_kernels(size: int, width: int) -> bool:
+    """Whether the kernels of experts can read weights of these sizes on a rank."""
+    return size % _GROUP == 0 and width % _GROUP == 0
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """How one of the two products is cut.
+
+    block_n: outputs of a program, 64 or 128; of gates and what they gate so many each.
+    splits: programs that share a sum. stages, warps: Triton's.
+    """
+
+    block_n: int
+    splits: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """block_m: rows of a program. Inner activations have a scale for gate_up.block_n columns."""
+
+    block_m: int
+    gate_up: ProductTiles
+    down: ProductTiles
+
+
+def block_of(rows: int) -> int:
+    """Of a program that has so many rows; the matrix unit takes 16 at least."""
+    return 16 if rows <= 16 else 1 << (rows - 1).bit_length()

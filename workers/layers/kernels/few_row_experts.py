@@ -1,0 +1,332 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Experts for the few rows of a round, in two launches: gates and what they gate, then down-projections and the
+weighted sum. Reading the weights of the experts that are used is most of the work.
+
+All rows go through every expert that any row goes to: the matrix unit multiplies so many in any case, rows need not be
+gathered, and all tiles come through tensor maps. Where a row did not ask for an expert its inner activations are zeros,
+so that whatever stands in other rows, padding rows included, does not touch it. A down-projection's program has some
+columns of the output and goes through the experts, summing in float32, so that no sum over experts is written and read
+again. Nothing is added in an order that changes from run to run; but which programs share a sum depends on the experts
+that all rows together use, so that a row's last bits depend on the others (`many_row_experts` holds that too).
+
+In FP8 inner activations are rounded with a scale for the columns that a program has.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.kernels.online_softmax import INTERPRETED
+from attention.kernels.pdl import pdl_wait, supports_pdl
+from workers.layers.kernels.expert_weights import (
+    ExpertSizes,
+    ExpertTiles,
+    ExpertWeights,
+    ProductTiles,
+    block_of,
+)
+from workers.layers.kernels.fp8_rows import Fp8Rows, to_fp8
+from workers.layers.kernels.route import MAX_LISTED, Routed
+from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, Workspace
+
+MAX_ROWS = MAX_LISTED
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gate_up(
+    x_desc,
+    w_desc,
+    x_scales_ptr,
+    w_scales_ptr,
+    hidden_ptr,
+    factor_ptr,
+    chosen_ptr,
+    weight_ptr,
+    used_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOTS_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    groups: tl.constexpr = SIZE // 128
+    blocks: tl.constexpr = WIDTH // BLOCK_N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(1)
+    expert = tl.load(used_ptr + tile)
+    if expert < 0:
+        return
+    block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    first = split * SPAN
+    n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    gate_row = expert * (2 * WIDTH) + block * BLOCK_N
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if BY_GROUP:
+        # a block of 64 rows has one scale for each 128 columns; read one step ahead of their use
+        x_scales = x_scales_ptr + m * groups + first
+        gate_scales = w_scales_ptr + (gate_row // 64 + tl.arange(0, BLOCK_N) // 64) * groups + first
+        up_scales = gate_scales + WIDTH // 64 * groups
+        x_scale = tl.load(x_scales, mask=m < rows, other=0.0)
+        gate_scale, up_scale = tl.load(gate_scales), tl.load(up_scales)
+    for step in range(SPAN):
+        inputs = x_desc.load([0, (first + step) * STEP])
+        gate_weights = w_desc.load([gate_row, (first + step) * STEP])
+        up_weights = w_desc.load([gate_row + WIDTH, (first + step) * STEP])
+        if IN_FP8:
+            gate_part = tl.dot(gate_weights, tl.trans(inputs))
+            up_part = tl.dot(up_weights, tl.trans(inputs))
+            if BY_GROUP:
+                more = step + 1 < SPAN
+                next_x_scale = tl.load(x_scales + step + 1, mask=(m < rows) & more, other=0.0)
+                next_gate_scale = tl.load(gate_scales + step + 1, mask=more, other=0.0)
+                next_up_scale = tl.load(up_scales + step + 1, mask=more, other=0.0)
+                gate += gate_part * (gate_scale[:, None] * x_scale[None, :])
+                up += up_part * (up_scale[:, None] * x_scale[None, :])
+                x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
+            else:
+                gate += gate_part
+                up += up_part
+        else:
+            if INTERPRETED:
+                inputs, gate_weights = inputs.to(tl.float32), gate_weights.to(tl.float32)
+                up_weights = up_weights.to(tl.float32)
+            gate = tl.dot(gate_weights, tl.trans(inputs), gate)
+            up = tl.dot(up_weights, tl.trans(inputs), up)
+    if SPLITS > 1:
+        place = tile * blocks + block
+        cells = part_ptr + place * (SPLITS * 2 * BLOCK_N * BLOCK_M)
+        cells += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        tl.store(cells + 2 * split * (BLOCK_N * BLOCK_M), gate)
+        tl.store(cells + (2 * split + 1) * (BLOCK_N * BLOCK_M), up)
+        # The barrier puts every thread's stores before the one thread's release.
+        tl.debug_barrier()
+        if tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(ticket_ptr + place, 0)
+        # L1 is not coherent: what other programs wrote is read from L2.
+        gate = tl.load(cells, cache_modifier=".cg")
+        up = tl.load(cells + BLOCK_N * BLOCK_M, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLITS):
+            gate += tl.load(cells + 2 * other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+            up += tl.load(cells + (2 * other + 1) * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+    if IN_FP8 and not BY_GROUP:
+        x_scale = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)
+        scales = w_scales_ptr + expert * (2 * WIDTH) + n
+        gate *= tl.load(scales)[:, None] * x_scale[None, :]
+        up *= tl.load(scales + WIDTH)[:, None] * x_scale[None, :]
+    slot = tl.arange(0, SLOTS_PADDED)
+    pair = m[:, None] * SLOTS + slot[None, :]
+    asked = tl.load(chosen_ptr + pair, mask=(m < rows)[:, None] & (slot < SLOTS)[None, :], other=-1) == expert
+    share = tl.sum(tl.load(weight_ptr + pair, mask=asked, other=0.0), 1)
+    anybody = tl.max(asked.to(tl.int32), 1) > 0
+    hidden = tl.where(anybody[None, :], gate / (1.0 + tl.exp(-gate)) * up, 0.0)
+    at = (tile * BLOCK_M + m).to(tl.int64)
+    if IN_FP8:
+        scale = tl.maximum(tl.max(tl.abs(hidden), 0), 1e-12) / 448.0
+        tl.store(factor_ptr + (tile * blocks + block) * BLOCK_M + m, scale * share)
+        tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], to_fp8(hidden / scale[None, :], INTERPRETED))
+    else:
+        hidden = (hidden * share[None, :]).to(hidden_ptr.dtype.element_ty)
+        tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], hidden)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _down(
+    hidden_desc,
+    w_desc,
+    factor_ptr,
+    w_scales_ptr,
+    out_ptr,
+    used_ptr,
+    num_used_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    steps: tl.constexpr = WIDTH // STEP
+    groups: tl.constexpr = WIDTH // 128
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block, split = tl.program_id(0), tl.program_id(1)
+    n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    mine = (tl.load(num_used_ptr) - split + SPLITS - 1) // SPLITS
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for i in range(mine * steps):
+        tile, step = split + i // steps * SPLITS, i % steps
+        expert = tl.load(used_ptr + tile)
+        weights = w_desc.load([expert * SIZE + block * BLOCK_N, step * STEP])
+        inputs = hidden_desc.load([tile * BLOCK_M, step * STEP])
+        if IN_FP8:
+            factor = tl.load(factor_ptr + (tile * steps + step) * BLOCK_M + m)
+            part = tl.dot(weights, tl.trans(inputs))
+            if BY_GROUP:
+                rows_of_scales = expert * (SIZE // 64) + n // 64
+                scale = tl.load(w_scales_ptr + rows_of_scales * groups + step * STEP // 128)
+            else:
+                scale = tl.load(w_scales_ptr + expert * SIZE + n)
+            acc += part * (scale[:, None] * factor[None, :])
+        else:
+            if INTERPRETED:
+                weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
+            acc = tl.dot(weights, tl.trans(inputs), acc)
+    if SPLITS > 1:
+        cells = part_ptr + block * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        tl.store(cells + split * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()
+        if tl.atomic_add(ticket_ptr + block, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(ticket_ptr + block, 0)
+        acc = tl.load(cells, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLITS):
+            acc += tl.load(cells + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+    out = out_ptr + m.to(tl.int64)[None, :] * SIZE + n[:, None]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :])
+
+
+def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
+    """So many splits of the columns that the programs of the experts that `rows` rows use when they choose evenly are
+    one wave of one to a multiprocessor, if they do not fill it without: each keeps about 140 KB on their way.
+    `tests.bench.experts --sweep` on an H200: 79 to 84 % of a copy's bandwidth for 8 to 64 rows of DeepSeek-V3."""
+    block_m, steps = block_of(rows), sizes.size // sizes.step
+    programs = sizes.used(rows) * sizes.width / 128
+    splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * programs <= MULTIPROCESSORS))
+    down_splits = 1
+    while down_splits < 8 and down_splits * sizes.size / 128 < 1.5 * MULTIPROCESSORS:
+        down_splits *= 2
+    return ExpertTiles(
+        block_m, ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, stages=6, warps=8)
+    )
+
+
+def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
+    """Float32 cells and tickets of a `Workspace` for `few_row_tiles` of any number of rows."""
+    each = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_ROWS + 1)]
+    return max(cells for cells, _ in each), max(tickets for _, tickets in each)
+
+
+def partial_sizes(rows: int, sizes: ExpertSizes, tiles: ExpertTiles) -> tuple[int, int]:
+    """Cells and tickets for these tiles."""
+    cells, num_tickets = 0, 1
+    for product, places in (
+        (tiles.gate_up, sizes.most(rows) * sizes.width // tiles.gate_up.block_n),
+        (tiles.down, sizes.size // tiles.down.block_n),
+    ):
+        if product.splits > 1:
+            twice = 2 if product is tiles.gate_up else 1
+            cells = max(cells, twice * places * product.splits * product.block_n * tiles.block_m)
+            num_tickets = max(num_tickets, places)
+    return cells, num_tickets
+
+
+def few_row_experts(
+    x: Tensor | Fp8Rows,
+    routed: Routed,
+    weights: ExpertWeights,
+    workspace: Workspace,
+    tiles: ExpertTiles,
+    out: Tensor,
+) -> Tensor:
+    """out [rows, size] = the weighted sum of each row's experts, zeros for padding rows; of a 16- or 32-bit type,
+    contiguous.
+
+    x: [rows, size] of the weights' type, or of `quantize_rows` if they are FP8, with scales of groups if they have
+    such. routed: of `route`, for at most MAX_ROWS rows. tiles: of `few_row_tiles` for at least as many rows. workspace:
+    as large as `workspace_size` says.
+
+    Reference: `workers.layers.experts.experts_one_by_one`.
+    """
+    assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
+    rows, slots = routed.chosen.shape
+    values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    assert rows <= tiles.block_m and values.shape == (rows, weights.size) and values.dtype == weights.gate_up.dtype
+    assert out.shape == values.shape and (x_scales is None or x_scales.is_contiguous())
+    if rows == 0:
+        return out
+    size, width, step, block_m = weights.size, weights.width, weights.step, tiles.block_m
+    most, gate_up, down = routed.used.shape[0], tiles.gate_up, tiles.down
+    blocks = width // gate_up.block_n
+    inner = gate_up.block_n if weights.in_fp8 else 64  # columns of a step of the second product
+    hidden = torch.empty((most * block_m, width), dtype=values.dtype, device=out.device)
+    factors = torch.empty((most, blocks, block_m), dtype=torch.float32, device=out.device) if weights.in_fp8 else None
+    early = pdl_wait(supports_pdl(out.device))
+    _gate_up[(blocks * gate_up.splits, most)](
+        TensorDescriptor.from_tensor(values, [block_m, step]),
+        TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, step]),
+        x_scales,
+        weights.gate_up_scales,
+        hidden,
+        factors,
+        routed.chosen,
+        routed.weight,
+        routed.used,
+        workspace.part,
+        workspace.tickets,
+        rows,
+        WIDTH=width,
+        SIZE=size,
+        SLOTS=slots,
+        SLOTS_PADDED=triton.next_power_of_2(slots),
+        BLOCK_M=block_m,
+        BLOCK_N=gate_up.block_n,
+        STEP=step,
+        SPLITS=gate_up.splits,
+        SPAN=size // step // gate_up.splits,
+        IN_FP8=weights.in_fp8,
+        BY_GROUP=weights.by_group,
+        INTERPRETED=INTERPRETED,
+        num_warps=gate_up.warps,
+        num_stages=gate_up.stages,
+        **early,
+    )
+    _down[(size // down.block_n, down.splits)](
+        TensorDescriptor.from_tensor(hidden, [block_m, inner]),
+        TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, inner]),
+        factors,
+        weights.down_scales,
+        out,
+        routed.used,
+        routed.num_used,
+        workspace.part,
+        workspace.tickets,
+        rows,
+        WIDTH=width,
+        SIZE=size,
+        BLOCK_M=block_m,
+        BLOCK_N=down.block_n,
+        STEP=inner,
+        SPLITS=down.splits,
+        IN_FP8=weights.in_fp8,
+        BY_GROUP=weights.by_group,
+        INTERPRETED=INTERPRETED,
+        num_warps=down.warps,
+        num_stages=down.stages,
+        **early,
+    )
+    return out

@@ -1,0 +1,195 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Which experts a row goes to, in one launch after the router's product; for few rows also which experts are used at
+all. `workers.layers.routing.route` is its reference and says what is computed."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.pdl import pdl_wait, supports_pdl
+from workers.layers.routing import RouterLogits
+
+NOBODY = -1  # in place of an expert, of padding rows
+MAX_LISTED = 64  # rows whose experts are listed
+
+
+@triton.jit(do_not_specialize=["rows", "most", "first_slot"])
+def _route(
+    logit_ptr,
+    bias_ptr,
+    token_slot_ptr,
+    chosen_ptr,
+    weight_ptr,
+    used_ptr,
+    num_used_ptr,
+    ticket_ptr,
+    rows,
+    most,
+    first_slot,
+    scale,
+    EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+    BEST_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    SLOTS_PADDED: tl.constexpr,
+    LIST: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    BINS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    size: tl.constexpr = EXPERTS // GROUPS
+    slots: tl.constexpr = K + SHARED
+    row = tl.program_id(0)
+    group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)
+    expert = group[:, None] * size + member[None, :]
+    there = (group < GROUPS)[:, None] & (member < size)[None, :]
+    logits = tl.load(logit_ptr + row.to(tl.int64) * EXPERTS + expert, mask=there, other=float("-inf"))
+    if SOFTMAX:
+        scores = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    preference = scores
+    if HAS_BIAS:
+        preference += tl.load(bias_ptr + expert, mask=there, other=0.0)
+    preference = tl.where(there, preference, float("-inf"))
+    if BEST_GROUPS < GROUPS:
+        left, worth = preference, tl.zeros([GROUPS_PADDED], tl.float32)
+        for _ in tl.static_range(BEST_OF_GROUP):
+            best, place = tl.max(left, 1, return_indices=True)
+            worth += best
+            left = tl.where(member[None, :] == place[:, None], float("-inf"), left)
+        kept = tl.zeros([GROUPS_PADDED], tl.int32)
+        for _ in tl.static_range(BEST_GROUPS):
+            place = tl.argmax(worth, 0)
+            kept = tl.where(group == place, 1, kept)
+            worth = tl.where(group == place, float("-inf"), worth)
+        preference = tl.where(kept[:, None] > 0, preference, float("-inf"))
+    slot = tl.arange(0, SLOTS_PADDED)
+    chosen = EXPERTS + slot - K  # shared experts stand after the others
+    weight = tl.full([SLOTS_PADDED], 1.0, tl.float32)
+    total = 0.0
+    for i in tl.static_range(K):
+        best, place = tl.max(preference, 1, return_indices=True)
+        best_group = tl.argmax(best, 0)
+        best_member = tl.sum(tl.where(group == best_group, place, 0), 0)
+        hit = (group == best_group)[:, None] & (member == best_member)[None, :]
+        score = tl.sum(tl.sum(tl.where(hit, scores, 0.0), 1), 0)
+        preference = tl.where(hit, float("-inf"), preference)
+        chosen = tl.where(slot == i, tl.minimum(best_group * size + best_member, EXPERTS - 1), chosen)
+        weight = tl.where(slot == i, score, weight)
+        total += score
+    factor = scale
+    if NORMALISE:
+        factor = scale / (total + 1e-20)
+    weight = tl.where(slot < K, weight * factor, weight)
+    if HAS_LIVE:
+        alive = tl.load(token_slot_ptr + row) >= first_slot
+        chosen = tl.where(alive, chosen, -1)
+        weight = tl.where(alive, weight, 0.0)
+    tl.store(chosen_ptr + row * slots + slot, chosen, mask=slot < slots)
+    tl.store(weight_ptr + row * slots + slot, weight, mask=slot < slots)
+    if LIST:
+        # The program that ends last sees what all have chosen.
+        tl.debug_barrier()
+        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == rows - 1:
+            tl.store(ticket_ptr, 0)
+            pair = tl.arange(0, ROWS_PADDED)[:, None] * slots + slot[None, :]
+            inside = (tl.arange(0, ROWS_PADDED) < rows)[:, None] & (slot < slots)[None, :]
+            all_chosen = tl.load(chosen_ptr + pair, mask=inside, other=-1, cache_modifier=".cg")
+            found = tl.where(all_chosen < 0, BINS - 1, all_chosen)
+            counts = tl.histogram(tl.reshape(found, [ROWS_PADDED * SLOTS_PADDED]), BINS)
+            number = tl.arange(0, BINS)
+            is_used = ((counts > 0) & (number < EXPERTS + SHARED)).to(tl.int32)
+            num_used = tl.sum(is_used, 0)
+            tl.store(used_ptr + tl.cumsum(is_used, 0) - 1, number, mask=is_used > 0)
+            tl.store(used_ptr + number, -1, mask=(number >= num_used) & (number < most))
+            tl.store(num_used_ptr, num_used)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where rows go.
+
+    chosen: [rows, slots] int32, experts of each row, the shared ones (numbered after the others) last; NOBODY for
+        padding rows.
+    weight: [rows, slots] float32, 1 for shared experts.
+    used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None for many rows.
+    num_used: [1] int32, how many those are.
+    """
+
+    chosen: Tensor
+    weight: Tensor
+    used: Tensor | None
+    num_used: Tensor | None
+
+
+def route(router: RouterLogits, num_shared: int, ticket: Tensor) -> Routed:
+    """num_shared: experts that every row goes to. ticket: [1] int32, zero between launches.
+
+    Experts are listed for at most MAX_LISTED rows. Of equal preferences the lowest number is chosen.
+
+    Reference: `workers.layers.routing.route`.
+    """
+    logits, bias, routing, live = router.values, router.bias, router.routing, router.live
+    rows, experts = logits.shape
+    assert logits.is_contiguous() and logits.dtype == torch.float32 and experts == routing.num_experts
+    assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
+    slots, listed = routing.experts_per_token + num_shared, rows <= MAX_LISTED
+    chosen = torch.empty((rows, slots), dtype=torch.int32, device=logits.device)
+    weight = torch.empty((rows, slots), dtype=torch.float32, device=logits.device)
+    most = min(experts, rows * routing.experts_per_token) + num_shared
+    used = num_used = None
+    if listed:
+        used = torch.empty(most, dtype=torch.int32, device=logits.device)
+        num_used = torch.empty(1, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return Routed(chosen, weight, used, num_used)
+    size = experts // routing.num_groups
+    _route[(rows,)](
+        logits,
+        bias,
+        None if live is None else live.slots,
+        chosen,
+        weight,
+        used,
+        num_used,
+        ticket,
+        rows,
+        most,
+        0 if live is None else live.first,
+        routing.scale,
+        EXPERTS=experts,
+        K=routing.experts_per_token,
+        SHARED=num_shared,
+        GROUPS=routing.num_groups,
+        GROUPS_PADDED=triton.next_power_of_2(routing.num_groups),
+        SIZE_PADDED=triton.next_power_of_2(size),
+        BEST_GROUPS=routing.groups_per_token,
+        BEST_OF_GROUP=routing.best_of_group,
+        SOFTMAX=routing.scoring == "softmax",
+        NORMALISE=routing.normalise,
+        HAS_BIAS=bias is not None,
+        HAS_LIVE=live is not None,
+        SLOTS_PADDED=triton.next_power_of_2(slots),
+        LIST=listed,
+        ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
+        BINS=triton.next_power_of_2(experts + num_shared + 1),
+        num_warps=4 if listed and rows > 8 else 1,
+        **pdl_wait(supports_pdl(logits.device)),
+    )
+    return Routed(chosen, weight, used, num_used)
