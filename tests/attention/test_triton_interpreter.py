@@ -27,6 +27,7 @@ FILES = (
     "tests/attention/test_pdl_gpu.py",
     "tests/workers/test_skinny_gemm.py",
     "tests/workers/test_fp8_gemm.py",
+    "tests/workers/test_fp8_layers.py",
 )
 
 pytestmark = [
