@@ -31,6 +31,7 @@ class Mtp(DraftMethod):
     the first is used."""
 
     name: ClassVar[str] = "mtp"
+    shares_vocabulary: ClassVar[bool] = True
     model: DeepseekConfig
     layer: int
 

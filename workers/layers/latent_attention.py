@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form: heads look at latent
 rows themselves, for which the up-projection of keys is multiplied into q, and that of values into what comes out."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,7 @@ class LatentUpProjection(ColumnParallelLinear):
         self.num_heads, self.key_dim, self.value_dim = heads.size, key_dim, value_dim
 
     def finish(self, options: GEMMOptions) -> None:
-        super().finish(options)
+        super().finish(dataclasses.replace(options, fp8=False))  # is multiplied in the model's type
         assert isinstance(self.method, DenseLinearMethod), "a part of a weight is nothing that other methods have"
         weight = self.method.dense_weight().view(self.num_heads, self.key_dim + self.value_dim, -1)
         self.keys, self.values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
