@@ -8,12 +8,20 @@ from cluster.config import AerieConfig, ConfigError
 from cluster.http.text.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
+    from speculative.build import RankMemory
     from workers.runner.layout import EngineLayout
 
 
 def bytes_per_slot(config: AerieConfig) -> int:
     """Memory of a running request's tables on each rank, of a configuration that `with_checkpoints` gave."""
     return _layout(config).bytes_per_slot
+
+
+def rank_memory(config: AerieConfig) -> "RankMemory":
+    """Of GPUs that multiply FP8, of a configuration that `with_checkpoints` gave."""
+    from speculative.build import plan_memory
+
+    return plan_memory(engine_spec(config), multiplies_fp8=True)
 
 
 def with_checkpoints(config: AerieConfig) -> AerieConfig:

@@ -40,7 +40,7 @@ def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[Node
 def print_plan(path: Path, nodes: Sequence[NodeResources], found_to: Path | None = None) -> int:
     """Print what `path` would start on `nodes`; without nodes, only check what needs none. found_to: a file for what
     only the checkpoints know, see `deploy.configs.use_checked`. Raises ConfigError."""
-    from cluster.checkpoints import bytes_per_slot
+    from cluster.checkpoints import bytes_per_slot, rank_memory
 
     config = checked_file(path)
     if found_to is not None:
@@ -48,7 +48,9 @@ def print_plan(path: Path, nodes: Sequence[NodeResources], found_to: Path | None
     if not nodes:
         print(f"{path} is valid; whether it fits is for the cluster to say")
         return 0
-    for line in plan_lines(config, place(config, nodes), nodes, bytes_per_slot(config)):
+    placement = place(config, nodes)
+    memory = rank_memory(config) if placement.device == "cuda" else None
+    for line in plan_lines(config, placement, nodes, bytes_per_slot(config), memory):
         print(line)
     return 0
 

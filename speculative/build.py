@@ -8,6 +8,7 @@ import torch
 
 from attention.config import DraftAttention
 from attention.kv_cache.layout import LayerGroup
+from attention.kv_cache.pool import bytes_per_page
 from attention.metadata import Mode
 from speculative.backends import draft_backends
 from speculative.config import SpeculativeConfig
@@ -18,9 +19,12 @@ from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
 from speculative.shapes import TreeShape, shapes_of
 from workers.config import RoundShapes, WorkerConfig
-from workers.distributed.tp_group import SOLO
+from workers.device import resolve_dtype
+from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.config import ModelConfig
 from workers.models.loading import read_target_config
+from workers.models.registry import family_of
+from workers.models.weight_bytes import META, weight_bytes
 from workers.runner import build
 from workers.runner.backends import Backends, ModelShape
 from workers.runner.build import BuiltRank, PhaseReport
@@ -37,6 +41,16 @@ class EngineSpec:
     worker: WorkerConfig
     speculative: SpeculativeConfig | None = None
     draft_attention: DraftAttention = field(default_factory=DraftAttention)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on each rank of GPUs. target, draft: weights; of a draft whose checkpoint may lack an embedding or a
+    vocabulary head, with them. token: of the KV of one."""
+
+    target: int
+    draft: int
+    token: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,14 @@ class DraftSpeculation:
         shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device)
         return draft_backends(self.attention, shape, self._drafts_trees)
 
+    def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
+        draft, group = self.draft, TPGroup(0, self.draft_tp)
+        is_shared = draft.shares_vocabulary and self.draft_tp == tensor_parallel
+        shared = ("embed_tokens", "lm_head") if is_shared else ()
+        return weight_bytes(
+            lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, multiplies_fp8, shared
+        )
+
     def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
         worker, device = parts.worker, parts.slots.device
         group = parts.group if self.draft_tp == parts.group.size else SOLO
@@ -91,6 +113,19 @@ class DraftSpeculation:
         draft = DraftRunner(model, parts.pool_beside, backends)
         synthetic = self.config.synthetic_acceptance_length
         return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, synthetic)
+
+
+def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:
+    """What checkpoints' configurations say of memory. multiplies_fp8: whether the GPUs do, as for `weight_bytes`.
+    Raises ValueError as `plan_layout`."""
+    ranks, source = spec.worker.tensor_parallel, spec.worker.model
+    target = read_target_config(source, ranks)
+    dtype, group = resolve_dtype(source.dtype, target.dtype, META), TPGroup(0, ranks)
+    family, speculation = family_of(target.architecture, f"model {source.path}"), _speculation(spec, target)
+    names = family.weight_names(target)
+    weights = weight_bytes(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, multiplies_fp8)
+    groups = [*target.kv_groups(ranks, dtype), *speculation.kv_groups(dtype)]
+    return RankMemory(weights, speculation.weight_bytes(ranks, dtype, multiplies_fp8), bytes_per_page(groups, 1))
 
 
 def plan_layout(spec: EngineSpec) -> EngineLayout:

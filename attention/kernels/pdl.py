@@ -33,7 +33,8 @@ The rule:
     silu_mul                triggers   nothing
     skinny_gemm             triggers   the first columns of W         constant
     quantize                triggers   nothing
-    fp8_gemm                triggers   nothing
+    fp8_norm                triggers   the norm's weight             constant
+    fp8_gemm                triggers   the first columns of W         constant
     fp8_gemm_wide           triggers   nothing
     route                   triggers   nothing
     order                   triggers   nothing

@@ -1,6 +1,7 @@
 """What the operator reads: the plan before the start, the table of ranks after it, and the line to try."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
@@ -9,12 +10,19 @@ from workers.config import AUTO_SLOTS, SchedulerConfig
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
+if TYPE_CHECKING:
+    from speculative.build import RankMemory
+
 
 def plan_lines(
-    config: AerieConfig, placement: Placement, nodes: Sequence[NodeResources], bytes_per_slot: int
+    config: AerieConfig,
+    placement: Placement,
+    nodes: Sequence[NodeResources],
+    bytes_per_slot: int,
+    memory: "RankMemory | None" = None,
 ) -> list[str]:
     """The configuration as it will run, before anything is started. bytes_per_slot: of a running request's tables, per
-    rank."""
+    rank. memory: of a rank on GPUs."""
     parallel, scheduler = config.parallel, config.scheduler
     each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
     return [
@@ -22,6 +30,7 @@ def plan_lines(
         f"draft       {_draft(config)}",
         f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks on {placement.device}, "
         f"{placement.strategy}: {each}",
+        *([] if memory is None else [_weights_line(memory)]),
         *_memory_lines(config, placement, bytes_per_slot),
         f"scheduler   {_slots(config, placement)} running, {scheduler.max_waiting} waiting, "
         f"{scheduler.resolved(placement.device).step_token_limit} prompt tokens per step, {_target(scheduler)}",
@@ -136,6 +145,15 @@ def _memory_lines(config: AerieConfig, placement: Placement, bytes_per_slot: int
             f"{limits.limit_gb:g} GB per rank go"
         )
     return lines
+
+
+def _weights_line(memory: "RankMemory") -> str:
+    """FP8 is dequantised before Hopper, which takes twice as much."""
+    draft = f" and {memory.draft / 1e9:.2f} GB of the draft" if memory.draft else ""
+    return (
+        f"weights     {memory.target / 1e9:.2f} GB of the target{draft} on each GPU (FP8 as it is, from compute "
+        f"capability 9.0 on); KV takes {memory.token} bytes per token of each"
+    )
 
 
 def _bundle(bundle: Mapping[str, float]) -> str:

@@ -40,10 +40,12 @@ class DraftMethod(ABC):
     model: of its layers; what its KV pool and its attention backends are made for.
     vocab_size: of its own vocabulary, the target's if it has none.
     capture: layers of the target whose input it reads; empty if it reads the final hidden state.
+    shares_vocabulary: whether its checkpoint has neither an embedding nor a vocabulary head that it would use.
     """
 
     name: ClassVar[str]
     lookahead: ClassVar[int] = 1
+    shares_vocabulary: ClassVar[bool] = False
 
     path: str
     model: ModelConfig

@@ -31,6 +31,7 @@ class Mtp(DraftMethod):
     the first is used."""
 
     name: ClassVar[str] = "mtp"
+    shares_vocabulary: ClassVar[bool] = True
     model: DeepseekConfig
     layer: int
 
@@ -94,7 +95,9 @@ class MtpModel(DraftModel):
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         residual = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
         angles = self.rotary.at(context.positions)
-        added, residual = self.layer(self.layer.input_layernorm(residual), residual, angles, context)
+        layer = self.layer
+        normed = layer.input_layernorm.for_product(residual, layer.self_attn.fp8_inputs)
+        added, residual = layer(normed, residual, angles, context)
         state, _ = self.norm.add(added, residual, self.group)
         return state
 

@@ -20,10 +20,10 @@ from attention.views import LayerKV  # noqa: E402
 from speculative.kernels import head_input  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
 from tests.attention.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
-from tests.workers.test_kernels_compile import LATENT, NORMED_LATENTS, head_constants  # noqa: E402
+from tests.workers.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.layers.kernels import fp8_rows, latent, norm_activation  # noqa: E402
+from workers.layers.kernels import fp8_norm, fp8_rows, latent, norm_activation  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -84,6 +84,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         {"requests_ptr"},
     ),
     "add_rms_norm": (norm_activation._add_norm, BF16, NORM, False, {"weight_ptr"}),
+    "fp8_norm": (
+        fp8_norm._fp8_norm,
+        BF16 | {"plain_ptr": "bf16"} | FP8_OUT,
+        NORM_FP8,
+        False,
+        {"weight_ptr"},
+    ),
     "silu_mul": (norm_activation._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, False, set()),
     "quantize": (
         fp8_rows._quantize,

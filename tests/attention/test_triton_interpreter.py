@@ -29,6 +29,7 @@ FILES = (
     "tests/workers/test_skinny_gemm.py",
     "tests/workers/test_fp8_gemm.py",
     "tests/workers/test_expert_kernels.py",
+    "tests/workers/test_fp8_layers.py",
 )
 
 pytestmark = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attention.backends.torch_backend import TorchBackend
+from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode, PrefillBatch
 from speculative.config import SpeculativeConfig
@@ -79,23 +80,65 @@ def test_its_states_are_those_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(draft.logits(after), whole.lm_head(after))
 
 
-def test_it_changes_no_token(tmp_path: Path, pair: Pair) -> None:
-    """Chain and tree, on one rank and on two, the draft cut or whole on each."""
-    target = make_target(tmp_path / "t", calm=0.01, **V3)
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> Pair:
+    """A target of DeepSeek-V3's shape, latent attention and experts, whose module is right about half the time."""
+    target = make_target(tmp_path_factory.mktemp("mtp") / "t", calm=0.01, **V3)
     add_mtp(target, copying=True)
-    served = Pair(target, pair.eagle, pair.eagle3, pair.prompts[:6])
+    return Pair(target, pair.eagle, pair.eagle3, pair.prompts[:6])
 
-    def answers(speculative: SpeculativeConfig | None, ranks: int = 1) -> list[Request]:
-        with local_engine(served.spec(speculative, tensor_parallel=ranks)) as engine:
-            return engine.generate(served.prompts, SamplingParams(16, 0.0), 4)
 
-    plain = [request.output for request in answers(None)]
-    for (steps, top_k, nodes), ranks, draft_tp in (((3, 1, 4), 1, None), ((4, 3, 10), 1, None), ((4, 3, 10), 2, 1)):
-        drafted = answers(SpeculativeConfig("", "mtp", steps, top_k, nodes, draft_tp), ranks)
-        assert [request.output for request in drafted] == plain
-        histogram = torch.tensor([request.acceptance_histogram for request in drafted]).sum(0).tolist()
-        accepted = sum(k * rounds for k, rounds in enumerate(histogram)) / sum(histogram)
-        assert accepted > 0.5, f"rounds by accepted drafts: {histogram}"
+GREEDY = SamplingParams(16, 0.0)
+SAMPLED = (
+    SamplingParams(16, 1.0, seed=5),
+    SamplingParams(16, 0.7, top_k=8, top_p=0.9, seed=1 << 63),
+    SamplingParams(16, 0.9, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2, seed=3),
+)
+FEW_PAGES = CacheConfig(page_size=4, num_pages=30)  # requests that decode together must give way to each other
+
+
+def answers(
+    served: Pair, speculative: SpeculativeConfig | None, ranks: int = 1, cache: CacheConfig | None = None
+) -> list[Request]:
+    """Of every prompt, greedy and sampled; what is drawn depends on seed and place alone."""
+    spec = served.spec(speculative, *([] if cache is None else [cache]), tensor_parallel=ranks)
+    sampling = [setting for i in range(len(served.prompts)) for setting in (GREEDY, SAMPLED[i % len(SAMPLED)])]
+    with local_engine(spec) as engine:
+        return engine.generate([prompt for prompt in served.prompts for _ in range(2)], sampling, 4)
+
+
+@pytest.fixture(scope="module")
+def plain(served: Pair) -> list[list[int]]:
+    return [request.output for request in answers(served, None)]
+
+
+@pytest.mark.parametrize(
+    "shape,ranks,draft_tp,cache",
+    [
+        ((3, 1, 4), 1, None, None),
+        ((4, 3, 10), 1, None, CacheConfig(page_size=1, num_pages=1600)),
+        ((4, 3, 10), 1, None, FEW_PAGES),
+        ((3, 1, 4), 2, None, None),
+        ((4, 3, 10), 2, 1, None),
+    ],
+    ids=["chain", "tree, pages of 1", "tree, few pages", "chain, 2 ranks", "tree, 2 ranks, draft whole on each"],
+)
+def test_it_changes_no_token(
+    served: Pair,
+    plain: list[list[int]],
+    shape: tuple[int, int, int],
+    ranks: int,
+    draft_tp: int | None,
+    cache: CacheConfig | None,
+) -> None:
+    """Greedy and sampled. In float32, where passes of different widths differ by 1e-5 in a logit; a machine's run is
+    deterministic."""
+    drafted = answers(served, SpeculativeConfig("", "mtp", *shape, draft_tp), ranks, cache)
+    assert [request.output for request in drafted] == plain
+    assert (sum(request.num_preemptions for request in drafted) > 0) == (cache is FEW_PAGES)
+    greedy = torch.tensor([request.acceptance_histogram for request in drafted[::2]]).sum(0).tolist()
+    accepted = sum(k * rounds for k, rounds in enumerate(greedy)) / sum(greedy)
+    assert accepted > 0.5, f"rounds by accepted drafts: {greedy}"
 
 
 def test_its_weights_may_be_fp8(tmp_path: Path) -> None:

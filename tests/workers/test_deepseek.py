@@ -142,9 +142,9 @@ def test_backends_read_latent_rows_or_are_refused() -> None:
     wide = dataclasses.replace(use, head_dim=1088, value_dim=1024)
     assert limit(BACKENDS["triton"], wide) == "kv_lora_rank=1024: must be at most 512"
     with pytest.raises(
-        ValueError, match="flashinfer cannot serve verify: it reads KV kept as heads, not as latent rows; .*torch"
+        ValueError, match="trtllm cannot serve verify: it reads KV kept as heads, not as latent rows; .*torch"
     ):
-        choose_backends([Choice("attention.decode", "flashinfer", use)])
+        choose_backends([Choice("attention.decode", "trtllm", use)])
 
 
 def test_dummies_need_no_weights(tmp_path: Path) -> None:

@@ -7,16 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.layers.kernels.fp8_gemm import (  # noqa: E402
-    MAX_ROWS,
-    SCALE_ROWS,
-    Fp8Matrix,
-    fp8_fixed_rows,
-    fp8_gated_tiles,
-    fp8_gemm,
-    fp8_gemm_tiles,
-    fp8_workspace_size,
-)
+from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm  # noqa: E402
 from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide  # noqa: E402
 from workers.layers.kernels.fp8_rows import (  # noqa: E402
     FP8,
@@ -25,6 +16,14 @@ from workers.layers.kernels.fp8_rows import (  # noqa: E402
     dequantized_rows,
     quantize_rows,
     quantize_rows_reference,
+)
+from workers.layers.kernels.fp8_tiles import (  # noqa: E402
+    MAX_ROWS,
+    SCALE_ROWS,
+    Fp8Matrix,
+    fp8_gated_tiles,
+    fp8_gemm_tiles,
+    fp8_workspace_size,
 )
 from workers.layers.kernels.norm_activation import silu_mul_reference  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402

@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from attention.kernels import move_path  # noqa: E402
 from speculative.kernels import accept_commit, head_input, read_trees, tree_growth  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
-from workers.layers.kernels import (  # noqa: E402
+from workers.layers.kernels import (
     argmax,
     fp8_gemm,
     fp8_gemm_wide,
+    fp8_norm,
+    fp8_tiles,
     latent,
     norm_activation,
     skinny_gemm,
@@ -32,7 +35,8 @@ NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
     LATENT
     | dict.fromkeys(("both_ptr", "q_ptr", "q_weight_ptr", "row_weight_ptr", "pool_ptr"), "bf16")
     | {"slot_ptr": "i64"},
-    {"Q": 1536, "Q_NORMED": True, "LATENT": 512, "ROTATED": 64, "BLOCK_Q": 2048, "BLOCK_LATENT": 512, "PDL": True},
+    {"Q": 1536, "Q_NORMED": True, "LATENT": 512, "ROTATED": 64, "BLOCK_Q": 2048, "BLOCK_LATENT": 512, "PDL": True}
+    | {"q_scales_ptr": None, "BY_GROUP": False, "INTERPRETED": False},
 )
 FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i64")
 
@@ -96,58 +100,118 @@ def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: in
     assert "ld.global" not in before_the_wait and "st.global" not in before_the_wait
 
 
-FP8_POINTERS = dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "part_ptr"), "fp32") | {"out_ptr": "bf16"}
+FP8_POINTERS = dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "out_scales_ptr", "scales_ptr", "part_ptr"), "fp32") | {
+    "x_ptr": "bf16",
+    "values_ptr": "fp8e4nv",
+    "w_ptr": "fp8e4nv",
+    "out_ptr": "bf16",
+}
+# kind, rows, n, k: "" for rows in FP8, "rounding" for such as are not yet, "gated" and "gated for fp8".
+FP8_PRODUCTS = [
+    ("", 1, 4096, 4096),
+    ("", 1, 4096, 14336),
+    ("", 4, 2112, 7168),
+    ("", 17, 3072, 1536),
+    ("", 128, 6144, 4096),
+    ("", 16, 10240, 8192),
+    ("rounding", 1, 4096, 4096),
+    ("rounding", 8, 4096, 4096),
+    ("rounding", 4, 7168, 2048),
+    ("gated", 1, 28672, 4096),
+    ("gated", 64, 28672, 4096),
+    ("gated for fp8", 1, 28672, 4096),
+    ("gated for fp8", 17, 28672, 4096),
+    ("gated for fp8", 64, 28672, 4096),
+]
 
 
-@pytest.mark.parametrize("rows,n,k,gated", [(1, 4096, 4096, False), (64, 28672, 4096, True), (128, 6144, 4096, False)])
-@pytest.mark.parametrize("by_group", [True, False])
+@pytest.mark.parametrize(
+    "kind,rows,n,k,by_group",
+    [*((*case, True) for case in FP8_PRODUCTS), *((*case, False) for case in FP8_PRODUCTS[::4])],
+)
 def test_product_of_few_fp8_rows_fits_hopper(
-    rows: int, n: int, k: int, gated: bool, by_group: bool, tmp_path: Path
+    kind: str, rows: int, n: int, k: int, by_group: bool, tmp_path: Path
 ) -> None:
-    tiles = (fp8_gemm.fp8_gated_tiles if gated else fp8_gemm.fp8_gemm_tiles)(rows, n, k)
-    assert tiles is not None
-    groups = k // fp8_gemm.GROUP
+    gated, for_fp8 = kind.startswith("gated"), kind == "gated for fp8"
+    tiles = fp8_tiles.fp8_gated_tiles(rows, n, k, for_fp8) if gated else fp8_tiles.fp8_gemm_tiles(rows, n, k)
+    assert tiles is not None and tiles.ahead == (0 if tiles.block_m > 16 else 256 // tiles.block_n // (1 + gated))
+    weight = fp8_tiles.Fp8Matrix(torch.empty(n, k, device="meta"), torch.empty(-(-n // 64), k // 128, device="meta"))
+    columns = fp8_tiles.rounding_columns(rows, weight, tiles) if kind == "rounding" else 0
     constants = {
         "N": n // 2 if gated else n,
-        "GROUPS": groups,
+        "GROUPS": k // fp8_gemm.GROUP,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "SPLITS": tiles.splits,
-        "SPAN": groups // tiles.splits,
+        "SPAN": tiles.span(k),
+        "AHEAD": tiles.ahead,
+        "ROWS": fp8_tiles.rounding_rows(rows) if columns else 0,
+        "COLUMNS": columns,
         "GATED": gated,
         "BY_GROUP": by_group,
         "HAS_BIAS": False,
+        "RESULT": fp8_gemm.tl.bfloat16,
         "PDL": True,
-    }
+        "INTERPRETED": False,
+    } | ({} if for_fp8 else {"out_scales_ptr": None})
     blocks = {"x_desc": (tiles.block_m, 128), "w_desc": (tiles.block_n, 128)}
-    check_fp8(fp8_gemm._fp8_gemm, tmp_path, constants, tiles.warps, tiles.stages, blocks)
+    pointers = {"out_ptr": "fp8e4nv"} if for_fp8 else {}
+    ptx = check_fp8(fp8_gemm._fp8_gemm, tmp_path, constants, tiles.warps, tiles.stages, blocks, pointers)
+    # launched early, it reads of W, which nobody writes, before it waits, and of nothing else
+    before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
+    assert ("ld.global" in before_the_wait) == (tiles.ahead > 0)
+    assert ("fence.proxy.async;" in ptx) == (columns > 0)
 
 
 @pytest.mark.parametrize("by_group", [True, False])
 def test_product_of_many_fp8_rows_fits_hopper(by_group: bool, tmp_path: Path) -> None:
     constants = {"N": 7168, "GROUPS": 18, "BLOCK_M": 128, "BLOCK_N": 128, "TOGETHER": 8, "BY_GROUP": by_group}
     blocks = {"x_desc": (128, 128), "w_desc": (128, 128)}
-    check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants | {"HAS_BIAS": False, "PDL": True}, 8, 4, blocks)
+    constants |= {"HAS_BIAS": False, "PDL": True}
+    ptx = check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants, 8, 4, blocks, {})
+    assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
 
 
 def check_fp8(
-    kernel: Any, path: Path, constants: dict[str, Any], warps: int, stages: int, blocks: dict[str, tuple[int, int]]
-) -> None:
+    kernel: Any,
+    path: Path,
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    blocks: dict[str, tuple[int, int]],
+    pointers: dict[str, str],
+) -> str:
     spills, shared, ptx = compiled(
-        kernel, path, FP8_POINTERS, constants, warps, stages, descriptors=blocks, mapped="fp8e4nv"
+        kernel, path, FP8_POINTERS | pointers, constants, warps, stages, descriptors=blocks, mapped="fp8e4nv"
     )
     assert spills == 0 and shared <= SHARED_PER_SM
     assert "f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx
-    # launched early, it reads nothing before it waits
     before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
-    assert "cp.async.bulk.tensor" not in before_the_wait and "ld.global" not in before_the_wait
+    assert "cp.async.bulk.tensor" not in before_the_wait and "st.global" not in before_the_wait
+    return ptx
 
+
+FP8_OUT = {"out_ptr": "fp8e4nv", "scales_ptr": "fp32"}
+NORM_FP8 = {"SIZE": 7168, "BLOCK": 8192, "HAS_RESIDUAL": True, "PLAIN": True, "BY_GROUP": True} | {
+    "PDL": True,
+    "INTERPRETED": False,
+}
+LATENTS_FP8: tuple[dict[str, str], dict[str, Any]] = (
+    NORMED_LATENTS[0] | {"q_ptr": "fp8e4nv", "q_scales_ptr": "fp32"},
+    {name: value for name, value in NORMED_LATENTS[1].items() if name != "q_scales_ptr"} | {"BY_GROUP": True},
+)
 
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "norm": (
         norm_activation._add_norm,
         BF16 | {"residual_ptr": "bf16", "weight_ptr": "bf16"},
         {"HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True},
+        16,
+    ),
+    "norm for fp8": (
+        fp8_norm._fp8_norm,
+        BF16 | dict.fromkeys(("residual_ptr", "weight_ptr", "plain_ptr"), "bf16") | FP8_OUT,
+        NORM_FP8,
         16,
     ),
     "swiglu": (norm_activation._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, 4),
@@ -263,6 +327,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         4,
     ),
     "normed_latents": (latent._normed_latents, *NORMED_LATENTS, 8),
+    "normed_latents for fp8": (latent._normed_latents, *LATENTS_FP8, 8),
     "absorbed keys of few rows": (latent._head_products, LATENT, head_constants(8, 128, 512, 64), 4),
     "absorbed keys of many rows": (latent._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),
     "values of few rows": (latent._head_products, LATENT, head_constants(64, 512, 128, 0), 4),

@@ -117,6 +117,91 @@ QWEN3_235B = QWEN3_30B | {
     "num_hidden_layers": 94,
     "num_attention_heads": 64,
 }
+V3_1 = V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}
+QWEN3_8B: dict[str, Any] = {
+    **COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+}
+QWEN25_72B = {name: value for name, value in QWEN3_8B.items() if name not in ("head_dim", "attention_bias")} | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 131072,
+    "max_window_layers": 80,
+}
+LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "output_activations": None,
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
+LLAMA_8B: dict[str, Any] = {
+    **COMMON,
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 8192},
+    "quantization_config": CHANNELS,
+}
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+# As their cards name them: config.json, and billions of parameters.
+PUBLISHED = {
+    "DeepSeek-V2-Lite": (V2_LITE, 15.7),
+    "DeepSeek-V2": (V2, 235.7),
+    "DeepSeek-V3": (V3, 671.0),
+    "DeepSeek-V3.1": (V3_1, 671.0),
+    "Kimi-K2": (KIMI_K2, 1026.4),
+    "Qwen3-30B-A3B": (QWEN3_30B, 30.5),
+    "Qwen3-30B-A3B-FP8": (QWEN3_30B | {"quantization_config": FP8}, 30.5),
+    "Qwen3-235B-A22B": (QWEN3_235B, 235.1),
+    "Qwen3-8B-FP8": (QWEN3_8B | {"quantization_config": FP8}, 8.2),
+    "Qwen2.5-72B": (QWEN25_72B, 72.7),
+    "Llama-3.1-8B-FP8-dynamic": (LLAMA_8B, 8.0),
+    "Llama-3.1-70B-FP8-dynamic": (LLAMA_70B, 70.6),
+}
 
 
 def read(raw: dict[str, Any]) -> ModelConfig:
@@ -138,12 +223,9 @@ def parameters(config: ModelConfig, ranks: int, dtype: torch.dtype | None = None
     return sum(p.numel() for _, p in named if dtype is None or p.dtype == dtype)
 
 
-@pytest.mark.parametrize(
-    "raw,billions",
-    [(V2_LITE, 15.7), (V2, 235.7), (V3, 671.0), (KIMI_K2, 1026.4), (QWEN3_30B, 30.5), (QWEN3_235B, 235.1)],
-    ids=["V2-Lite", "V2", "V3", "Kimi-K2", "Qwen3-30B-A3B", "Qwen3-235B-A22B"],
-)
-def test_models_have_as_many_parameters_as_their_cards_say(raw: dict[str, Any], billions: float) -> None:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_have_as_many_parameters_as_their_cards_say(name: str) -> None:
+    raw, billions = PUBLISHED[name]
     assert parameters(read(raw), 1) / 1e9 == pytest.approx(billions, abs=0.06)
 
 

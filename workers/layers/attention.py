@@ -1,13 +1,19 @@
 """Grouped-query attention over a `ForwardContext`."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear
+from workers.layers.linear_method import Fp8Inputs
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 
 class Attention(AttentionLayer):
@@ -38,8 +44,12 @@ class Attention(AttentionLayer):
         self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
-    def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return self.qkv.method.fp8_inputs
+
+    def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
+        heads = self.qkv(x).unflatten(1, (-1, self.head_dim))
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         if self.q_norm is not None and self.k_norm is not None:

@@ -2,21 +2,31 @@
 and its MLP; neither is known here."""
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
+from workers.layers.linear_method import Fp8Inputs
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
 from workers.layers.routing import TokenSlots
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 
 class AttentionLayer(nn.Module, ABC):
     """Rows that look at each other, through the KV of one layer."""
 
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        """In which form `partial` takes rows beside the model's type, if in any."""
+        return None
+
     @abstractmethod
-    def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+    def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
         """This rank's part of the output [n, hidden_size], as `RowParallelLinear.partial` gives it, of the rows that
         attend; x: [rows, input size]. Writes all rows' KV into the context's pool."""
 
@@ -24,10 +34,15 @@ class AttentionLayer(nn.Module, ABC):
 class FeedForward(nn.Module, ABC):
     """What a block does with each row by itself: an MLP, or experts."""
 
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        """In which form `partial` takes rows beside the model's type, if in any."""
+        return None
+
     @abstractmethod
-    def partial(self, x: Tensor, live: TokenSlots | None = None) -> Tensor:
-        """This rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` gives it. live: which rows
-        are padding, whose output nobody reads."""
+    def partial(self, x: Any, live: TokenSlots | None = None) -> Tensor:
+        """This rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` gives it. x: rows in the
+        model's type, or as `fp8_inputs` says. live: which rows are padding, whose output nobody reads."""
 
 
 class DecoderLayer(nn.Module):
@@ -44,12 +59,13 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, normed: Tensor, residual: Tensor, angles: Angles, context: ForwardContext
+        self, normed: "Tensor | Fp8Rows", residual: Tensor, angles: Angles, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """From the residual stream [rows, hidden] and its input norm: this rank's part of what the MLP adds to the
-        stream, and the stream before that, both of the rows that attend. The caller sums and adds, together with the
-        next norm."""
+        """From the residual stream [rows, hidden] and its input norm, in the model's type or of the attention's
+        `fp8_inputs`: this rank's part of what the MLP adds to the stream, and the stream before that, both of the rows
+        that attend. The caller sums and adds, together with the next norm."""
         attended = self.self_attn.partial(normed, angles, context)
         residual = context.attending_rows(residual)
-        normed, residual = self.post_attention_layernorm.add(attended, residual, self.group)
+        norm = self.post_attention_layernorm
+        normed, residual = norm.add_for_product(attended, residual, self.mlp.fp8_inputs, self.group)
         return self.mlp.partial(normed, context.token_slots), residual

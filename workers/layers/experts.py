@@ -15,6 +15,7 @@ from workers.layers.activation import silu_mul
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear import rank_span
 from workers.layers.linear_method import (
+    Fp8Inputs,
     LinearMethod,
     LinearShape,
     Part,
@@ -27,6 +28,7 @@ from workers.layers.weighted import WeightedModule, WeightKey
 
 if TYPE_CHECKING:
     from workers.layers.fused_experts import FusedExperts
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 _ALIGNMENT = 16  # bytes; of the rows of what torch's grouped products read
 
@@ -92,10 +94,16 @@ class ExpertsMethod(nn.Module, ABC):
         """See `workers.layers.weighted.WeightedModule.workspace_size`."""
         return 0, 0
 
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        """In which form `multiply` takes rows beside the model's type, if in any."""
+        return None
+
     @abstractmethod
-    def multiply(self, x: Tensor, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+    def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None = None) -> Tensor:
         """[rows, hidden_size] this rank's part of the weighted sum of each row's experts, and of what was joined, for x
-        [rows, hidden_size]; in the memory `out` if it is given. Rows do not touch each other."""
+        [rows, hidden_size], in the model's type or as `fp8_inputs` says; in the memory `out` if it is given. Rows do
+        not touch each other."""
 
 
 class DenseExperts(ExpertsMethod):
@@ -127,9 +135,14 @@ class DenseExperts(ExpertsMethod):
             weights = ExpertWeights(gate_up, down, num_shared=gate_up.shape[0] - self.shape.num_experts)
             self._fused = FusedExperts(weights, options.workspace, options.deterministic, gate_up.dtype)
 
-    def multiply(self, x: Tensor, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return None if self._fused is None else self._fused.inputs
+
+    def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None = None) -> Tensor:
         if self._fused is not None:
             return self._fused.multiply(x, router, out)
+        assert isinstance(x, Tensor), "asked for no other form"
         gate_up, down = self.dense_weights()
         aligned = all(matrix.shape[2] * matrix.element_size() % _ALIGNMENT == 0 for matrix in (gate_up, down))
         result = (grouped_experts if aligned else experts_one_by_one)(x, *router.choose(), gate_up, down)

@@ -1,6 +1,7 @@
 """Experts by kernels of ours, on GPUs: which of them multiply how many rows. Called by `workers.layers.experts` and
 `workers.layers.quantization.fp8_experts`; importing it needs no triton."""
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.layers.gemm import GEMMOptions
+from workers.layers.linear_method import Fp8Inputs
 from workers.layers.routing import RouterLogits
 
 if TYPE_CHECKING:
@@ -66,6 +68,11 @@ class FusedExperts:
     workspace: "Workspace"
     deterministic: bool
     dtype: torch.dtype
+
+    @property
+    def inputs(self) -> Fp8Inputs | None:
+        """Rows in FP8, and in the model's type for the router; None where weights are in the latter."""
+        return Fp8Inputs(self.weights.by_group, sys.maxsize, plain=True) if self.weights.in_fp8 else None
 
     def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None) -> Tensor:
         """See `ExpertsMethod.multiply`; x may be in FP8 already where the weights are."""

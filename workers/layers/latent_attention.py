@@ -1,6 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form: heads look at latent
 rows themselves, for which the up-projection of keys is multiplied into q, and that of values into what comes out."""
 
+import dataclasses
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,9 +12,12 @@ from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
-from workers.layers.linear_method import DenseLinearMethod, Span
+from workers.layers.linear_method import DenseLinearMethod, Fp8Inputs, Span
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 _LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
@@ -30,7 +36,7 @@ class LatentUpProjection(ColumnParallelLinear):
         self.num_heads, self.key_dim, self.value_dim = heads.size, key_dim, value_dim
 
     def finish(self, options: GEMMOptions) -> None:
-        super().finish(options)
+        super().finish(dataclasses.replace(options, fp8=False))  # is multiplied in the model's type
         assert isinstance(self.method, DenseLinearMethod), "a part of a weight is nothing that other methods have"
         weight = self.method.dense_weight().view(self.num_heads, self.key_dim + self.value_dim, -1)
         self.keys, self.values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
@@ -81,7 +87,11 @@ class LatentAttention(AttentionLayer):
         self.kv_b_proj = LatentUpProjection(latent, heads, key_dim, value_dim)
         self.o_proj = RowParallelLinear(num_heads * value_dim, hidden_size, group, "num_attention_heads")
 
-    def partial(self, x: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return self.qkv_a.method.fp8_inputs
+
+    def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
         both = self.qkv_a(x)
         return (self._partial_fused if both.is_cuda else self._partial_in_torch)(both, angles, context)
 
@@ -112,9 +122,12 @@ class LatentAttention(AttentionLayer):
             angles,
             context.pool.layer(self.layer),
             context.slot_mapping,
+            wanted=None if self.q_b_proj is None else self.q_b_proj.method.fp8_inputs,
         )
         projected = normed if self.q_b_proj is None else self.q_b_proj(normed)
-        head_products(projected.unflatten(1, (heads, -1)), self.kv_b_proj.keys, q, angles)
+        assert isinstance(projected, Tensor)
+        by_head: Tensor = projected.unflatten(1, (heads, -1))  # type: ignore[no-untyped-call]
+        head_products(by_head, self.kv_b_proj.keys, q, angles)
         out = context.attend_to_kept(self.layer, q, self.scale)
         values = torch.empty((out.shape[0], heads, self.value_dim), dtype=out.dtype, device=out.device)
         return self.o_proj.partial(head_products(out, self.kv_b_proj.values, values).flatten(1))

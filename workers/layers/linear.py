@@ -2,14 +2,18 @@
 cut, and the ranks' outputs are summed. How weights are kept and multiplied by is their `LinearMethod`'s."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup, shard_size
 from workers.layers.gemm import GEMMOptions, multiplies_fp8
-from workers.layers.linear_method import LinearMethod, LinearShape, Span, UnquantizedLinearMethod
+from workers.layers.linear_method import Fp8Inputs, LinearMethod, LinearShape, Span, UnquantizedLinearMethod
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 
 class LinearBase(WeightedModule):
@@ -60,7 +64,7 @@ class ReplicatedLinear(LinearBase):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(LinearShape.stacked([("", Span.whole(out_features))], Span.whole(in_features)), bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
         return self.method.multiply(x, self.bias)
 
 
@@ -73,7 +77,7 @@ class ColumnParallelLinear(LinearBase):
     def __init__(self, in_features: int, parts: Mapping[str, Span], bias: bool = False) -> None:
         super().__init__(LinearShape.stacked(parts.items(), Span.whole(in_features)), bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
         return self.method.multiply(x, self.bias)
 
 
@@ -98,8 +102,14 @@ class GateUpParallelLinear(ColumnParallelLinear):
         span = rank_span(out_features, group, what)
         super().__init__(in_features, {"gate_proj": span, "up_proj": span})
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.multiply_gated(x)
+    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
+        out = self.for_product(x, None)
+        assert isinstance(out, Tensor)
+        return out
+
+    def for_product(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None) -> "Tensor | Fp8Rows":
+        """The same in the form that the product after it takes, see `LinearMethod.multiply_gated`."""
+        return self.method.multiply_gated(x, wanted)
 
 
 class RowParallelLinear(LinearBase):
@@ -111,14 +121,15 @@ class RowParallelLinear(LinearBase):
         super().__init__(LinearShape.stacked([("", Span.whole(out_features))], columns), bias)
         self.group = group
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
         return self.group.all_reduce(self.partial(x))
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: "Tensor | Fp8Rows") -> Tensor:
         """This rank's part of y, for whoever sums the parts at once (`RMSNorm.add`): it may lie in a buffer that the
         next row-parallel layer overwrites. The bias is in rank 0's part."""
         bias = self.bias if self.group.rank == 0 else None
-        out = self.group.all_reduce_buffer(x.shape[0], self.out_features, x.dtype)
+        rows = (x if isinstance(x, Tensor) else x.values).shape[0]
+        out = self.group.all_reduce_buffer(rows, self.out_features, self.method.dtype)
         return self.method.multiply(x, bias, out)
 
 
@@ -161,7 +172,7 @@ def gemm_options(
     """For the layers of one model, which run one after another on one stream. others: that may share the workspace."""
     if device.type != "cuda" or methods[0].dtype.itemsize != 2:
         return GEMMOptions()
-    from workers.layers.kernels.fp8_gemm import fp8_workspace_size
+    from workers.layers.kernels.fp8_tiles import fp8_workspace_size
     from workers.layers.kernels.skinny_gemm import Workspace, workspace_size
 
     shapes = [(method.shape.out_features, method.shape.in_features) for method in methods]

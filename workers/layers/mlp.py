@@ -1,11 +1,17 @@
 """The gated MLP."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.linear import GateUpParallelLinear, RowParallelLinear
+from workers.layers.linear_method import Fp8Inputs
 from workers.layers.routing import TokenSlots
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 
 class GatedMLP(FeedForward):
@@ -16,8 +22,12 @@ class GatedMLP(FeedForward):
         self.gate_up = GateUpParallelLinear(hidden_size, intermediate_size, group, "intermediate_size")
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, "intermediate_size")
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return self.gate_up.method.fp8_inputs
+
+    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
         return self.down_proj.group.all_reduce(self.partial(x))
 
-    def partial(self, x: Tensor, live: TokenSlots | None = None) -> Tensor:
-        return self.down_proj.partial(self.gate_up(x))
+    def partial(self, x: "Tensor | Fp8Rows", live: TokenSlots | None = None) -> Tensor:
+        return self.down_proj.partial(self.gate_up.for_product(x, self.down_proj.method.fp8_inputs))

@@ -1,5 +1,7 @@
 """A mixture of experts: each row through the experts that a router chooses, and through shared experts if there are."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -7,9 +9,13 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.experts import Experts
 from workers.layers.gemm import GEMMOptions
+from workers.layers.linear_method import Fp8Inputs
 from workers.layers.mlp import GatedMLP
 from workers.layers.routing import Router, RouterLogits, Routing, TokenSlots
 from workers.layers.weighted import WeightedModule, WeightKey
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 
 class MixtureOfExperts(FeedForward, WeightedModule):
@@ -24,10 +30,16 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         self.experts = Experts(routing.num_experts, hidden_size, width, group, routing.experts_per_token, num_shared)
         self.shared_experts = GatedMLP(hidden_size, shared_width, group) if shared_width else None
 
-    def partial(self, x: Tensor, live: TokenSlots | None = None) -> Tensor:
-        router: RouterLogits = self.router(x, live)
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return self.experts.method.fp8_inputs if self.shared_experts is None else None
+
+    def partial(self, x: "Tensor | Fp8Rows", live: TokenSlots | None = None) -> Tensor:
+        plain = x if isinstance(x, Tensor) else x.plain
+        assert plain is not None, "the router computes in more than FP8"
+        router: RouterLogits = self.router(plain, live)
         if self.shared_experts is None:
-            out = self.group.all_reduce_buffer(x.shape[0], x.shape[1], x.dtype)
+            out = self.group.all_reduce_buffer(plain.shape[0], plain.shape[1], plain.dtype)
             return self.experts.method.multiply(x, router, out)
         return self.shared_experts.partial(x).add_(self.experts.method.multiply(x, router))
 

@@ -1,10 +1,16 @@
 """RMSNorm (arXiv 1910.07467)."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import SOLO, TPGroup
+from workers.layers.linear_method import Fp8Inputs
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 
 class RMSNorm(WeightedModule):
@@ -37,6 +43,30 @@ class RMSNorm(WeightedModule):
             return add_rms_norm(x, residual, self.weight, self.eps), residual
         residual = residual + x
         return self(residual), residual
+
+    def for_product(self, x: Tensor, wanted: Fp8Inputs | None) -> "Tensor | Fp8Rows":
+        """The norm of x [rows, size], in the form that the product after it takes; None: as `forward`."""
+        if wanted is None:
+            return self(x)  # type: ignore[no-any-return]
+        from workers.layers.kernels.fp8_norm import fp8_rms_norm
+
+        x = x.contiguous()
+        return fp8_rms_norm(x, None, self.weight, self.eps, wanted.empty(x))
+
+    def add_for_product(
+        self, x: Tensor, residual: Tensor, wanted: Fp8Inputs | None, group: TPGroup = SOLO
+    ) -> "tuple[Tensor | Fp8Rows, Tensor]":
+        """`add`, whose norm is in the form that the product after it takes. Where ranks add and norm in one launch it
+        is in the model's type all the same, which every product takes."""
+        if wanted is None:
+            return self.add(x, residual, group)
+        normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)
+        if normed is not None:
+            return normed, residual
+        from workers.layers.kernels.fp8_norm import fp8_rms_norm
+
+        out = wanted.empty(x)
+        return fp8_rms_norm(group.all_reduce(x), residual, self.weight, self.eps, out), residual
 
     def weight_keys(self) -> tuple[WeightKey, ...]:
         return (WeightKey("weight"),)

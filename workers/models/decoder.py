@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
+from workers.layers.linear_method import Fp8Inputs
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
@@ -56,7 +57,11 @@ class Decoder(nn.Module):
         added: Tensor | None = None
         for i, layer in enumerate(self.layers):
             norm: RMSNorm = layer.input_layernorm  # type: ignore[assignment]
-            normed, residual = (norm(residual), residual) if added is None else norm.add(added, residual, self.group)
+            wanted: Fp8Inputs | None = layer.self_attn.fp8_inputs  # type: ignore[union-attr, assignment]
+            if added is None:
+                normed = norm.for_product(residual, wanted)
+            else:
+                normed, residual = norm.add_for_product(added, residual, wanted, self.group)
             if i in self.capture:  # a copy: the stream is changed in place
                 captured[:, self.capture.index(i)] = residual
             if i == len(self.layers) - 1 and context.last is not None:

@@ -57,6 +57,10 @@ class Speculation(Protocol):
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
         """Of the models beside the target; raises ValueError where one cannot do what it is named for."""
 
+    def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
+        """Of what is loaded beside the target on each rank, at most. multiplies_fp8: as for
+        `workers.models.weight_bytes.weight_bytes`."""
+
     def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> CuttableStrategy:
         """Loads what drafts. backends: what `backends` chose. done: hears each phase that ends.
         Raises ValueError where a checkpoint does not fit."""
@@ -165,6 +169,9 @@ class NoSpeculation:
 
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
         return {}
+
+    def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
+        return 0
 
     def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
         return Autoregressive(parts.target, parts.slots, parts.sampler)

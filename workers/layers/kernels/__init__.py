@@ -2,7 +2,8 @@
 needs triton; the layers do so on GPUs only.
 
 skinny_gemm      y = x W^T, or gated, for the few rows of a round; `fixed_rows` for deterministic serving
-fp8_rows         rows in FP8 with their scales; fp8_gemm and fp8_gemm_wide multiply them by weights in FP8
+fp8_rows         rows in FP8 with their scales; fp8_norm: norms that make such
+fp8_gemm         products of few FP8 rows, by the tables of fp8_tiles; fp8_gemm_wide of many
 router_gemm      a router's logits in float32; route: who is chosen for each row, in one launch
 few_row_experts  products of the experts of a round's few rows, in two launches; many_row_experts, with rows in the
                  order of expert_order: of verified batches and of prompts; expert_weights: what both read

@@ -8,8 +8,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.fp8_gemm import Fp8Matrix
 from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows
+from workers.layers.kernels.fp8_tiles import Fp8Matrix
 
 BLOCK_M, BLOCK_N = 128, 128
 _TOGETHER = 8  # tiles of rows that run beside each other, so that W's tiles are found in L2

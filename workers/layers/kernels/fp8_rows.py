@@ -35,6 +35,35 @@ def to_fp8(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def store_fp8(
+    x,
+    values_ptr,
+    scales_ptr,
+    first,
+    group_step,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Rounds BLOCK numbers x float32 of a row of SIZE from its column `first` on, zeros beyond its end, and writes them
+    and their scales; pointers are to the row's own. Without BY_GROUP x is the whole row."""
+    column = first + tl.arange(0, BLOCK)
+    if BY_GROUP:
+        groups: tl.constexpr = BLOCK // 128
+        tiles = tl.reshape(x, [groups, 128])
+        scale = tl.maximum(tl.max(tl.abs(tiles), 1), 1e-12) / 448.0
+        x = tl.reshape(tiles / scale[:, None], [BLOCK])
+        group = first // 128 + tl.arange(0, groups)
+        tl.store(scales_ptr + group * group_step, scale, mask=group * 128 < SIZE)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
+        x = x / scale
+        tl.store(scales_ptr, scale)
+    tl.store(values_ptr + column, to_fp8(x, INTERPRETED), mask=column < SIZE)
+
+
+@triton.jit
 def _quantize(
     x_ptr,
     out_ptr,
@@ -52,62 +81,59 @@ def _quantize(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
     inside = column < SIZE
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x_ptr + row * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
         x = (x / (1.0 + tl.exp(-x))).to(x_ptr.dtype.element_ty).to(tl.float32)
         x = (x * up).to(x_ptr.dtype.element_ty).to(tl.float32)
-    if BY_GROUP:
-        groups: tl.constexpr = BLOCK // 128
-        tiles = tl.reshape(x, [groups, 128])
-        scale = tl.maximum(tl.max(tl.abs(tiles), 1), 1e-12) / 448.0
-        x = tl.reshape(tiles / scale[:, None], [BLOCK])
-        group = tl.program_id(1) * groups + tl.arange(0, groups)
-        tl.store(scales_ptr + row * row_step + group * group_step, scale, mask=group * 128 < SIZE)
-    else:
-        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
-        x = x / scale
-        tl.store(scales_ptr + row * row_step, scale)
-    tl.store(out_ptr + row * SIZE + column, to_fp8(x, INTERPRETED), mask=inside)
+    values, scales = out_ptr + row * SIZE, scales_ptr + row * row_step
+    store_fp8(x, values, scales, first, group_step, SIZE, BLOCK, BY_GROUP, INTERPRETED)
 
 
 @dataclass(frozen=True)
 class Fp8Rows:
     """values: [rows, size] float8_e4m3fn. scales: float32 [rows, size / GROUP], or [rows, 1] for whole rows; columns
-    may lie side by side, or rows."""
+    may lie side by side, or rows. plain: the same before they were rounded, where that was asked for."""
 
     values: Tensor
     scales: Tensor
+    plain: Tensor | None = None
+
+    @staticmethod
+    def empty(rows: int, size: int, by_group: bool, rows_together: bool, device: torch.device) -> "Fp8Rows":
+        """To be written. rows_together: scales of one group lie side by side, for products that read many rows at
+        once."""
+        assert not by_group or size % GROUP == 0
+        groups = size // GROUP if by_group else 1
+        shape = (groups, rows) if rows_together else (rows, groups)
+        scales = torch.empty(shape, dtype=torch.float32, device=device)
+        return Fp8Rows(torch.empty((rows, size), dtype=FP8, device=device), scales.t() if rows_together else scales)
 
 
 def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> Fp8Rows:
     """x [rows, size] of a 16- or 32-bit type in FP8, with scales of groups (which divide `size`) or of whole rows.
 
-    rows_together: scales of one group lie side by side, for products that read many rows at once.
+    rows_together: as of `Fp8Rows.empty`.
     gated: x is gates and what they gate side by side [rows, 2 * size], and silu(gate) * up is meant.
 
     Reference: `quantize_rows_reference`.
     """
     rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
-    assert x.stride(1) == 1 and (not by_group or size % GROUP == 0)
-    values = torch.empty((rows, size), dtype=FP8, device=x.device)
-    groups = size // GROUP if by_group else 1
-    shape = (groups, rows) if rows_together else (rows, groups)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    scales = scales.t() if rows_together else scales
+    assert x.stride(1) == 1
+    out = Fp8Rows.empty(rows, size, by_group, rows_together, x.device)
     if rows == 0:
-        return Fp8Rows(values, scales)
+        return out
     block = _COLUMNS if by_group else triton.next_power_of_2(size)
     _quantize[(rows, triton.cdiv(size, block))](
         x,
-        values,
-        scales,
+        out.values,
+        out.scales,
         x.stride(0),
-        scales.stride(0),
-        scales.stride(1),
+        out.scales.stride(0),
+        out.scales.stride(1),
         SIZE=size,
         BLOCK=block,
         BY_GROUP=by_group,
@@ -116,7 +142,7 @@ def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated:
         num_warps=4 if by_group else num_warps(block),
         **pdl_wait(supports_pdl(x.device)),
     )
-    return Fp8Rows(values, scales)
+    return out
 
 
 def quantize_rows_reference(x: Tensor, by_group: bool) -> Fp8Rows:

@@ -15,7 +15,9 @@ from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
+from workers.layers.kernels.fp8_rows import Fp8Rows, store_fp8
 from workers.layers.kernels.norm_activation import normed, num_warps, rms_norm_reference
+from workers.layers.linear_method import Fp8Inputs
 from workers.layers.rotary import Angles
 
 FEW_ROWS = 16  # of a product, which are then multiplied by more and narrower tiles
@@ -32,7 +34,10 @@ def _normed_latents(
     sin_ptr,
     position_ptr,
     slot_ptr,
+    q_scales_ptr,
     both_row_stride,
+    q_row_step,
+    q_group_step,
     eps,
     Q: tl.constexpr,
     Q_NORMED: tl.constexpr,
@@ -40,7 +45,9 @@ def _normed_latents(
     ROTATED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
+    BY_GROUP: tl.constexpr,
     PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -68,8 +75,13 @@ def _normed_latents(
         q_inside = q_column < Q
         q_weight = tl.load(q_weight_ptr + q_column, mask=q_inside, other=0.0)
         q = tl.load(both + q_column, mask=q_inside, other=0.0).to(tl.float32)
-        result = q_ptr.dtype.element_ty
-        tl.store(q_ptr + row * Q + q_column, normed(q, q_weight, Q, eps, result).to(result), mask=q_inside)
+        result = both_ptr.dtype.element_ty
+        q = normed(q, q_weight, Q, eps, result).to(result)
+        if q_scales_ptr is None:
+            tl.store(q_ptr + row * Q + q_column, q, mask=q_inside)
+        else:
+            scales = q_scales_ptr + row * q_row_step
+            store_fp8(q.to(tl.float32), q_ptr + row * Q, scales, 0, q_group_step, Q, BLOCK_Q, BY_GROUP, INTERPRETED)
 
 
 def normed_latents(
@@ -81,9 +93,10 @@ def normed_latents(
     kv: LatentKV,
     slot_mapping: Tensor,
     pdl: bool | None = None,
-) -> Tensor:
+    wanted: Fp8Inputs | None = None,
+) -> Tensor | Fp8Rows:
     """Writes the latent rows of a pass to `kv`, their latent part normed and the rest turned; returns q's part of
-    `both`, normed if it has a norm.
+    `both`, normed if it has a norm, and then in the form that is wanted if any is.
 
     both: [rows, q + latent + rotated], last stride 1; a projection's result. q_weight: [q], None if q is no latent;
     row_weight: [latent]. slot_mapping: [rows] int64 token indices; rows that share one (padding) leave any one of their
@@ -95,20 +108,27 @@ def normed_latents(
     assert both.stride(1) == 1 and kv.rows.is_contiguous() and slot_mapping.is_contiguous()
     assert angles.cos.dtype == torch.float32 and angles.cos.is_contiguous() and angles.sin.is_contiguous()
     assert angles.cos.shape[-1] == rotated // 2 and angles.index.is_contiguous()
-    q = both[:, :q_size] if q_weight is None else torch.empty((rows, q_size), dtype=both.dtype, device=both.device)
+    plain = both[:, :q_size]
+    q: Tensor | Fp8Rows = plain
+    if q_weight is not None:
+        q = torch.empty_like(plain, memory_format=torch.contiguous_format) if wanted is None else wanted.empty(plain)
+    scales = None if isinstance(q, Tensor) else q.scales
     block_q = 1 if q_weight is None else triton.next_power_of_2(q_size)
     block_latent = triton.next_power_of_2(latent)
     _normed_latents[(rows, 1 if q_weight is None else 2)](
         both,
         q_weight,
         row_weight,
-        q,
+        q if isinstance(q, Tensor) else q.values,
         kv.rows,
         angles.cos,
         angles.sin,
         angles.index,
         slot_mapping,
+        scales,
         both.stride(0),
+        0 if scales is None else scales.stride(0),
+        0 if scales is None else scales.stride(1),
         eps,
         Q=q_size,
         Q_NORMED=q_weight is not None,
@@ -116,6 +136,8 @@ def normed_latents(
         ROTATED=rotated,
         BLOCK_Q=block_q,
         BLOCK_LATENT=block_latent,
+        BY_GROUP=wanted is not None and wanted.by_group,
+        INTERPRETED=INTERPRETED,
         num_warps=num_warps(max(block_q, block_latent)),
         **pdl_wait(supports_pdl(both.device) if pdl is None else pdl),
     )

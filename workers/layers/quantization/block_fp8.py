@@ -1,45 +1,31 @@
 """Weights of eight bits with a scale for each block of rows and columns, as DeepSeek-V3 and Qwen3 publish them
 (arXiv 2412.19437, section 3.3): `quant_method: fp8` with `weight_block_size`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from workers.layers.experts import ExpertsMethod, ExpertsShape
-from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.layers.quantization.fp8_experts import Fp8Experts
-from workers.layers.quantization.fp8_linear import Fp8Linear
-from workers.layers.quantization.fp8_weight import Block, Fp8Scheme, fp8_fallback
-from workers.layers.quantization.quant_method import QuantMethod, all_or_none
+from workers.layers.quantization.fp8_quant import Fp8Quant
+from workers.layers.quantization.fp8_weight import Block, Fp8Scheme
+from workers.layers.quantization.quant_method import QuantMethod
 
 _KIND = "weight_scale_inv"
 _UNQUANTISED = ("lm_head", "eh_proj", "shared_head.head")  # which no list of a published checkpoint names
 
 
 @dataclass(frozen=True)
-class BlockFp8(QuantMethod):
+class BlockFp8(Fp8Quant):
     """block: rows and columns that share a scale. ignored: modules of the checkpoint that are left in bf16, and all in
     them."""
 
     block: Block
     ignored: tuple[str, ...]
 
-    def fallback(self, device: torch.device) -> str | None:
-        return fp8_fallback(device)
+    @property
+    def scheme(self) -> Fp8Scheme:
+        return Fp8Scheme(_KIND, self.block)
 
-    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
-        if all_or_none(names, self._ignores):
-            return UnquantizedLinearMethod(shape)
-        return Fp8Linear(shape, Fp8Scheme(_KIND, self.block))
-
-    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
-        if any(self._ignores(name) for name in names):
-            return super().experts_method(names, shape)
-        return Fp8Experts(shape, Fp8Scheme(_KIND, self.block))
-
-    def _ignores(self, name: str) -> bool:
+    def ignores(self, name: str) -> bool:
         """Whether an entry of the list is the module, holds it, or is a part of its name."""
         return any(f".{entry}." in f".{name}." for entry in self.ignored)
 

@@ -2,18 +2,13 @@
 compressed-tensors writes them: `FP8-dynamic` checkpoints (`quant_method: compressed-tensors`)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from workers.layers.experts import ExpertsMethod, ExpertsShape
-from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.layers.quantization.fp8_experts import Fp8Experts
-from workers.layers.quantization.fp8_linear import Fp8Linear
-from workers.layers.quantization.fp8_weight import Fp8Scheme, fp8_fallback
-from workers.layers.quantization.quant_method import QuantMethod, all_or_none
+from workers.layers.quantization.fp8_quant import Fp8Quant
+from workers.layers.quantization.fp8_weight import Fp8Scheme
+from workers.layers.quantization.quant_method import QuantMethod
 
 _SCHEME = Fp8Scheme("weight_scale", None)
 # What quantization_config must say of a group's tensors.
@@ -23,25 +18,16 @@ _REMEDY = "only FP8 with scales of channels and dynamic scales of tokens is; use
 
 
 @dataclass(frozen=True)
-class ChannelFp8(QuantMethod):
+class ChannelFp8(Fp8Quant):
     """ignored: modules of the checkpoint that are left in bf16; an entry "re:..." is a regular expression."""
 
     ignored: tuple[str, ...]
 
-    def fallback(self, device: torch.device) -> str | None:
-        return fp8_fallback(device)
+    @property
+    def scheme(self) -> Fp8Scheme:
+        return _SCHEME
 
-    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
-        if all_or_none(names, self._ignores):
-            return UnquantizedLinearMethod(shape)
-        return Fp8Linear(shape, _SCHEME)
-
-    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
-        if any(self._ignores(name) for name in names):
-            return super().experts_method(names, shape)
-        return Fp8Experts(shape, _SCHEME)
-
-    def _ignores(self, name: str) -> bool:
+    def ignores(self, name: str) -> bool:
         return any(
             re.match(entry[3:], name) is not None if entry.startswith("re:") else entry == name
             for entry in self.ignored

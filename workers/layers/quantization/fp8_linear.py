@@ -3,15 +3,17 @@ stay as they are, and the layer's inputs are rounded to FP8 too, row by row; els
 mean, in the model's type."""
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from workers.layers.gemm import GEMMOptions
-from workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
+from workers.layers.linear_method import DenseLinearMethod, Fp8Inputs, LinearShape, Part
 from workers.layers.quantization.fp8_weight import (
     DUMMY_SCALE,
     FP8,
@@ -27,8 +29,8 @@ from workers.layers.quantization.fp8_weight import (
 from workers.layers.weighted import check_shape
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_gemm import Fp8Matrix
     from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8_tiles import Fp8Matrix
     from workers.layers.kernels.skinny_gemm import Workspace
 
 logger = logging.getLogger(__name__)
@@ -90,11 +92,11 @@ class Fp8Linear(DenseLinearMethod):
         super().finish(options)
 
     def _chosen_product(self, options: GEMMOptions) -> "Fp8Product":
-        from workers.layers.kernels.fp8_gemm import Fp8Matrix
+        from workers.layers.kernels.fp8_tiles import Fp8Matrix
 
         assert options.workspace is not None, "comes with fp8"
         matrix = Fp8Matrix(*self.weight_and_scales())
-        return Fp8Product(matrix, options.workspace, options.deterministic)
+        return Fp8Product(matrix, options.workspace, options.deterministic, self._dtype)
 
     def _dequantised(self) -> Tensor:
         assert self.weight is not None
@@ -104,54 +106,86 @@ class Fp8Linear(DenseLinearMethod):
             rows_of(dense, part).copy_(dequantised(rows_of(self.weight, part), scale.data, part, block, self._dtype))
         return dense
 
-    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return None if self._product is None else self._product.inputs
+
+    def multiply(self, x: "Tensor | Fp8Rows", bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if self._product is None:
             return super().multiply(x, bias, out)
         return self._product.multiply(x, bias, out)
 
-    def multiply_gated(self, x: Tensor) -> Tensor:
+    def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
         if self._product is None:
             return super().multiply_gated(x)
-        return self._product.multiply_gated(x)
+        return self._product.multiply_gated(x, wanted)
 
 
 @dataclass(frozen=True)
 class Fp8Product:
-    """Which kernels multiply rows of a 16-bit type by a weight in FP8. deterministic: a row's result must not depend on
-    the rows beside it."""
+    """Which kernels multiply rows by a weight in FP8. dtype: of results, and of rows that are not FP8, 16 bits.
+    deterministic: a row's result must not depend on the rows beside it."""
 
     weight: "Fp8Matrix"
     workspace: "Workspace"
     deterministic: bool
+    dtype: torch.dtype
 
-    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    @cached_property
+    def inputs(self) -> Fp8Inputs:
+        from workers.layers.kernels.fp8_tiles import MAX_ROWS
+
+        return Fp8Inputs(self.weight.by_group, sys.maxsize if self.deterministic else MAX_ROWS)
+
+    def multiply(self, x: "Tensor | Fp8Rows", bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[rows, N] for x [rows, K]; in the memory `out` if it is given."""
-        from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm, fp8_gemm_tiles
-        from workers.layers.kernels.fp8_rows import quantize_rows
+        from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm
+        from workers.layers.kernels.fp8_tiles import fp8_gemm_tiles, rounding_columns
 
         weight = self.weight
-        (rows, n), by_group = (x.shape[0], weight.values.shape[0]), weight.by_group
+        values = x if isinstance(x, Tensor) else x.values
+        rows, n = values.shape[0], weight.values.shape[0]
         if out is None:
-            out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-        if self.deterministic:
-            return fp8_fixed_rows(quantize_rows(x, by_group), weight, bias, self.workspace, out)
-        tiles = fp8_gemm_tiles(rows, *weight.values.shape)
+            out = torch.empty((rows, n), dtype=self.dtype, device=values.device)
+        tiles = None if self.deterministic else fp8_gemm_tiles(rows, *weight.values.shape)
         if tiles is not None:
-            return fp8_gemm(quantize_rows(x, by_group), weight, bias, self.workspace, tiles, out)
-        wide = WIDE_PRODUCTS["triton" if by_group or n % 16 or x.dtype != torch.bfloat16 else "torch"]
-        return wide(quantize_rows(x, by_group, rows_together=True), weight, bias, out)
+            rounds = isinstance(x, Tensor) and rounding_columns(rows, weight, tiles) > 0
+            fp8_gemm(x if rounds else self._rounded(x), weight, bias, self.workspace, tiles, out)
+            return out
+        if self.deterministic:
+            return fp8_fixed_rows(self._rounded(x), weight, bias, self.workspace, out)
+        wide = WIDE_PRODUCTS["triton" if weight.by_group or n % 16 or self.dtype != torch.bfloat16 else "torch"]
+        return wide(self._rounded(x), weight, bias, out)
 
-    def multiply_gated(self, x: Tensor) -> Tensor:
+    def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
         from workers.layers.activation import silu_mul
-        from workers.layers.kernels.fp8_gemm import fp8_gated_tiles, fp8_gemm
+        from workers.layers.kernels.fp8_gemm import fp8_gemm
+        from workers.layers.kernels.fp8_rows import Fp8Rows, quantize_rows
+        from workers.layers.kernels.fp8_tiles import fp8_gated_tiles
+
+        (n, k), rows = self.weight.values.shape, (x if isinstance(x, Tensor) else x.values).shape[0]
+        out: Tensor | Fp8Rows
+        if not self.deterministic:
+            tiles = fp8_gated_tiles(rows, n, k, for_fp8=True) if wanted is not None and wanted.by_group else None
+            if tiles is not None:
+                out = Fp8Rows.empty(rows, n // 2, True, False, self.weight.values.device)
+            else:
+                tiles = fp8_gated_tiles(rows, n, k)
+                out = torch.empty((rows, n // 2), dtype=self.dtype, device=self.weight.values.device)
+            if tiles is not None:
+                fp8_gemm(self._rounded(x), self.weight, None, self.workspace, tiles, out, gated=True, result=self.dtype)
+                return out
+        both = self.multiply(x, None)
+        if wanted is None:
+            return silu_mul(both)
+        return quantize_rows(both, wanted.by_group, rows_together=rows > wanted.many, gated=True)
+
+    def _rounded(self, x: "Tensor | Fp8Rows") -> "Fp8Rows":
         from workers.layers.kernels.fp8_rows import quantize_rows
 
-        tiles = None if self.deterministic else fp8_gated_tiles(x.shape[0], *self.weight.values.shape)
-        if tiles is None:
-            return silu_mul(self.multiply(x, None, None))
-        out = torch.empty((x.shape[0], self.weight.values.shape[0] // 2), dtype=x.dtype, device=x.device)
-        rows = quantize_rows(x, self.weight.by_group)
-        return fp8_gemm(rows, self.weight, None, self.workspace, tiles, out, gated=True)
+        if not isinstance(x, Tensor):
+            return x
+        return quantize_rows(x, self.inputs.by_group, rows_together=x.shape[0] > self.inputs.many)
 
 
 def _triton(x: "Fp8Rows", weight: "Fp8Matrix", bias: Tensor | None, out: Tensor) -> Tensor:

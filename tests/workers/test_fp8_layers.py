@@ -1,0 +1,238 @@
+"""Layers whose weights stay in FP8, and what makes rows for them: to the bit what separate launches would give. On a
+GPU, or interpreted."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from attention.views import LatentKV  # noqa: E402
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from workers.distributed.tp_group import SOLO  # noqa: E402
+from workers.layers.gemm import GEMMOptions  # noqa: E402
+from workers.layers.kernels.fp8_gemm import fp8_gemm  # noqa: E402
+from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
+from workers.layers.kernels.fp8_rows import (  # noqa: E402
+    Fp8Rows,
+    dequantized_rows,
+    quantize_rows,
+)
+from workers.layers.kernels.fp8_tiles import (  # noqa: E402
+    MAX_ROUNDING_ROWS,
+    MAX_ROWS,
+    Fp8Matrix,
+    fp8_gated_tiles,
+    fp8_gemm_tiles,
+    fp8_workspace_size,
+    rounding_columns,
+)
+from workers.layers.kernels.latent import normed_latents  # noqa: E402
+from workers.layers.kernels.norm_activation import add_rms_norm, rms_norm, silu_mul_reference  # noqa: E402
+from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
+from workers.layers.linear import LinearBase  # noqa: E402
+from workers.layers.linear_method import Fp8Inputs, LinearShape, Span, UnquantizedLinearMethod  # noqa: E402
+from workers.layers.mlp import GatedMLP  # noqa: E402
+from workers.layers.norm import RMSNorm  # noqa: E402
+from workers.layers.quantization.block_fp8 import BlockFp8  # noqa: E402
+from workers.layers.quantization.channel_fp8 import ChannelFp8  # noqa: E402
+from workers.layers.quantization.fp8_linear import Fp8Linear  # noqa: E402
+from workers.layers.quantization.quant_method import QuantMethod  # noqa: E402
+from workers.layers.rotary import Angles  # noqa: E402
+
+pytestmark = MARKS
+TYPE = torch.float32 if INTERPRETED else torch.bfloat16
+METHODS: dict[str, QuantMethod] = {"block": BlockFp8((128, 128), ()), "channel": ChannelFp8(())}
+
+
+@pytest.fixture(autouse=True)
+def model_type() -> object:
+    torch.set_default_dtype(TYPE)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(DEVICE, TYPE)
+
+
+def same(one: Fp8Rows, other: Fp8Rows) -> bool:
+    return torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8)) and torch.equal(
+        one.scales, other.scales
+    )
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    """The last bit of a gate may differ (torch's silu on a CPU), and with it which number of eight bits is nearest."""
+    assert one.shape == other.shape and (one - other).norm() <= 2e-3 * other.norm()
+
+
+def workspace_of(*shapes: tuple[int, int]) -> Workspace:
+    return Workspace.of_size(*fp8_workspace_size(shapes), DEVICE)
+
+
+def matrix(n: int, k: int, seed: int = 0) -> Fp8Matrix:
+    values = random(n, k, seed=seed).mul(30).to(torch.float8_e4m3fn)
+    return Fp8Matrix(values, random(-(-n // 64), k // 128, seed=seed + 1).float().abs() * 1e-2)
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["group", "row"])
+@pytest.mark.parametrize("residual", [True, False], ids=["add", "alone"])
+def test_a_norm_gives_the_rows_that_rounding_after_it_gives(residual: bool, by_group: bool) -> None:
+    size, weight = 384, random(384, seed=1)
+    for rows, wanted in ((3, Fp8Inputs(by_group, MAX_ROWS)), (5, Fp8Inputs(by_group, 4, plain=True))):
+        x, stream = random(rows, size, seed=2), random(rows, size, seed=3)
+        theirs = stream.clone()
+        normed = add_rms_norm(x.clone(), theirs, weight, 1e-5) if residual else rms_norm(x, weight, 1e-5)
+        out = fp8_rms_norm(x, stream if residual else None, weight, 1e-5, wanted.empty(x))
+        assert same(out, quantize_rows(normed, by_group, rows_together=rows > wanted.many))
+        assert torch.equal(stream, theirs) and (out.plain is None) == (not wanted.plain)
+        assert out.plain is None or torch.equal(out.plain, normed)
+        assert not by_group or out.scales.is_contiguous() == (rows <= wanted.many)
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["group", "row"])
+def test_a_latent_of_q_comes_as_its_product_reads_it(by_group: bool) -> None:
+    rows, q_size, latent, rotated = 3, 256, 32, 8
+    both = random(rows, q_size + latent + rotated)
+    positions = torch.arange(rows, device=DEVICE)
+    table = torch.rand(8, rotated // 2, device=DEVICE, dtype=torch.float32)
+
+    def result(wanted: Fp8Inputs | None) -> tuple[Tensor | Fp8Rows, Tensor]:
+        kv = LatentKV(torch.zeros(2, 4, latent + rotated, device=DEVICE), latent)
+        weights = random(q_size, seed=1), random(latent, seed=2)
+        angles = Angles(table, table, positions)
+        return normed_latents(both, *weights, 1e-6, angles, kv, positions + 1, wanted=wanted), kv.rows
+
+    (plain, kept), (out, kept_too) = result(None), result(Fp8Inputs(by_group, MAX_ROWS))
+    assert isinstance(plain, Tensor) and isinstance(out, Fp8Rows) and torch.equal(kept, kept_too)
+    assert same(out, quantize_rows(plain, by_group))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_programs_that_round_their_columns_change_no_bit(rows: int) -> None:
+    for n, k in [(70, 256), (96, 1152)] if INTERPRETED else [(4096, 4096), (7168, 2048), (2112, 7168)]:
+        weight, workspace, x = matrix(n, k), workspace_of((n, k)), random(rows, k)
+        wider = torch.cat((x, x), 1)[:, :k]  # rows need not lie next to each other
+        tiles = fp8_gemm_tiles(rows, n, k)
+        assert tiles is not None
+        columns = rounding_columns(rows, weight, tiles)
+        assert columns >= 128
+        outs = [torch.full((rows, n), float("nan"), dtype=TYPE, device=DEVICE) for _ in range(2)]
+        fp8_gemm(quantize_rows(x, True), weight, None, workspace, tiles, outs[0])
+        fp8_gemm(wider, weight, None, workspace, tiles, outs[1])
+        assert torch.equal(*outs) and not workspace.tickets.any()
+
+
+def test_many_rows_and_scales_of_rows_are_rounded_before() -> None:
+    weight = matrix(128, 4096)
+    tiles = fp8_gemm_tiles(1, 128, 4096)
+    assert tiles is not None and rounding_columns(1, weight, tiles) > 0
+    assert rounding_columns(MAX_ROUNDING_ROWS + 1, weight, tiles) == 0
+    assert rounding_columns(8, weight, dataclasses.replace(tiles, splits=1)) == 0
+    assert rounding_columns(1, Fp8Matrix(weight.values, random(128, 1).float()), tiles) == 0
+
+
+@pytest.mark.parametrize("rows", [2] if INTERPRETED else [2, 33, 64])
+def test_a_gated_product_gives_the_next_one_its_rows(rows: int) -> None:
+    """The tiles differ, what is added in which order does not."""
+    n, k = (25600, 128) if INTERPRETED else (28672, 4096)
+    weight, workspace, x = matrix(n, k), workspace_of((n, k)), quantize_rows(random(rows, k) / 8, True)
+    tiles, plain_tiles = fp8_gated_tiles(rows, n, k, for_fp8=True), fp8_gated_tiles(rows, n, k)
+    assert tiles is not None and plain_tiles is not None and tiles.block_n == 128
+    plain, out = torch.empty(rows, n // 2, device=DEVICE), Fp8Rows.empty(rows, n // 2, True, False, DEVICE)
+    fp8_gemm(x, weight, None, workspace, dataclasses.replace(plain_tiles, ahead=tiles.ahead), plain, gated=True)
+    fp8_gemm(x, weight, None, workspace, tiles, out, gated=True, result=TYPE)
+    assert same(out, quantize_rows(plain, True))
+    assert fp8_gated_tiles(1, 16384, k, for_fp8=True) is None and fp8_gated_tiles(1, 57344, k, for_fp8=True) is None
+
+
+def kept(quant: QuantMethod, shape: LinearShape, deterministic: bool = False, seed: int = 0) -> Fp8Linear:
+    """A layer's method, filled and finished as on a GPU that multiplies FP8."""
+    method = quant.linear_method(["x"] * len(shape.parts), shape)
+    assert isinstance(method, Fp8Linear)
+    method.to(DEVICE)
+    method.fill_dummy(torch.Generator(DEVICE).manual_seed(seed))
+    for scale in method.scales:
+        scale.data.mul_(torch.rand_like(scale.data) + 0.5)
+    size = (shape.out_features, shape.in_features)
+    method.finish(GEMMOptions(workspace_of(size), deterministic, fp8=True))
+    return method
+
+
+def meant(method: Fp8Linear, x: Tensor, by_group: bool) -> Tensor:
+    rounded = dequantized_rows(quantize_rows(x, by_group))
+    dense = method.dense_weight().double()
+    return rounded.double() @ dense.T
+
+
+SHAPE = LinearShape.stacked([("gate_proj", Span(0, 128, 256)), ("up_proj", Span(0, 128, 256))], Span.whole(256))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("quant", METHODS)
+def test_a_kept_layer_multiplies_by_what_its_weight_means(quant: str, deterministic: bool) -> None:
+    method = kept(METHODS[quant], SHAPE, deterministic)
+    by_group = quant == "block"
+    assert method.weight is not None and method.weight.dtype == torch.float8_e4m3fn and method.dtype == TYPE
+    assert method.fp8_inputs == Fp8Inputs(by_group, sys.maxsize if deterministic else MAX_ROWS)
+    bias, limit = random(256, seed=5), 1e-4 if INTERPRETED else 6e-3  # the weight is made anew in the model's type
+    for rows in (0, 1, 9):
+        x = random(rows, 256, seed=rows)
+        expected, gates = meant(method, x, by_group), silu_mul_reference(meant(method, x, by_group))
+        whole, wanted = quantize_rows(x, by_group), method.fp8_inputs
+        for given, out in ((x, None), (whole, torch.empty(rows, 256, device=DEVICE))):
+            y = method.multiply(given, bias, out)
+            assert y.dtype == TYPE and (out is None or y is out)
+            assert (y.double() - expected - bias.double()).norm() <= limit * expected.norm()
+        assert torch.equal(method.multiply(x, None), method.multiply(whole, None))
+        gated, rounded = method.multiply_gated(x), method.multiply_gated(whole, wanted)
+        assert isinstance(gated, Tensor) and isinstance(rounded, Fp8Rows)
+        assert (gated.double() - gates).norm() <= 3 * limit * gates.norm()
+        close(dequantized_rows(rounded), dequantized_rows(quantize_rows(gated, by_group)))
+    if not deterministic:
+        many = quantize_rows(random(MAX_ROWS + 2, 256), by_group, rows_together=True)
+        expected = dequantized_rows(many).double() @ method.dense_weight().double().T
+        assert (method.multiply(many, None).double() - expected).norm() <= limit * expected.norm()
+
+
+def test_a_row_of_a_deterministic_layer_depends_on_nothing_else() -> None:
+    method, x = kept(METHODS["block"], SHAPE, deterministic=True), random(70, 256)
+    whole = method.multiply(x, None)
+    for rows in (slice(3, 5), slice(69, 70)):
+        assert torch.equal(method.multiply(x[rows], None), whole[rows])
+
+
+def test_what_cannot_be_kept_is_dequantised(caplog: pytest.LogCaptureFixture) -> None:
+    shape = LinearShape.stacked([("", Span.whole(64))], Span(0, 64, 128))
+    method = METHODS["block"].linear_method(["x"], shape)
+    assert isinstance(method, Fp8Linear)
+    method.to(DEVICE).fill_dummy(torch.Generator(DEVICE).manual_seed(0))
+    method.finish(GEMMOptions(workspace_of((64, 128)), fp8=True) if not INTERPRETED else GEMMOptions(None, fp8=True))
+    assert method.weight is None and method.fp8_inputs is None
+    assert "weights of FP8 [64, 64] are dequantised: 64 columns on a rank are no multiple of 128" in caplog.text
+
+
+@pytest.mark.parametrize("quant", METHODS)
+def test_an_mlp_and_the_norm_before_it_are_those_of_separate_launches(quant: str) -> None:
+    mlp, norm = GatedMLP(256, 128, SOLO), RMSNorm(256, 1e-5).to(DEVICE)
+    for seed, layer in enumerate((mlp.gate_up, mlp.down_proj)):
+        assert isinstance(layer, LinearBase) and isinstance(layer.method, UnquantizedLinearMethod)
+        layer.method = kept(METHODS[quant], layer.shape, seed=seed)
+    norm.weight = nn.Parameter(random(256, seed=7), requires_grad=False)
+    for rows in (2, 11):
+        added, stream = random(rows, 256, seed=1), random(rows, 256, seed=2)
+        apart, sums = norm.add(added, stream.clone())
+        normed, fused_sums = norm.add_for_product(added, stream.clone(), mlp.fp8_inputs)
+        assert isinstance(normed, Fp8Rows) and torch.equal(sums, fused_sums)
+        hidden = mlp.gate_up(apart)
+        close(mlp.partial(normed), mlp.down_proj.partial(hidden))
+        first = norm.for_product(stream, mlp.fp8_inputs)
+        assert isinstance(first, Fp8Rows)
+        by_group = mlp.fp8_inputs is not None and mlp.fp8_inputs.by_group
+        assert same(first, quantize_rows(rms_norm(stream, norm.weight, norm.eps), by_group))
+        assert torch.equal(norm.for_product(stream, None), norm(stream))

@@ -1,0 +1,127 @@
+# mypy: disable-error-code="no-untyped-call"
+"""How products of few FP8 rows are cut into programs (`fp8_gemm`), and their weight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from workers.layers.kernels.fp8_rows import GROUP
+from workers.layers.kernels.skinny_gemm import MAX_SPLITS, MULTIPROCESSORS
+
+MAX_ROWS = 128  # beyond them rows are the matrix unit's first operand: `workers.layers.kernels.fp8_gemm_wide`
+SCALE_ROWS = 64  # of W, that share a scale; the checkpoint's blocks of 128 have two
+MAX_ROUNDING_ROWS = 8  # that a product's programs round themselves
+_ROUNDED = 8192  # numbers that a program rounds at once: 64 of each thread
+
+
+@dataclass(frozen=True)
+class Fp8GemmTiles:
+    """How up to block_m rows are multiplied.
+
+    block_n: rows of W of a program; of a gated product rows of gates, and as many that they gate.
+    splits: programs that share the columns of a tile.
+    ahead: groups of columns of W that are read before the wait.
+    stages, warps: Triton's.
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    ahead: int
+    stages: int
+    warps: int
+
+    def span(self, k: int) -> int:
+        """Groups of columns of a program."""
+        return k // GROUP // self.splits
+
+    @property
+    def for_fp8(self) -> bool:
+        """Whether a program has a whole group of the columns of what comes out."""
+        return self.block_n == GROUP
+
+
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """A weight as the kernels read it.
+
+    values: [N, K] float8_e4m3fn, contiguous, K a multiple of GROUP.
+    scales: float32 [ceil(N / SCALE_ROWS), K / GROUP], or [N, 1] with one for each output; contiguous.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def by_group(self) -> bool:
+        return self.scales.shape[0] != self.values.shape[0]
+
+
+def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
+    """For a weight [n, k]; None if it does not fit. As many bytes are on their way to a multiprocessor as with the
+    table of `skinny_gemm`, which was measured: tiles of half the bytes, twice as many stages, and before the wait twice
+    as many columns."""
+    if rows > MAX_ROWS or k % GROUP:
+        return None
+    block_m = max(16, triton.next_power_of_2(rows))
+    tiles, groups = triton.cdiv(n, 64), k // GROUP
+    if tiles > MULTIPROCESSORS:
+        ahead = _ahead(block_m, 128, groups)
+        stages, warps = (5 if ahead == 0 else 4, 4) if block_m <= 32 else (4, 8)  # two programs a multiprocessor
+        return Fp8GemmTiles(block_m, 128, 1, ahead, stages, warps)
+    splits = 1
+    while 2 * splits * tiles <= MULTIPROCESSORS and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
+        splits *= 2
+    ahead = _ahead(block_m, 64, groups // splits)
+    return Fp8GemmTiles(block_m, 64, splits, ahead, stages={16: 10, 32: 8}.get(block_m, 6), warps=4)
+
+
+def _ahead(block_m: int, rows_of_w: int, span: int) -> int:
+    """32 kB of W, as `skinny_gemm` reads ahead and where it does."""
+    ahead = 256 // rows_of_w
+    return ahead if block_m == 16 and span >= 2 * ahead else 0
+
+
+def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8GemmTiles | None:
+    """The same for gates and what they gate in one weight [n, k]: a program has 64 rows of each; None where there are
+    so few that the columns would have to be split. for_fp8: it has 128 of each, a group of what comes out; None too
+    where such programs do not fill the device once, or rows do not fit into registers."""
+    tiles = fp8_gemm_tiles(rows, n, k)
+    if tiles is None or tiles.block_n < 128 or n // 2 % SCALE_ROWS:
+        return None
+    block_m, groups = tiles.block_m, k // GROUP
+    if not for_fp8:
+        warps = 4 if block_m <= 64 else 8
+        return Fp8GemmTiles(block_m, 64, 1, _ahead(block_m, 128, groups), tiles.stages, warps)
+    programs = n // 2 / GROUP
+    if not 0.75 * MULTIPROCESSORS <= programs <= MULTIPROCESSORS or programs % 1 or block_m > 64:
+        return None
+    return Fp8GemmTiles(block_m, GROUP, 1, _ahead(block_m, 256, groups), stages=4, warps=8)
+
+
+def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
+    """How many columns a program that rounds its rows itself takes at once; 0 where it does not, because scales are of
+    whole rows, or because that would take longer than a launch of its own."""
+    span = tiles.span(weight.values.shape[1]) * GROUP
+    if not weight.by_group or rows > MAX_ROUNDING_ROWS or rows * span > 2 * _ROUNDED:
+        return 0
+    return min(int(triton.next_power_of_2(span)), _ROUNDED // rounding_rows(rows))
+
+
+def rounding_rows(rows: int) -> int:
+    """How many rows such a program has room for: of few sizes, since each is compiled."""
+    return 1 if rows == 1 else 4 if rows <= 4 else MAX_ROUNDING_ROWS
+
+
+def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Cells and tickets of a `Workspace` for weights of these shapes [N, K]."""
+    cells = num_tiles = 0
+    for n, k in shapes:
+        for tiles in (fp8_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
+            if tiles is not None and tiles.splits > 1:
+                tiles_of_w = triton.cdiv(n, tiles.block_n)
+                num_tiles = max(num_tiles, tiles_of_w)
+                cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
+    return cells, num_tiles
