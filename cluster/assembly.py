@@ -52,6 +52,7 @@ def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
         time.monotonic,
         layout.shapes,
         layout.lookahead,
+        graph_capture=config.graph_capture,
     )
 
 

@@ -16,7 +16,8 @@ from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
-from workers.runner.costs.cost_probe import probe_costs
+from workers.runner.costs.cost_points import wanted
+from workers.runner.costs.cost_probe import probe_costs, probe_extent
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.device_memory import device_memory
@@ -93,10 +94,12 @@ def build_rank(
     if graphed is not None:
         with must_fit("CUDA graphs", "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"):
             _capture(graphed, parts, memory.capture_limits(group))
-        phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
-    built = eager if graphed is None else Worker(graphed, parts.slots, group, worker.debug, parts.grammars)
+        phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
+    built = eager
+    if graphed is not None:
+        built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed)
     warm_up(built, parts.layout)
-    use = memory.use(parts.layout, graphed is not None, group)
+    use = memory.use(parts.layout, built.graphs, group)
     if memory.runs_steps:
         with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
             for _, plan in largest_steps(parts.layout):  # what they take stays with torch's allocator
@@ -198,18 +201,12 @@ def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) 
 
 
 def _capture(graphed: "GraphedDecoding", parts: EngineParts, limits: GraphCapture) -> None:
-    """Capture its steps; what is left out is logged once, by rank 0."""
+    """Capture the steps that a start waits for."""
+    worker = parts.worker
+    extent = probe_extent(parts.layout, worker.cache.page_size, graphed.wanted_token_buckets, parts.slots.device)
+    measured = [(p.shape, p.num_requests, p.chunk_tokens) for group in wanted(extent) for p in group.points]
     with torch.inference_mode():
-        report = graphed.capture(limits, parts.group)
-    if report.num_left_out and parts.group.rank == 0:
-        logger.warning(
-            "graph_capture: limit_s=%g or limit_gb=%g was used up, so that %d kinds of steps (with prompt chunks, "
-            "filters, penalties or log-probabilities) run without a CUDA graph; raise them, or lower "
-            "scheduler.max_running",
-            limits.limit_s,
-            limits.limit_gb,
-            report.num_left_out,
-        )
+        graphed.capture(limits, parts.group, graphed.first_graphs(measured))
 
 
 class _Phases:
