@@ -6,6 +6,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from attention.backend import NewUnderCaptureError
 from tests.support.eager_graphs import EagerRecorder
 from tests.support.thread_group import on_ranks
 from workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, RoundShapes
@@ -22,6 +23,7 @@ from workers.runner.graphs.graph_keys import (
     is_always_captured,
     token_buckets,
 )
+from workers.runner.graphs.kernel_compilation import CompileAhead
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
@@ -255,8 +257,8 @@ class FailingRecorder(EagerRecorder):
         super().__init__(bytes_each=10**6)
         self._failing = failing
 
-    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        run, kept = super().record(function)
+    def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
+        run, kept = super().record(function, was_run)
         if self.num_recorded - 1 in self._failing:
             raise torch.OutOfMemoryError("out of memory")
         return run, kept
@@ -307,3 +309,41 @@ def test_ranks_capture_the_same_while_serving() -> None:
     outcomes = on_ranks(3, run)
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert len(outcomes[0]) > 8
+
+
+class MissingRecorder(EagerRecorder):
+    """Misses something in recordings `missing`, counted from 0, of what has not run."""
+
+    def __init__(self, missing: tuple[int, ...]) -> None:
+        super().__init__()
+        self._missing = missing
+
+    def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
+        run, kept = super().record(function, was_run)
+        if not was_run and self.num_recorded - 1 in self._missing:
+            raise NewUnderCaptureError("a kernel")
+        return run, kept
+
+
+def test_a_step_runs_before_its_capture_if_it_is_the_first_of_its_kind_or_misses_something() -> None:
+    def run(group: TPGroup, missing: tuple[int, ...] = ()) -> tuple[frozenset[GraphKey], int]:
+        recorder = MissingRecorder(missing if group.rank == 1 or group.size == 1 else ())
+        graphs, _, _ = graphed(recorder=recorder)
+        graphs.capture(PLENTY, group)
+        num_kinds = len({(key.shape, key.needs) for key in graphs.captured if not key.needs.masked})
+        num_masked = sum(key.needs.masked for key in graphs.captured)
+        return graphs.captured, recorder.num_run_apart - num_kinds - 2 * num_masked
+
+    captured, more_runs = run(SOLO)
+    assert more_runs == 0
+    for outcome in (run(SOLO, (5, 9)), *on_ranks(2, lambda group: run(group, (5, 9)))):
+        assert outcome == (captured, 2), "what one rank misses, all run"
+
+
+def test_a_rehearsal_of_steps_runs_nothing() -> None:
+    graphs, strategy, recorder = graphed()
+    keys = graphs.first_graphs(MEASURED)
+    ahead = CompileAhead(1)
+    graphs.rehearse(keys, ahead, SOLO)
+    ahead.close()
+    assert recorder.num_rehearsed == 1 and not strategy.ran, "the largest round; no kernel was new"

@@ -8,21 +8,12 @@ nobody is there and, under load, now and then (`workers.scheduling.capture_pacin
 are padded to a larger one. Steps that have none at all run eagerly: those with more prompt tokens or chunks than any
 graph has room for, chunks beside requests with penalties or log-probabilities, and kinds for which the allowance for
 captures (`workers.config.GraphCapture`) has no memory.
-
-A step of requests with grammars is two graphs, cut where the target's pass ends: the masks of its rows come from the
-host while that pass runs. What the first graph leaves for the second lies in memory of the graph, or if it is large in
-memory that all such graphs share, since otherwise it would be kept for each.
-
-Capturing changes no request's state: it runs rounds of the padding slot, which has finished, so commits keep its row
-and count nothing, its KV goes to the dummy page, and nobody verifies the tree that is drafted for it.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +23,16 @@ from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.decoding import CuttableStrategy, FillMasks
 from workers.runner.graphs.capture_queue import CaptureQueue, Taken
-from workers.runner.graphs.graph_inputs import StepInput
 from workers.runner.graphs.graph_keys import CHUNK_NEEDS, RANDOM, GraphKey, GraphKeys, is_always_captured
+from workers.runner.graphs.kernel_compilation import CompileAhead
 from workers.runner.graphs.recorder import Recorder
+from workers.runner.graphs.step_capture import CapturedStep, StepCapture, on_any_rank
 from workers.sampling.sampler import Logprobs
 from workers.scheduling.plan import GraphCount
 from workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
-_SHARED_BYTES = 1 << 18  # of a tensor between two graphs, from which on a copy costs less than keeping it for each
 _FAILED = (
     "a step could not be captured while serving, and runs without a CUDA graph of its own (%s): %s; further ones are "
     "not logged"
@@ -50,24 +41,7 @@ _LEFT_OUT = (
     "graph_capture.limit_gb is used up, so that %d kinds of steps (with prompt chunks, filters, penalties or "
     "log-probabilities) have no CUDA graph of their own; raise it, or lower scheduler.max_running"
 )
-_EAGER_RUNS = 1  # before capture: it compiles kernels, chooses algorithms and makes workspaces
-
-
-@dataclass
-class _Captured:
-    """A captured step.
-
-    bucket: requests of its rounds.
-    begin: replays it up to where masks join; None where none do.
-    run: replays it, or the rest.
-    output: what it emitted, at the same place after every replay.
-    """
-
-    bucket: int
-    begin: Callable[[], None] | None
-    run: Callable[[], None]
-    input: StepInput
-    output: StepTensors
+COLD_S = 1.0  # for kernels of two steps: from the disk cache they take less, compiled more
 
 
 @dataclass(frozen=True)
@@ -107,14 +81,12 @@ class GraphedDecoding:
         self._inner = inner
         self._slots = slots
         self._keys = GraphKeys(inner.shapes, buckets, tokens)
-        self._max_kv_len = max_kv_len
         self._recorder = recorder
-        self._captured: dict[GraphKey, _Captured] = {}
-        self._chosen: dict[GraphKey, _Captured | None] = {}  # what a step that wants a key runs; None: eagerly
+        self._step_capture = StepCapture(inner, slots, max_kv_len, recorder)
+        self._captured: dict[GraphKey, CapturedStep] = {}
+        self._chosen: dict[GraphKey, CapturedStep | None] = {}  # what a step that wants a key runs; None: eagerly
         self._queue = CaptureQueue((), (), GraphCapture())
-        self._shared: dict[str, Tensor] = {}
         self._warned: set[str] = set()
-        self._outgrown: list[Tensor] = []  # what graphs write to that were captured before a larger one
         self.report = CaptureReport({}, 0)
 
     @property
@@ -159,6 +131,18 @@ class GraphedDecoding:
         found += [keys.of_rounds(shape, size, CHUNK_NEEDS) for shape in self.shapes.unrestricted for size in sizes]
         return frozenset(key for key in found if key is not None)
 
+    @torch.inference_mode()
+    def rehearse(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
+        """Let `ahead` compile what the steps of `keys` launch: first a round and a step with prompts, then, unless
+        their kernels come from the disk cache on all ranks of `group`, all others. Nothing runs, on no rank."""
+        ordered = [key for key in self._keys.wanted() if key in keys]
+        largest = {key.tokens > 0: key for key in reversed(ordered)}.values()
+        for part in (largest, [key for key in ordered if key not in largest]):
+            for key in part:
+                self._step_capture.rehearse(key, ahead)
+            if not on_any_rank(ahead.finish() >= COLD_S, group, self._slots.device):
+                return
+
     def capture(
         self,
         allowance: GraphCapture,
@@ -171,7 +155,7 @@ class GraphedDecoding:
         wanted, rounds = self._keys.wanted(), dict[GraphKey, Taken]()
         self._queue = CaptureQueue(wanted, first, allowance)
         while (key := self._queue.next_at_start()) is not None:
-            rounds[key] = taken = self._measured(key, clock)
+            rounds[key] = taken = self._measured(key, group, clock)
             self._queue.took(key, _most(taken, group, self._slots.device))
         self.report = CaptureReport(rounds, len(wanted) - len(rounds))
         self._warn_of_left_out(group)
@@ -185,10 +169,10 @@ class GraphedDecoding:
             return
         taken, error = Taken(0.0, 0), None
         try:
-            taken = self._measured(key, clock)
+            taken = self._measured(key, group, clock)
         except RuntimeError as failure:  # torch.OutOfMemoryError is one
             error = failure
-        if _on_any_rank(error is not None, group, self._slots.device):
+        if on_any_rank(error is not None, group, self._slots.device):
             self._captured.pop(key, None)
             self._queue.failed(key)
             self._warn_once(group, _FAILED, key, error or "another rank failed")
@@ -201,49 +185,12 @@ class GraphedDecoding:
         """A request with a grammar has come: its steps are to be captured too. The same on every rank."""
         self._queue.add_masked()
 
-    def _measured(self, key: GraphKey, clock: Callable[[], float]) -> Taken:
+    def _measured(self, key: GraphKey, group: TPGroup, clock: Callable[[], float]) -> Taken:
         """Capture `key`; what that took on this rank."""
         since_s, since_bytes = clock(), self._recorder.used_bytes()
-        self._captured[key] = self._capture(key)
+        self._captured[key] = self._step_capture.capture(key, group)
         num_bytes = self._recorder.used_bytes() - since_bytes
         return Taken(clock() - since_s, num_bytes)
-
-    def _capture(self, key: GraphKey) -> _Captured:
-        """Of a batch of padding that runs all that the batches of `key` may need."""
-        given = StepInput(key.bucket, key.tokens, self._slots)
-
-        def batch() -> StepBatch:
-            return given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
-
-        def step() -> StepTensors:
-            return self._inner.step(batch())
-
-        for _ in range(_EAGER_RUNS):
-            self._recorder.run_apart(step)
-        if not key.needs.masked:
-            run, output = self._recorder.record(step)
-            return _Captured(key.bucket, None, run, given, output)
-        self._recorder.run_apart(lambda: self._share(self._inner.forward(batch())))  # a capture must not allocate it
-        begin, passed = self._recorder.record(lambda: self._share(self._inner.forward(batch())))
-        run, output = self._recorder.record(lambda: self._inner.choose(batch(), passed))
-        return _Captured(key.bucket, begin, run, given, output)
-
-    def _share(self, passed: Any, path: str = "") -> Any:
-        """What a first graph leaves, its large tensors in memory that all first graphs share: one is in use at a
-        time."""
-        if passed is None:
-            return None
-        if not isinstance(passed, Tensor):
-            names = [field.name for field in dataclasses.fields(passed)]
-            shared = {name: self._share(getattr(passed, name), f"{path}.{name}") for name in names}
-            return dataclasses.replace(passed, **shared)
-        if passed.nbytes < _SHARED_BYTES:
-            return passed
-        held = self._shared.get(path)
-        if held is None or held.numel() < passed.numel():
-            self._outgrown += [] if held is None else [held]
-            held = self._shared[path] = torch.empty(passed.numel(), dtype=passed.dtype, device=passed.device)
-        return held[: passed.numel()].view(passed.shape).copy_(passed)
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
         key = self._keys.of(batch)
@@ -259,7 +206,7 @@ class GraphedDecoding:
         num_finals = batch.chunks.num_finals if batch.chunks is not None else 0
         return _entries(captured.output, batch.num_requests, captured.bucket, num_finals)
 
-    def _of_key(self, key: GraphKey) -> _Captured | None:
+    def _of_key(self, key: GraphKey) -> CapturedStep | None:
         """The graph of `key`, or the one that stands in for it; None if there is neither. Looked for among all once
         between two captures."""
         if key in self._captured:
@@ -277,10 +224,6 @@ class GraphedDecoding:
     def _warn_of_left_out(self, group: TPGroup) -> None:
         if self._queue.num_left_out:
             self._warn_once(group, _LEFT_OUT, self._queue.num_left_out)
-
-
-def _on_any_rank(flag: bool, group: TPGroup, device: torch.device) -> bool:
-    return bool(group.all_gather(torch.tensor([flag], dtype=torch.int32, device=device)).any())
 
 
 def _most(mine: Taken, group: TPGroup, device: torch.device) -> Taken:
