@@ -76,7 +76,7 @@ class Worker:
     def build(self, rendezvous: str, own_address: str, former: Layout | None) -> tuple[Layout, CostTable | None]:
         """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
         returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends."""
-        gc.freeze()  # all imports: measuring memory collects garbage twenty times, at a third of a second each with them
+        gc.freeze()  # imports: measuring memory collects garbage twenty times, with them a third of a second each
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
