@@ -5,6 +5,7 @@ allocates per layer what it could prepare.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -53,8 +54,20 @@ class AttentionBackend(ABC):
         return None
 
 
-def assert_not_captured(name: str, device: torch.device) -> None:
-    """For a backend about to make what captured graphs will hold: raises RuntimeError under capture, whose memory is
-    the graph's own."""
+class NewUnderCaptureError(RuntimeError):
+    """What a step needs is not there yet and cannot be made under capture.
+
+    make: makes it once the capture has ended; None if only a run of the step does.
+    """
+
+    def __init__(self, message: str, make: Callable[[], object] | None = None) -> None:
+        super().__init__(message)
+        self.make = make
+
+
+def assert_not_captured(name: str, device: torch.device, make: Callable[[], object] | None = None) -> None:
+    """For a backend about to make what captured graphs will hold: raises NewUnderCaptureError under capture, whose
+    memory is the graph's own. make: see there."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"attention backend {name!r}: a new shape under capture; run it once before that")
+        message = f"attention backend {name!r}: a new shape under capture; run it once before that"
+        raise NewUnderCaptureError(message, make)

@@ -52,6 +52,7 @@ def build_scheduler(config: AerieConfig, layout: Layout) -> Scheduler:
         time.monotonic,
         layout.shapes,
         layout.lookahead,
+        graph_capture=config.graph_capture,
     )
 
 
@@ -87,6 +88,10 @@ class RankBuilder:
         self._layout = plan_layout(self._spec)
         self._num_threads = config.engine.threads_per_worker
         cuda = config.model.device == "cuda"
+        if cuda:
+            from workers.runner.graphs.kernel_compilation import read_compiler
+
+            read_compiler()
         self.device_name = torch.cuda.get_device_name(0) if cuda else f"cpu, {self._num_threads} thread(s)"
 
     def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:

@@ -8,6 +8,7 @@ from workers.runner import local_engine as plain
 from workers.runner.local_engine import LocalEngine
 
 
-def local_engine(spec: EngineSpec) -> AbstractContextManager[LocalEngine]:
-    """An engine that runs while the context is open. Raises what building a rank raises."""
-    return plain.local_engine(spec.worker, plan_layout(spec))
+def local_engine(spec: EngineSpec, all_graphs: bool = True) -> AbstractContextManager[LocalEngine]:
+    """An engine that runs while the context is open. all_graphs: see `workers.runner.local_engine.local_engine`. Raises
+    what building a rank raises."""
+    return plain.local_engine(spec.worker, plan_layout(spec), all_graphs)

@@ -172,20 +172,25 @@ class RoundShapes:
 
 @dataclass(frozen=True)
 class GraphCapture:
-    """What a start may spend on each rank to capture rounds with filters, penalties and log-probabilities; greedy and
-    plainly random ones are captured whatever that takes. Rounds that are left out run eagerly.
+    """What capturing steps as CUDA graphs may take on each rank. A start waits for the first graphs, with which every
+    greedy or plainly random request runs well; the others are captured between steps, while the engine serves. Until a
+    step has its graph it runs padded in a larger one, or else eagerly.
 
-    limit_s: seconds.
-    limit_gb: GB (10^9 bytes) of GPU memory.
+    limit_s: seconds that a start may spend on more than the first graphs.
+    limit_gb: GB (10^9 bytes) of GPU memory for all but greedy and plainly random rounds, which are captured whatever
+        that takes. What does not fit stays without a graph.
+    busy_interval_s: seconds from the end of one capture to the next while requests run, which wait for it meanwhile;
+        an idle engine captures all the time.
     """
 
-    limit_s: float = 30.0
+    limit_s: float = 0.0
     limit_gb: float = 2.0
+    busy_interval_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("limit_s", "limit_gb"):
+        for name in ("limit_s", "limit_gb", "busy_interval_s"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0; 0 captures no such round")
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0")
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ class MemoryUse:
     tables: of slots.
     workspaces: what communication, libraries and kernels hold beside.
     activations: of the largest step that runs without a graph.
-    graphs: what captures took.
+    graphs: what captures took, or if more are to follow at least what is kept for all of them.
     kv: of all pages.
-    left: free once the rank was ready, its activations not counted as free.
+    left: free once the rank was ready, its activations and what is kept for graphs not counted as free.
     """
 
     total: int

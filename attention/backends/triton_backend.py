@@ -61,7 +61,7 @@ class TritonBackend(AttentionBackend):
         """The buffers for programs of this shape. They are never freed: captured graphs hold their addresses."""
         key = (device, tiles, head_dim)
         if key not in self._workspaces:
-            assert_not_captured(self.name, device)
+            assert_not_captured(self.name, device, lambda: self.workspace(tiles, head_dim, device))
             num_programs = _num_multiprocessors(device) * tiles.programs_per_sm
             self._workspaces[key] = DecodeWorkspace.create(tiles, head_dim, num_programs, device)
         return self._workspaces[key]
@@ -75,7 +75,7 @@ class TritonBackend(AttentionBackend):
         key = (device, tiles, head_dim)
         held = self._workspaces.get(key)
         if held is None or held.lse.shape[0] < num_rows:
-            assert_not_captured(self.name, device)
+            assert_not_captured(self.name, device, lambda: self.fixed_workspace(tiles, num_rows, head_dim, device))
             if held is not None:
                 self._outgrown.append(held)
             self._workspaces[key] = DecodeWorkspace.merged_apart(num_rows, head_dim, device)

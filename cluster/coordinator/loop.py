@@ -20,7 +20,7 @@ from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import StepResult
+from workers.scheduling.plan import GraphCount, StepResult
 from workers.scheduling.request import RequestOutput, UnfinishedError
 from workers.scheduling.scheduler import Scheduler
 
@@ -253,3 +253,5 @@ class CoordinatorLoop:
         self.streams.check_waiting()
         if self._worker_group is not None:
             self._worker_group.check_heartbeats(now, self._settings.step_timeout_s)
+        if self._worker_group is not None and self._scheduler.captures.graphs == GraphCount():
+            self._scheduler.captures.graphs = self._worker_group.last_heartbeat[0].graphs  # from then on results say it

@@ -32,6 +32,8 @@ def engine_stats(
         prefix_hits=0 if cache is None else cache.num_hit_tokens,
         num_draft_tokens=stats.num_draft_tokens,
         num_worker_restarts=num_worker_restarts,
+        num_graphs=scheduler.captures.graphs.num_captured,
+        num_graphs_waiting=scheduler.captures.graphs.num_waiting,
         heartbeat_age_s=heartbeat_age_s,
         rank_steps=tuple(heartbeat.num_steps for heartbeat in heartbeats),
         rank_step_s=tuple(heartbeat.step_s for heartbeat in heartbeats),

@@ -141,8 +141,8 @@ def _memory_lines(config: AerieConfig, placement: Placement, bytes_per_slot: int
     ]
     if placement.device == "cuda":
         lines.append(
-            f"CUDA graphs all rounds; with filters, penalties and log-probabilities as far as {limits.limit_s:g} s and "
-            f"{limits.limit_gb:g} GB per rank go"
+            f"CUDA graphs all rounds; with prompts, filters, penalties and log-probabilities as far as "
+            f"{limits.limit_gb:g} GB per rank go; the first at the start, the others while it serves"
         )
     return lines
 

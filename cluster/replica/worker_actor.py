@@ -4,6 +4,7 @@ Actor calls only build the rank and start its loop; plans and results travel by 
 """
 
 import fcntl
+import gc
 import os
 import socket
 import struct
@@ -75,10 +76,12 @@ class Worker:
     def build(self, rendezvous: str, own_address: str, former: Layout | None) -> tuple[Layout, CostTable | None]:
         """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
         returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends."""
+        gc.freeze()  # imports: measuring memory collects garbage twenty times, with them a third of a second each
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
         self._executor = self._builder.build(rendezvous, self._report, former)
+        gc.freeze()  # model and graphs stay, and are not looked through while requests run
         return self._builder.layout(), self._executor.costs
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:

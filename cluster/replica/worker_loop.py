@@ -68,7 +68,8 @@ class _Loop:
         if now >= self._heartbeat_due_s:
             if channel.lost() is not None:
                 return _end(channel)
-            channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps, self._step_s))
+            graphs = executor.graphs
+            channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps, self._step_s, graphs))
             self._heartbeat_due_s = now + HEARTBEAT_S
         if executor.num_pending == 0:
             changed = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))

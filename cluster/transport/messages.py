@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.plan import GraphCount, SamplingParams, TokenLogprobs
 from workers.scheduling.stats import Metric, SchedulerStats
 
 
@@ -119,12 +119,14 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's loop runs. num_steps: steps it has finished. step_s: seconds that those took in all."""
+    """A rank's loop runs. num_steps: steps it has finished. step_s: seconds that those took in all. graphs: of its
+    steps."""
 
     rank: int
     epoch: int
     num_steps: int
     step_s: float = 0.0
+    graphs: GraphCount = GraphCount()
 
 
 class RankFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -196,6 +198,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_draft_tokens: Annotated[int, Metric("vllm:spec_decode_num_draft_tokens", "Tokens drafted")] = 0
     num_worker_restarts: Annotated[
         int, Metric("aerie:worker_restarts", "Times that an engine's workers were restarted")
+    ] = 0
+    num_graphs: Annotated[
+        int, Metric("aerie:cuda_graphs", "Steps that each rank has captured as CUDA graphs, of all engines", "gauge")
+    ] = 0
+    num_graphs_waiting: Annotated[
+        int, Metric("aerie:cuda_graphs_waiting", "Steps that are still to be captured, of all engines", "gauge")
     ] = 0
     heartbeat_age_s: tuple[float, ...] = ()
     rank_steps: tuple[int, ...] = ()

@@ -51,7 +51,7 @@ KINDS = {
     "penalties": SamplingParams(1, 0.0, presence_penalty=0.5, frequency_penalty=0.2),
     "log-probabilities": SamplingParams(1, 0.0, logprobs=5),
 }
-ALLOWANCES = {"captured": GraphCapture(limit_s=1e9, limit_gb=1e9), "eager": GraphCapture(limit_s=0.0)}
+ALLOWANCES = {"captured": GraphCapture(limit_s=1e9, limit_gb=1e9), "eager": GraphCapture(limit_gb=0.0)}
 
 
 def name_of(needs: SamplingNeeds) -> str:

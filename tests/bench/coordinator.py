@@ -28,7 +28,15 @@ from cluster.transport.messages import GenerateRequest
 from cluster.transport.sockets import Transport
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import FINISH_LENGTH, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
+from workers.scheduling.plan import (
+    FINISH_LENGTH,
+    GraphCount,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    pack_i32,
+    unpack_i32,
+)
 from workers.scheduling.request import RequestOutput
 from workers.scheduling.scheduler import Scheduler
 
@@ -42,6 +50,7 @@ class InstantExecutor:
 
     def __init__(self, num_slots: int) -> None:
         self.costs: CostTable | None = None
+        self.graphs = GraphCount()
         self._left = np.zeros(num_slots, np.int64)
         self._results: list[StepResult] = []
         self._usual: tuple[bytes, bytes, bytes, bytes] = (b"", b"", b"", b"")  # what full rounds of `_slots` bring

@@ -1,15 +1,34 @@
-"""Seconds from `aerie serve` to the first answer with everything installed, phase by phase."""
+"""Seconds from `aerie serve` to the first answer with everything installed, phase by phase.
 
+    python -m tests.bench.startup --gpu [--shape chain] [--max-running 128] [--runs bare warm restart]
+
+starts dummy weights on a GPU: "bare" with an empty folder for compiled kernels, "warm" with those of the run before.
+Beside the phases it prints how many graphs were there at readiness, and when the last one was captured on an idle
+server; with "restart", how long a rank that is killed then keeps the engine from serving. One JSON line at the end.
+"""
+
+import argparse
+import contextlib
+import json
+import os
 import re
+import signal
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 import httpx
 
 from tests.bench.finding import Finding, Report, table
 from tests.bench.served import RunningServer, embedded_config, model_name, running
+from tests.bench.served_model import add_options, label, server_config
 
 LIMIT_S = 60.0
+GRAPHS_LIMIT_S = 120.0  # for what is captured after readiness
+RESTART_LIMIT_S = 120.0
 _PHASE = re.compile(r"^(?:\(.*?\) )?(.{22}) *(\d+\.\d) s$")  # `cluster.replica.plan_report.phase_line`
+_RANK = re.compile(r"(?:^|\) )0 +\S+ +(\d+)  ")  # `cluster.replica.plan_report.rank_lines`
 # A part of the console's line -> the phase that it ends.
 _MILESTONES = (
     ("cluster     ", "configuration checked"),
@@ -27,11 +46,7 @@ def run(quick: bool) -> Report:
         answer_s = _first_answer(server)
         stopping_s = time.perf_counter()
     stopping_s = time.perf_counter() - stopping_s
-    rows, last_s = [], 0.0
-    for name, at_s in [*_milestones(server), ("/health answers 200", server.ready_s), ("first answer", answer_s)]:
-        rows.append((name, f"{at_s:.1f}", f"{at_s - last_s:.1f}"))
-        last_s = at_s
-    inside = [(m[1].strip(), f"{float(m[2]):.1f}") for _, line in server.lines if (m := _PHASE.match(line))]
+    rows, inside = _legs(server, answer_s)
     return Report(
         {"startup": Finding(server.ready_s, LIMIT_S, "s")},
         [
@@ -51,6 +66,15 @@ def run(quick: bool) -> Report:
     )
 
 
+def _legs(server: RunningServer, answer_s: float) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
+    """(phase, when it ended, what it took) of the whole start, and (phase, what it took) as engine and rank 0 say."""
+    rows, last_s = [], 0.0
+    for name, at_s in [*_milestones(server), ("/health answers 200", server.ready_s), ("first answer", answer_s)]:
+        rows.append((name, f"{at_s:.1f}", f"{at_s - last_s:.1f}"))
+        last_s = at_s
+    return rows, [(m[1].strip(), f"{float(m[2]):.1f}") for _, line in server.lines if (m := _PHASE.match(line))]
+
+
 def _milestones(server: RunningServer) -> list[tuple[str, float]]:
     """In the order of time; lines of several processes reach the console late or not quite in order."""
     found = [
@@ -65,3 +89,77 @@ def _first_answer(server: RunningServer) -> float:
     body = {"model": model_name(server), "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
     return time.perf_counter() - server.started_s
+
+
+def measure(content: dict[str, Any], options: list[str], ready_limit_s: float, restart: bool) -> dict[str, Any]:
+    """One start of a server on a GPU, what it captured after that, and if `restart` a rank's end."""
+    with running("deploy.cli serve", content, *options, ready_limit_s=ready_limit_s) as server:
+        answer_s, at_first = _first_answer(server), _graphs(server)
+        rows, inside = _legs(server, answer_s)
+        while _graphs(server)[1] and time.perf_counter() - server.started_s < answer_s + GRAPHS_LIMIT_S:
+            time.sleep(0.2)
+        all_s = time.perf_counter() - server.started_s
+        at_last = _graphs(server)
+        again_s = _restart(server) if restart else None
+    print("\n".join(table(["phase", "ended at s", "took s"], rows)))
+    print("\n" + "\n".join(table(["as the engine and rank 0 say", "s"], inside)))
+    for _, line in server.lines:
+        if re.search(r"rank 0's memory|ms of a round|WARNING|graph_capture|could not be", line):
+            print(line)
+    print(f"graphs captured, waiting: {at_first} at the first answer, {at_last} {all_s - answer_s:.1f} s later")
+    if again_s is not None:
+        print(f"serving again {again_s:.1f} s after a rank was killed")
+    return {
+        "ready_s": server.ready_s,
+        "first_answer_s": answer_s,
+        "legs": rows,
+        "reported_s": inside,
+        "graphs_at_first": at_first,
+        "graphs_at_last": at_last,
+        "all_captured_s": all_s,
+        "restart_s": again_s,
+    }
+
+
+def _graphs(server: RunningServer) -> tuple[int, int]:
+    """How many are captured, and how many are still to be."""
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    values = [
+        re.search(rf"^aerie:{name}\{{.*\}} (\S+)$", text, re.M) for name in ("cuda_graphs", "cuda_graphs_waiting")
+    ]
+    captured, waiting = (int(float(found[1])) if found else 0 for found in values)
+    return captured, waiting
+
+
+def _restart(server: RunningServer) -> float:
+    """Kill rank 0; seconds until a request is answered again."""
+    found = [match for _, line in server.lines if (match := _RANK.search(line))]
+    begun_s = time.perf_counter()
+    os.kill(int(found[0][1]), signal.SIGKILL)
+    while time.perf_counter() - begun_s < RESTART_LIMIT_S:
+        time.sleep(0.1)
+        with contextlib.suppress(httpx.HTTPError):
+            _first_answer(server)
+            return time.perf_counter() - begun_s
+    raise RuntimeError(f"the engine did not come back:\n{server.console()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--runs", nargs="+", choices=("bare", "warm", "restart"), default=["bare", "restart"])
+    arguments = parser.parse_args()
+    options = ["--no-haproxy"] if arguments.no_haproxy else []
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for run_name in arguments.runs:
+            content = server_config(arguments, Path(folder))
+            if run_name == "bare":
+                os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)
+            print(f"\n## {label(arguments)}, {run_name}\n", flush=True)
+            results[run_name] = measure(content, options, arguments.start_limit, run_name == "restart")
+    print(json.dumps({"bench": "startup", "served": label(arguments), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -137,7 +137,7 @@ def test_no_round_is_captured_while_requests_run(speculative: SpeculativeConfig 
 def test_rounds_without_a_graph_emit_the_same(speculative: SpeculativeConfig | None) -> None:
     """An allowance of nothing leaves filters, penalties and log-probabilities to eager rounds."""
     spec = on_gpu(speculative, dtype="float32")
-    worker = dataclasses.replace(spec.worker, graph_capture=GraphCapture(limit_s=0.0))
+    worker = dataclasses.replace(spec.worker, graph_capture=GraphCapture(limit_gb=0.0))
     captured = answers(spec, 26, MIXED)
     with local_engine(dataclasses.replace(spec, worker=worker)) as engine:
         assert all(is_always_captured(key) for key in graphs(engine).captured)

@@ -1,5 +1,5 @@
-"""Requests of every kind on an engine whose rounds were recorded at start, on a CPU: nothing is recorded while they
-run, and they get the answers of an engine without recordings."""
+"""Requests of every kind on an engine whose rounds were recorded, on a CPU, at start or between their steps: they get
+the answers of an engine without recordings, and steps themselves record nothing."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import bucket_sizes
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
-from workers.scheduling.plan import SamplingParams
+from workers.scheduling.plan import SamplingParams, StepPlan
 from workers.scheduling.request import Request
 
 GREEDY = SamplingParams(14, 0.0, stop_token_ids=(EOS,))
@@ -54,7 +54,7 @@ def answers(engine: LocalEngine, prompts: list[list[int]]) -> list[list[int]]:
     return [request.output for request in alone + together]
 
 
-@pytest.mark.parametrize("limits", [GraphCapture(), GraphCapture(limit_s=0.0)], ids=["all", "rarer kinds eager"])
+@pytest.mark.parametrize("limits", [GraphCapture(limit_s=1e9), GraphCapture()], ids=["all", "rarer kinds eager"])
 @pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
 def test_nothing_is_recorded_while_requests_run(pair: Pair, shape: str, limits: GraphCapture) -> None:
     speculative: SpeculativeConfig | None = {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[shape]
@@ -76,6 +76,42 @@ def test_nothing_is_recorded_while_requests_run(pair: Pair, shape: str, limits: 
 
         graphs.step = noted  # type: ignore[method-assign]
         assert answers(engine, pair.prompts) == expected
-        assert any(with_chunks) == (limits == GraphCapture()) and not all(with_chunks)
+        assert any(with_chunks) == (limits.limit_s > 0) and not all(with_chunks)
         assert recorder.num_recorded == num_recorded and graphs.captured == captured
         assert recorder.num_replays > 0
+
+
+def test_what_is_recorded_between_steps_changes_no_answer(pair: Pair) -> None:
+    """A few recordings at start; the rest while requests run, one in every interval, and while nobody is there."""
+    spec: EngineSpec = pair.spec(pair.chain())
+    with local_engine(spec) as engine:
+        expected = answers(engine, pair.prompts)
+    with local_engine(spec) as engine:
+        recorder, worker = EagerRecorder(), engine.executor
+        assert isinstance(worker, Worker)
+        graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(6), 256, recorder, TOKENS)
+        with torch.inference_mode():
+            graphs.capture(GraphCapture(), SOLO, graphs.first_graphs([(0, 1, 0), (0, 0, TOKENS[0])]))
+        worker._strategy = worker._captures = graphs
+        pacing, now = engine.scheduler.captures, [0.0]
+        pacing._clock, pacing._interval_s = lambda: now[0], 5.0
+        pacing.reset()
+        pacing.graphs = worker.graphs
+        at_start, submit, num_busy = worker.graphs, worker.submit, 0
+
+        def noted(plan: StepPlan) -> None:
+            nonlocal num_busy
+            now[0] += 0.5
+            before = worker.graphs.num_captured
+            num_busy += plan.capture
+            assert not plan.capture or (worker.num_pending == 0 and not plan.slots and not plan.chunks)
+            submit(plan)
+            assert worker.graphs.num_captured == before + plan.capture
+
+        worker.submit = noted  # type: ignore[method-assign]
+        assert answers(engine, pair.prompts) == expected
+        assert 5 < num_busy <= now[0] / 5.0 and engine.scheduler.stats.num_steps > 8 * num_busy
+        assert worker.graphs.num_waiting == at_start.num_waiting - num_busy > 0
+        while worker.graphs.num_waiting:
+            engine.step()
+        assert len(graphs.captured) == at_start.num_captured + at_start.num_waiting

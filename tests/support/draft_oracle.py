@@ -126,6 +126,7 @@ class WatchedRank:
 
     def __init__(self, worker: Worker, oracle: Oracle, scheduler: Scheduler, shapes: RoundShapes) -> None:
         self.costs = worker.costs
+        self.graphs = worker.graphs
         self._worker = worker
         self._oracle = oracle
         self._scheduler = scheduler
@@ -246,7 +247,7 @@ def capture(worker: Worker, config: WorkerConfig, layout: EngineLayout) -> None:
     tokens = token_buckets(config.scheduler.step_token_limit)
     graphed = GraphedDecoding(worker._strategy, worker._slots, buckets, layout.max_position, EagerRecorder(), tokens)
     with torch.inference_mode():
-        graphed.capture(GraphCapture(), SOLO)
+        graphed.capture(GraphCapture(limit_s=1e9), SOLO)
     worker._strategy = graphed
 
 

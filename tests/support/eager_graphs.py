@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from workers.runner.graphs.kernel_compilation import CompileAhead
+
 T = TypeVar("T")
 
 
@@ -14,11 +16,11 @@ class EagerRecorder:
     must bear it. bytes_each: memory that each recording takes."""
 
     def __init__(self, bytes_each: int = 0) -> None:
-        self.num_recorded = 0
+        self.num_recorded = self.num_rehearsed = self.num_run_apart = 0
         self.num_replays = 0
         self._bytes_each = bytes_each
 
-    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
         self.num_recorded += 1
         kept = function()
 
@@ -28,7 +30,11 @@ class EagerRecorder:
 
         return replay, kept
 
+    def rehearse(self, function: Callable[[], object], ahead: CompileAhead) -> None:
+        self.num_rehearsed += 1
+
     def run_apart(self, function: Callable[[], object]) -> None:
+        self.num_run_apart += 1
         function()
 
     def used_bytes(self) -> int:

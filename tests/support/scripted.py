@@ -18,6 +18,7 @@ from workers.scheduling.plan import (
     FINISH_NONE,
     FINISH_STOP,
     Chunk,
+    GraphCount,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -128,6 +129,8 @@ class ScriptedExecutor:
     ) -> None:
         self.shapes = shapes
         self.costs: CostTable | None = None
+        self.graphs = GraphCount()
+        self.capture_steps: list[int] = []
         self.slots = [_Slot() for _ in range(num_slots)]
         self.kv = kv
         self.prompts = prompts if prompts is not None else {}
@@ -150,6 +153,10 @@ class ScriptedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._pending) < 2, "a third step was submitted"
+        if plan.capture:
+            assert not self._pending and plan.step not in self.capture_steps
+            self.capture_steps.append(plan.step)
+            self.graphs = GraphCount(self.graphs.num_captured + 1, self.graphs.num_waiting - 1)
         self._apply_tables(plan)
         entries: list[tuple[list[int], int, int]] = []  # tokens, FINISH_*, accepted
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
@@ -182,6 +189,7 @@ class ScriptedExecutor:
             accepted=pack_i32([accepted for _, _, accepted in entries]),
             logprobs=logprobs,
             elapsed_s=self.delay_s,
+            graphs=self.graphs,
         )
         self._pending.append((time.monotonic() + self.delay_s, result))
 

@@ -1,8 +1,12 @@
 """Which rounds are captured, in which order and how far, with a strategy that only notes what it runs."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 import torch
 
+from attention.backend import NewUnderCaptureError
 from tests.support.eager_graphs import EagerRecorder
 from tests.support.thread_group import on_ranks
 from workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, RoundShapes
@@ -19,9 +23,11 @@ from workers.runner.graphs.graph_keys import (
     is_always_captured,
     token_buckets,
 )
+from workers.runner.graphs.kernel_compilation import CompileAhead
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 BUCKETS = bucket_sizes(40)
 PLENTY = GraphCapture(limit_s=1e9, limit_gb=1e9)
@@ -61,8 +67,10 @@ class NotingStrategy:
         return StepTensors(batch.slots.unsqueeze(1).clone(), ones, ones * 0, -ones, None)
 
 
-def graphed(bytes_each: int = 0) -> tuple[GraphedDecoding, NotingStrategy, EagerRecorder]:
-    strategy, recorder = NotingStrategy(), EagerRecorder(bytes_each)
+def graphed(
+    bytes_each: int = 0, recorder: EagerRecorder | None = None
+) -> tuple[GraphedDecoding, NotingStrategy, EagerRecorder]:
+    strategy, recorder = NotingStrategy(), recorder or EagerRecorder(bytes_each)
     slots = SlotTable(40, 4, 16, CPU)
     return GraphedDecoding(strategy, slots, BUCKETS, 64, recorder), strategy, recorder
 
@@ -99,7 +107,7 @@ def test_many_prompt_tokens_are_captured_beside_fewer_batch_sizes(max_running: i
         assert padded < 2 * count or padded <= 16
 
 
-@pytest.mark.parametrize("limits", [PLENTY, GraphCapture(), GraphCapture(limit_s=0.0), GraphCapture(limit_gb=0.0)])
+@pytest.mark.parametrize("limits", [PLENTY, GraphCapture(limit_s=1e9), GraphCapture(), GraphCapture(1e9, 0.0)])
 def test_no_step_captures_anything(limits: GraphCapture) -> None:
     """Whatever was captured at start: each step is one replay or runs as it is, and emits what it should."""
     graphs, strategy, recorder = graphed()
@@ -117,7 +125,7 @@ def test_no_step_captures_anything(limits: GraphCapture) -> None:
                 out = graphs.step(batch)
                 assert out.tokens.flatten().tolist() == list(range(size))
                 (ran,) = strategy.ran
-                captured = limits in (PLENTY, GraphCapture()) or not (needs.full_logits or needs.masked)
+                captured = (limits.limit_s > 0 and limits.limit_gb > 0) or not (needs.full_logits or needs.masked)
                 assert recorder.num_replays - replays == (captured and size <= 40) * (2 if needs.masked else 1)
                 assert ran.needs.masked == needs.masked, "who has no grammar pays for none"
                 assert (ran is batch) == (recorder.num_replays == replays)
@@ -126,7 +134,7 @@ def test_no_step_captures_anything(limits: GraphCapture) -> None:
 
 
 def test_masks_are_filled_once_between_the_halves() -> None:
-    for limits in (PLENTY, GraphCapture(limit_s=0.0)):
+    for limits in (PLENTY, GraphCapture()):
         graphs, strategy, _ = graphed()
         graphs.capture(limits, SOLO)
         for needs in NEEDS:
@@ -151,7 +159,7 @@ def test_captures_stop_at_the_allowance() -> None:
     ):
         graphs, _, recorder = graphed(bytes_each=10**6)
         # every recording takes ten seconds
-        report = graphs.capture(limits, SOLO, lambda recorder=recorder: 10.0 * recorder.num_recorded)
+        report = graphs.capture(limits, SOLO, clock=lambda recorder=recorder: 10.0 * recorder.num_recorded)
         assert len(graphs.captured) == expected and report.num_left_out == wanted - expected
         assert report.whole == Taken(10.0 * recorder.num_recorded, 10**6 * recorder.num_recorded)
         optional = [key for key in graphs.captured if not is_always_captured(key)]
@@ -165,10 +173,177 @@ def test_ranks_stop_at_the_same_round() -> None:
     def run(group: TPGroup) -> tuple[frozenset[GraphKey], int]:
         graphs, _, recorder = graphed(bytes_each=10**6 * (group.rank + 1))
         seconds = (10.0, 1.0, 3.0)[group.rank]
-        report = graphs.capture(GraphCapture(65.0, 0.0145), group, lambda: seconds * recorder.num_recorded)
+        report = graphs.capture(GraphCapture(65.0, 0.0145), group, clock=lambda: seconds * recorder.num_recorded)
         return graphs.captured, report.num_left_out
 
     outcomes = on_ranks(3, run)
     assert len(set(outcomes)) == 1
     # rank 2 takes 3 MB each, so that 14.5 MB are used up by the fifth; seconds would last for seven
     assert len(outcomes[0][0]) == 2 * 2 * len(BUCKETS) + 5
+
+
+MEASURED = [(0, 1, 0), (0, 40, 0), (1, 1, 0), (1, 8, 0), (1, 40, 0)]
+
+
+def capture_few(graphs: GraphedDecoding, group: TPGroup = SOLO, limits: GraphCapture = GraphCapture()) -> None:  # noqa: B008
+    graphs.capture(limits, group, graphs.first_graphs(MEASURED))
+
+
+def test_a_start_captures_what_it_measures_and_rounds_with_filters() -> None:
+    graphs, _, recorder = graphed()
+    capture_few(graphs)
+    random, filtered = SamplingNeeds(True), SamplingNeeds(True, filtered=True)
+    expected = {GraphKey(shape, shape, count, random) for shape, count, _ in MEASURED}
+    expected |= {GraphKey(shape, shape, count, filtered) for shape in (0, 1) for count in (1, 8, 40)}
+    assert graphs.captured == expected and recorder.num_recorded == len(expected)
+    assert graphs.report.num_left_out > graphs.graphs.num_waiting > 0, "those with grammars wait for a grammar"
+
+
+def test_the_next_larger_graph_stands_in_until_a_step_has_its_own() -> None:
+    """Whatever is captured, a batch takes the graph of the fewest rows that holds it, and none at all where shape or
+    masks differ."""
+    graphs, strategy, recorder = graphed()
+    capture_few(graphs)
+    graphs.want_masked()
+    while True:
+        for size, shape, needs in (
+            (2, 1, NEEDS[0]),
+            (9, 0, NEEDS[1]),
+            (5, 1, NEEDS[2]),
+            (3, 1, NEEDS[6]),
+            (1, 0, NEEDS[5]),
+        ):
+            batch, replays = batch_of(size, shape, needs), recorder.num_replays
+            strategy.ran.clear()
+            assert graphs.step(batch).tokens.flatten().tolist() == list(range(size))
+            able = [
+                key.bucket
+                for key in graphs.captured
+                if key.shape == shape and key.bucket >= size
+                if key.needs.covers(needs) and key.needs.masked == needs.masked
+            ]
+            assert strategy.ran[0].num_requests == min(able, default=size)
+            assert (recorder.num_replays > replays) == bool(able)
+        before = graphs.graphs
+        if before.num_waiting == 0:
+            break
+        graphs.capture_next(SOLO)
+        assert graphs.graphs.num_captured == before.num_captured + 1
+        assert graphs.graphs.num_waiting == before.num_waiting - 1
+    everything, _, _ = graphed()
+    everything.capture(PLENTY, SOLO)
+    assert graphs.captured == everything.captured
+
+
+def test_steps_with_grammars_are_captured_once_one_has_come() -> None:
+    graphs, _, _ = graphed()
+    capture_few(graphs)
+    while graphs.graphs.num_waiting:
+        graphs.capture_next(SOLO)
+    assert not any(key.needs.masked for key in graphs.captured)
+    graphs.want_masked()
+    num_masked = graphs.graphs.num_waiting
+    graphs.want_masked()
+    assert graphs.graphs.num_waiting == num_masked > 0
+    while graphs.graphs.num_waiting:
+        graphs.capture_next(SOLO)
+    assert sum(key.needs.masked for key in graphs.captured) == num_masked
+
+
+class FailingRecorder(EagerRecorder):
+    """Fails in recordings `failing`, counted from 0."""
+
+    def __init__(self, failing: tuple[int, ...]) -> None:
+        super().__init__(bytes_each=10**6)
+        self._failing = failing
+
+    def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
+        run, kept = super().record(function, was_run)
+        if self.num_recorded - 1 in self._failing:
+            raise torch.OutOfMemoryError("out of memory")
+        return run, kept
+
+
+def test_a_capture_that_fails_while_serving_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    num_first = 11
+    graphs, strategy, _ = graphed(recorder=FailingRecorder((num_first, num_first + 2)))
+    capture_few(graphs)
+    assert len(graphs.captured) == num_first
+    waiting = graphs.graphs.num_waiting
+    for _ in range(4):
+        graphs.capture_next(SOLO)
+    assert len(graphs.captured) == num_first + 2 and graphs.graphs.num_waiting == waiting - 4
+    assert caplog.text.count("out of memory") == 1, "logged once"
+    strategy.ran.clear()
+    for size in range(1, 41):
+        for shape in range(2):
+            assert graphs.step(batch_of(size, shape, NEEDS[2])).tokens.flatten().tolist() == list(range(size))
+    assert all(ran.needs.filtered for ran in strategy.ran)
+
+
+def test_late_captures_stop_where_their_memory_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """What is always captured comes all the same, the rest as far as `limit_gb` goes."""
+    graphs, _, _ = graphed(bytes_each=10**6)
+    capture_few(graphs, limits=GraphCapture(limit_gb=0.0095))
+    while graphs.graphs.num_waiting:
+        graphs.capture_next(SOLO)
+    assert sum(not is_always_captured(key) for key in graphs.captured) == 10
+    assert sum(is_always_captured(key) for key in graphs.captured) == 2 * 2 * len(BUCKETS)
+    assert caplog.text.count("limit_gb is used up") == 1
+
+
+def test_ranks_capture_the_same_while_serving() -> None:
+    """One's memory ends sooner, another's captures fail: all have the same graphs after every capture."""
+
+    def run(group: TPGroup) -> list[frozenset[GraphKey]]:
+        recorder = FailingRecorder((13, 17) if group.rank == 1 else (15,) if group.rank == 2 else ())
+        recorder._bytes_each = 10**6 * (group.rank + 1)
+        graphs, _, _ = graphed(recorder=recorder)
+        capture_few(graphs, group, GraphCapture(limit_gb=0.04))
+        each = []
+        while graphs.graphs.num_waiting:
+            graphs.capture_next(group)
+            each.append(graphs.captured)
+        return each
+
+    outcomes = on_ranks(3, run)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert len(outcomes[0]) > 8
+
+
+class MissingRecorder(EagerRecorder):
+    """Misses something in recordings `missing`, counted from 0, of what has not run."""
+
+    def __init__(self, missing: tuple[int, ...]) -> None:
+        super().__init__()
+        self._missing = missing
+
+    def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
+        run, kept = super().record(function, was_run)
+        if not was_run and self.num_recorded - 1 in self._missing:
+            raise NewUnderCaptureError("a kernel")
+        return run, kept
+
+
+def test_a_step_runs_before_its_capture_if_it_is_the_first_of_its_kind_or_misses_something() -> None:
+    def run(group: TPGroup, missing: tuple[int, ...] = ()) -> tuple[frozenset[GraphKey], int]:
+        recorder = MissingRecorder(missing if group.rank == 1 or group.size == 1 else ())
+        graphs, _, _ = graphed(recorder=recorder)
+        graphs.capture(PLENTY, group)
+        num_kinds = len({(key.shape, key.needs) for key in graphs.captured if not key.needs.masked})
+        num_masked = sum(key.needs.masked for key in graphs.captured)
+        return graphs.captured, recorder.num_run_apart - num_kinds - 2 * num_masked
+
+    captured, more_runs = run(SOLO)
+    assert more_runs == 0
+    for outcome in (run(SOLO, (5, 9)), *on_ranks(2, lambda group: run(group, (5, 9)))):
+        assert outcome == (captured, 2), "what one rank misses, all run"
+
+
+def test_a_rehearsal_of_steps_runs_nothing() -> None:
+    graphs, strategy, recorder = graphed()
+    keys = graphs.first_graphs(MEASURED)
+    ahead = CompileAhead(1)
+    graphs.rehearse(keys, ahead, SOLO)
+    ahead.close()
+    assert recorder.num_rehearsed == 1 and not strategy.ran, "the largest round; no kernel was new"

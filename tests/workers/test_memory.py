@@ -17,7 +17,7 @@ from workers.runner.device_memory import HostMemory
 from workers.runner.graphs.warm_up import largest_steps
 from workers.runner.layout import EngineLayout
 from workers.runner.memory import GRAPH_BYTES, RankMemory, StepPeaks, slots_for, wait_until_free
-from workers.scheduling.plan import StepPlan, unpack_i32
+from workers.scheduling.plan import GraphCount, StepPlan, unpack_i32
 
 GB = 10**9
 GPU = torch.device("cuda")  # never touched
@@ -70,10 +70,13 @@ def test_kv_gets_what_nothing_else_needs() -> None:
     memory.taken += (layout.num_pages + 1) * 10_000 + GB // 2
     rank.kv_allocated()
     memory.taken += 4 * 10**8
-    use = rank.use(layout, True, SOLO)
+    use = rank.use(layout, GraphCount(10), SOLO)
     assert (use.total, use.others, use.weights, use.tables) == (80 * GB, GB, 16 * GB, 10**8)
     assert (use.workspaces, use.activations, use.graphs) == (GB // 2, 3 * GB, 4 * 10**8)
     assert use.of_rank == memory.taken + 3 * GB and use.left == memory.free() - 3 * GB > 0.1 * 79 * GB
+    following, kept = rank.use(layout, GraphCount(4, 6), SOLO), 10 * GRAPH_BYTES + GB + 2 * GB
+    assert following.graphs == kept, "graphs that are captured later take no other's memory"
+    assert following.left == use.left - (kept - 4 * 10**8)
 
 
 def test_a_small_gpu_keeps_less_for_graphs() -> None:

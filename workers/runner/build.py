@@ -16,7 +16,8 @@ from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
-from workers.runner.costs.cost_probe import probe_costs
+from workers.runner.costs.cost_points import wanted
+from workers.runner.costs.cost_probe import probe_costs, probe_extent
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.device_memory import device_memory
@@ -31,6 +32,7 @@ from workers.structured_output.slot_grammars import SlotGrammars
 
 if TYPE_CHECKING:
     from workers.runner.graphs.cuda_graph import GraphedDecoding
+    from workers.runner.graphs.graph_keys import GraphKey
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +90,24 @@ def build_rank(
     graphed = None
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
         graphed = _graphed(strategy, parts, with_chunks=not deterministic and chunks_on_device(backends, others))
-    parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured)
+        phases.done(f"{_compile_ahead(graphed, parts)} kernels ready")
+    parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured, phases.done)
     phases.done("KV cache allocated")
     if graphed is not None:
         with must_fit("CUDA graphs", "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"):
             _capture(graphed, parts, memory.capture_limits(group))
-        phases.done(f"{len(graphed.captured)} graphs, {graphed.report.whole.num_bytes / 1e9:.1f} GB")
-    built = eager if graphed is None else Worker(graphed, parts.slots, group, worker.debug, parts.grammars)
+        phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
+    built = eager
+    if graphed is not None:
+        built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed)
     warm_up(built, parts.layout)
-    use = memory.use(parts.layout, graphed is not None, group)
+    phases.done("warmed up")
+    use = memory.use(parts.layout, built.graphs, group)
     if memory.runs_steps:
         with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
             for _, plan in largest_steps(parts.layout):  # what they take stays with torch's allocator
                 run(eager, plan)
-    phases.done("warmed up")
+        phases.done("largest steps again")
     if worker.measure_costs:
         tokens = () if graphed is None else graphed.token_buckets
         built.costs = probe_costs(graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens)
@@ -145,14 +151,16 @@ def load_parts(
     return EngineParts(worker, layout, group, target, beside, slots, sampler, grammars)
 
 
-def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int) -> EngineParts:
-    """The parts with all their KV pages. eager: runs steps without graphs. num_graphs: that are to come for certain."""
+def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:
+    """The parts with all their KV pages. eager: runs steps without graphs. num_graphs: that are to come for certain.
+    done: hears each phase."""
     layout = parts.layout
     if layout.rank_bytes == 0:
         peaks = StepPeaks()
         if memory.runs_steps:
             with must_fit("the largest step", "lower scheduler.max_step_tokens or scheduler.max_running"):
                 peaks = memory.step_peaks(eager, layout)
+            done("largest steps run")
         layout = memory.settle_pages(layout, parts.group, peaks, num_graphs)
     with must_fit("the KV cache", "lower cache.memory_share, or stop what else allocates on this GPU"):
         parts.allocate_pages(layout.num_pages)
@@ -198,18 +206,33 @@ def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) 
 
 
 def _capture(graphed: "GraphedDecoding", parts: EngineParts, limits: GraphCapture) -> None:
-    """Capture its steps; what is left out is logged once, by rank 0."""
+    """Capture the steps that a start waits for."""
     with torch.inference_mode():
-        report = graphed.capture(limits, parts.group)
-    if report.num_left_out and parts.group.rank == 0:
-        logger.warning(
-            "graph_capture: limit_s=%g or limit_gb=%g was used up, so that %d kinds of steps (with prompt chunks, "
-            "filters, penalties or log-probabilities) run without a CUDA graph; raise them, or lower "
-            "scheduler.max_running",
-            limits.limit_s,
-            limits.limit_gb,
-            report.num_left_out,
-        )
+        graphed.capture(limits, parts.group, _first_graphs(graphed, parts))
+
+
+def _first_graphs(graphed: "GraphedDecoding", parts: EngineParts) -> frozenset["GraphKey"]:
+    """Of the steps whose costs are measured, which do not hang on the number of pages."""
+    layout, page_size = parts.layout.with_pages(0), parts.worker.cache.page_size
+    extent = probe_extent(layout, page_size, graphed.wanted_token_buckets, parts.slots.device)
+    return graphed.first_graphs(
+        (point.shape, point.num_requests, point.chunk_tokens) for group in wanted(extent) for point in group.points
+    )
+
+
+def _compile_ahead(graphed: "GraphedDecoding", parts: EngineParts) -> int:
+    """Compile kernels on all cores before steps would compile them one after the other; how many."""
+    from workers.runner.graphs.kernel_compilation import CompileAhead
+
+    ahead = CompileAhead()
+    try:
+        graphed.rehearse(_first_graphs(graphed, parts), ahead, parts.group)
+    except RuntimeError as error:
+        logger.warning("kernels could not be compiled ahead, and are where they are first launched: %s", error)
+    finally:
+        ahead.close()
+    torch.cuda.empty_cache()  # of the rehearsals' graphs, before anything is measured
+    return ahead.num_kernels
 
 
 class _Phases:

@@ -4,7 +4,7 @@ engine drive it, `workers.runner.worker.Worker` implements it."""
 from typing import Protocol
 
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 class StepExecutor(Protocol):
@@ -13,6 +13,10 @@ class StepExecutor(Protocol):
     @property
     def costs(self) -> CostTable | None:
         """What its steps cost, the same on every rank; None if that was not measured."""
+
+    @property
+    def graphs(self) -> GraphCount:
+        """How many of its steps are CUDA graphs, the same on every rank. What waits to be captured, plans ask for."""
 
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. On a GPU this returns before the step is done; on a CPU it runs the step."""

@@ -9,8 +9,10 @@ exactly as the cluster's coordinator does, two steps in flight.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from workers.config import WorkerConfig
 from workers.runner.build import build_rank
@@ -72,9 +74,12 @@ class LocalEngine:
 
 
 @contextlib.contextmanager
-def local_engine(worker: WorkerConfig, layout: EngineLayout) -> Iterator[LocalEngine]:
+def local_engine(worker: WorkerConfig, layout: EngineLayout, all_graphs: bool = True) -> Iterator[LocalEngine]:
     """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
-    several. Raises what `build_rank` raises."""
+    several. all_graphs: capture every step before the first request, whatever `graph_capture.limit_s` says, since an
+    engine without transport runs nothing while it idles. Raises what `build_rank` raises."""
+    if all_graphs:
+        worker = replace(worker, graph_capture=replace(worker.graph_capture, limit_s=math.inf))
     if worker.tensor_parallel == 1:
         built = build_rank(worker, layout, 0, "")
         yield _engine(worker, built.layout, built.worker)
@@ -96,7 +101,9 @@ def _engine(worker: WorkerConfig, layout: EngineLayout, executor: StepExecutor) 
         time.monotonic,
         layout.shapes,
         layout.lookahead,
+        graph_capture=worker.graph_capture,
     )
+    scheduler.captures.graphs = executor.graphs
     if executor.costs is not None:
         scheduler.use_costs(executor.costs)
     return LocalEngine(scheduler, executor)

@@ -20,6 +20,7 @@ from workers.runner.device_memory import DeviceMemory
 from workers.runner.graphs.warm_up import largest_steps, run
 from workers.runner.layout import EngineLayout, pages_asked
 from workers.runner.worker import Worker
+from workers.scheduling.plan import GraphCount
 
 TYPICAL_TOKENS = 2048  # KV of a request, prompt and answer, by which `max_running: auto` counts
 GRAPH_BYTES = 8 * 10**6  # of a captured round beside its tensors; 0.1 GB for 22 of them measured on an H200
@@ -47,7 +48,7 @@ class RankMemory:
             wait_until_free(memory, layout.rank_bytes)
         self._free_at_start = memory.free()
         self._used_at_start = memory.used()
-        self._weights = self._activations = self._in_use = 0
+        self._weights = self._activations = self._in_use = self._for_graphs = 0
 
     @property
     def runs_steps(self) -> bool:
@@ -101,6 +102,7 @@ class RankMemory:
         self._activations = activations
         if num_graphs:
             graphs = num_graphs * GRAPH_BYTES + peaks.rounds + int(self.capture_limits(group).limit_gb * 1e9)
+        self._for_graphs = graphs
         fitting = self._least(self._room(activations + graphs) // layout.bytes_per_page - 1, group)
         asked = pages_asked(cache, layout.bytes_per_page, layout.slot_bytes)
         if asked is None:
@@ -121,11 +123,12 @@ class RankMemory:
         """All pages are there; what comes after them is graphs."""
         self._in_use = self.used()
 
-    def use(self, layout: EngineLayout, has_graphs: bool, group: TPGroup) -> MemoryUse:
+    def use(self, layout: EngineLayout, graphs: GraphCount, group: TPGroup) -> MemoryUse:
         """Once the rank is ready; of several, that of this one, its `left` the least of all. Gives back what torch's
         allocator keeps for later."""
         free = self._memory.free()
         after_kv = max(0, self.used() - self._in_use)
+        for_graphs = max(after_kv, self._for_graphs) if graphs.num_waiting else after_kv
         kv = (layout.num_pages + 1) * layout.bytes_per_page
         beside = self._in_use - self._weights - layout.slot_bytes - kv
         return MemoryUse(
@@ -135,9 +138,9 @@ class RankMemory:
             tables=layout.slot_bytes,
             workspaces=max(0, beside),
             activations=self._activations,
-            graphs=after_kv if has_graphs else 0,
+            graphs=for_graphs if graphs.num_captured else 0,
             kv=kv,
-            left=self._least(free - self._activations, group),
+            left=self._least(free - self._activations - (for_graphs - after_kv), group),
         )
 
     def _room(self, reserved: int) -> int:

@@ -12,7 +12,7 @@ from workers.distributed.ports import free_port
 from workers.runner.build import build_rank
 from workers.runner.layout import EngineLayout
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Ready:
 
     layout: EngineLayout
     costs: CostTable | None
+    graphs: GraphCount
 
 
 class RankProcesses:
@@ -32,6 +33,7 @@ class RankProcesses:
         context = multiprocessing.get_context("spawn")
         address = f"tcp://127.0.0.1:{free_port()}"
         self.costs: CostTable | None = None
+        self.graphs = GraphCount()
         self.layout = layout
         self._num_pending = 0
         self._decoder = msgspec.msgpack.Decoder(StepResult)
@@ -59,7 +61,7 @@ class RankProcesses:
             if not isinstance(said, Ready):
                 raise ValueError(said)
             assert self.costs in (None, said.costs), "ranks have measured other costs"
-            self.layout, self.costs = said.layout, said.costs
+            self.layout, self.costs, self.graphs = said.layout, said.costs, said.graphs
 
     @property
     def num_pending(self) -> int:
@@ -77,7 +79,9 @@ class RankProcesses:
     def take(self) -> StepResult:
         results = [pipe.recv_bytes() for pipe in self._pipes]
         self._num_pending -= 1
-        return self._decoder.decode(results[0])
+        result = self._decoder.decode(results[0])
+        self.graphs = result.graphs
+        return result
 
     def close(self) -> None:
         """End the child processes."""
@@ -97,7 +101,7 @@ def _run_rank(worker: WorkerConfig, layout: EngineLayout, rank: int, address: st
         pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks
         return
     built = of_rank.worker
-    pipe.send(Ready(of_rank.layout, built.costs))
+    pipe.send(Ready(of_rank.layout, built.costs, built.graphs))
     decoder = msgspec.msgpack.Decoder(StepPlan)
     while True:
         try:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,9 @@ from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.graphs.emitted import Emitted
-from workers.sampling.sampler import SamplingNeeds
+from workers.sampling.sampler import Logprobs, SamplingNeeds
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import Chunk, StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
+from workers.scheduling.plan import Chunk, GraphCount, StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
 from workers.slots.slot_table import SlotTable
 from workers.slots.upload import upload
 from workers.structured_output.slot_grammars import SlotGrammars
@@ -32,10 +32,24 @@ class RanksDisagreeError(RuntimeError):
     """Two ranks emitted different tokens in a step: a bug, or broken hardware. Raised in debug mode only."""
 
 
+class LateCaptures(Protocol):
+    """Steps that become graphs while the engine serves: `workers.runner.graphs.cuda_graph.GraphedDecoding`."""
+
+    @property
+    def graphs(self) -> GraphCount:
+        """How many there are, and how many are still to come."""
+
+    def capture_next(self, group: TPGroup) -> None:
+        """Capture one of them, while no step runs."""
+
+    def want_masked(self) -> None:
+        """Steps with grammars are to be captured too."""
+
+
 @dataclass(frozen=True)
 class _Pending:
     plan: StepPlan
-    emitted: Emitted
+    emitted: Emitted | None  # None: nothing ran, a step was captured
     num_logprobs: tuple[int, ...]  # per entry of the result, as its request asked; its slot may have a new owner by now
     started_s: float
     failed: list[int]  # slots whose requests have left their grammar
@@ -76,14 +90,17 @@ class Worker:
         group: TPGroup,
         debug: bool,
         grammars: SlotGrammars | None = None,
+        captures: LateCaptures | None = None,
     ) -> None:
-        """grammars: of the engine's slots; None of an engine whose requests have none."""
+        """grammars: of the engine's slots; None of an engine whose requests have none. captures: None of an engine
+        without graphs."""
         self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
         self._group = group
         self._debug = debug
         self._grammars = grammars
+        self._captures = captures
         self._pending: deque[_Pending] = deque()
         self._round_slots = _SlotIds("round slots", slots.device)
         self._draft_slots = _SlotIds("draft slots", slots.device)
@@ -92,13 +109,28 @@ class Worker:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    @property
+    def graphs(self) -> GraphCount:
+        return GraphCount() if self._captures is None else self._captures.graphs
+
     def ready(self) -> bool:
-        return bool(self._pending) and self._pending[0].emitted.is_here()
+        if not self._pending:
+            return False
+        emitted = self._pending[0].emitted
+        return emitted is None or emitted.is_here()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         assert len(self._pending) < 2, "a third step was submitted before a result was taken"
         started_s = time.perf_counter()
+        if plan.capture:
+            assert not self._pending, "a capture was asked for while a step runs"
+            if self._captures is not None:
+                self._captures.capture_next(self._group)
+            self._pending.append(_Pending(plan, None, (), started_s, []))
+            return
+        if plan.grammars and self._captures is not None:
+            self._captures.want_masked()
         entries = _entries(plan)
         batch, failed = self._batch(plan, entries), list[int]()
         fill = functools.partial(self._fill_masks, plan, entries, failed) if batch.needs.masked else None
@@ -119,9 +151,15 @@ class Worker:
 
     def take(self) -> StepResult:
         pending = self._pending.popleft()
-        pending.emitted.wait()
-        width = pending.emitted.num_tokens
-        rows: list[list[int]] = pending.emitted.rows[:, : width + 3].tolist()
+        emitted = pending.emitted
+        if emitted is None:
+            elapsed_s = time.perf_counter() - pending.started_s
+            return StepResult(
+                pending.plan.epoch, pending.plan.step, b"", b"", b"", b"", elapsed_s=elapsed_s, graphs=self.graphs
+            )
+        emitted.wait()
+        width = emitted.num_tokens
+        rows: list[list[int]] = emitted.rows[:, : width + 3].tolist()
         counts = [row[-3] for row in rows]
         return StepResult(
             epoch=pending.plan.epoch,
@@ -130,10 +168,11 @@ class Worker:
             tokens=pack_i32([token for row in rows for token in row[: row[-3]]]),
             finish=bytes(row[-2] for row in rows),
             accepted=pack_i32([row[-1] for row in rows]),
-            logprobs=self._logprobs(pending, counts),
+            logprobs=self._logprobs(pending, emitted.logprobs, counts),
             failed=pack_i32(pending.failed),
             num_grammars=0 if self._grammars is None else self._grammars.num_prepared,
             elapsed_s=time.perf_counter() - pending.started_s,
+            graphs=self.graphs,
         )
 
     def _batch(self, plan: StepPlan, entries: tuple[int, ...]) -> StepBatch:
@@ -164,8 +203,9 @@ class Worker:
             needs=SamplingNeeds.of([table.facts[slot] for slot in entries]),
         )
 
-    def _logprobs(self, pending: _Pending, counts: list[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
-        tensors = pending.emitted.logprobs
+    def _logprobs(
+        self, pending: _Pending, tensors: Logprobs | None, counts: list[int]
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
         if tensors is None:
             return {}
         out = {}

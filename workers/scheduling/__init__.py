@@ -7,6 +7,7 @@ cost_table      what steps cost, as measured
 latency_budget  how long a step may take, and so how many prompt tokens it carries
 shape_choice    the shape that rounds verify and draft, by load and acceptance
 survival        how many drafts of each shape are expected to be accepted
+capture_pacing  when another step is captured while the engine serves
 request_queues  who waits, who has a slot
 slot_pages      slots, their page tables, and the pages that steps in flight may write
 sequence        what is kept per request and per step in flight

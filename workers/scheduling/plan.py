@@ -135,6 +135,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         taken back is replaced by page 0, the dummy page.
     max_kv_len: no position that this step reads or writes reaches it (a host-side bound; no device value is read).
     grammars: of waiting requests, to be compiled meanwhile.
+    capture: no step: every rank captures one that has no graph yet, the same on all. Sent while nothing else is in
+        flight; its result has no entries.
     """
 
     epoch: int
@@ -148,6 +150,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     inits: tuple[SlotInit, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     grammars: tuple[Grammar, ...] = ()
+    capture: bool = False
+
+
+class GraphCount(msgspec.Struct, frozen=True, array_like=True):
+    """CUDA graphs of a rank's steps: how many there are, and how many are still to be captured."""
+
+    num_captured: int = 0
+    num_waiting: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -166,7 +176,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
     per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0. failed: int32 slots whose
     requests have left their grammar, or which it left no token: nothing that they emitted may be shown. num_grammars:
-    how many of those in the plans of this epoch are compiled, in their order.
+    how many of those in the plans of this epoch are compiled, in their order. graphs: after this step.
     """
 
     epoch: int
@@ -179,3 +189,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     elapsed_s: float = 0.0
     failed: bytes = b""
     num_grammars: int = 0
+    graphs: GraphCount = GraphCount()

@@ -12,7 +12,8 @@ import numpy as np
 from attention.config import CacheConfig
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
-from workers.config import RoundShapes, SchedulerConfig
+from workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepRounds
@@ -54,10 +55,11 @@ class Scheduler:
         lookahead: int = 0,
         epoch: int = 0,
         choose_shape: Callable[[RoundShapes], int] | None = None,
+        graph_capture: GraphCapture = GraphCapture(),  # noqa: B008 - frozen
     ) -> None:
         """num_pages: pages of every rank's pool, page 0 excluded. lookahead: 1 with a draft whose KV depends on the
         next token (`PrefixCache`). choose_shape: asked instead of `ShapeChoice` once a step for the index of the shape
-        that rounds verify and draft."""
+        that rounds verify and draft. graph_capture: how often the ranks capture while requests run."""
         self._config = config
         self._max_model_len = max_model_len
         self._clock = clock
@@ -72,6 +74,7 @@ class Scheduler:
         self._grammars = GrammarQueue()
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, clock)
+        self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
         self.epoch = epoch
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
@@ -158,12 +161,15 @@ class Scheduler:
         """
         self._in_flight.clear()
         self._grammars.reset()
+        self.captures.reset()
         self.epoch = epoch
         self._next_step = 0
         return self.queues.requeue()
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to run before another result or request comes."""
+        if self.captures.is_due(is_idle=not self.num_running and not self.num_waiting):
+            return None if self._in_flight else self._plan_capture()
         slot_pages = self.slot_pages
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
         shape = self._shape()
@@ -213,8 +219,18 @@ class Scheduler:
             return []
         in_flight_step = self._in_flight.popleft()
         assert result.step == in_flight_step.step, f"result of step {result.step}, awaited {in_flight_step.step}"
+        if self.captures.has_ended(result.graphs):
+            return []
         self._grammars.compiled(result.num_grammars)
         return self._results.apply(in_flight_step, result)
+
+    def _plan_capture(self) -> StepPlan:
+        """A capture has the ranks to itself: nothing is in flight, and nothing follows before its result."""
+        nobody = np.empty(0, np.int64)
+        self._in_flight.append(InFlightStep(self._next_step, [], nobody, nobody, 0, 0, nobody, ""))
+        self.captures.in_flight = True
+        self._next_step += 1
+        return StepPlan(self.epoch, self._next_step - 1, b"", 0, 0, capture=True)
 
     def _check(self, request: Request) -> None:
         """Raises if the request makes no sense or can never run."""

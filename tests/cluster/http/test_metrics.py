@@ -37,6 +37,8 @@ EXPORTED = {
     "aerie:worker_restarts": "counter",
     "aerie:step_seconds": "histogram",
     "aerie:last_step_age_seconds": "gauge",
+    "aerie:cuda_graphs": "gauge",
+    "aerie:cuda_graphs_waiting": "gauge",
     "aerie:engines": "gauge status",
     "aerie:heartbeat_age_seconds": "gauge engine rank",
     "aerie:rank_steps": "counter engine rank",

@@ -15,7 +15,7 @@ from cluster.transport.encoding import encode
 from cluster.transport.messages import Heartbeat, RankFailure, Stop
 from cluster.transport.sockets import Transport
 from tests.support.cluster import until
-from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 class Recorder:
@@ -23,6 +23,7 @@ class Recorder:
 
     def __init__(self):
         self.costs = None
+        self.graphs = GraphCount()
         self.done = threading.Event()
         self.done.set()
         self.most_pending = 0

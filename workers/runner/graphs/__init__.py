@@ -1,9 +1,12 @@
 """A rank's steps as CUDA graphs.
 
-cuda_graph    captures and replays the steps of any strategy
-graph_keys    which steps have a graph
-graph_inputs  what a captured step reads
-emitted       what a step emitted, on its way to the host
-recorder      how a step is recorded
-warm_up       a rank's first steps
+cuda_graph     captures and replays the steps of any strategy
+capture_queue  which step is captured next
+step_capture   how one step becomes graphs
+kernel_compilation  kernels compiled ahead of captures, in threads
+graph_keys     which steps have a graph
+graph_inputs   what a captured step reads
+emitted        what a step emitted, on its way to the host
+recorder       how a step is recorded
+warm_up        a rank's first steps
 """

@@ -9,18 +9,19 @@ is 14 graphs a shape, beside 43 of plain decoding and of the default each. With 
 default and 48 of plain rounds more, with grammars 21 of each and 28 with chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from workers.config import RoundShapes
-from workers.runner.batch import PromptChunks, StepBatch
+from workers.runner.batch import StepBatch
 from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
+RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
-BETWEEN_NEEDS = (SamplingNeeds(random=True), CHUNK_NEEDS)  # of shapes between plain decoding and the default
+BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # of shapes between plain decoding and the default
 MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 
 
@@ -80,14 +81,28 @@ def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size not in (2, 8) or size == buckets[-1])
 
 
+def serves(captured: GraphKey, key: GraphKey) -> bool:
+    """Whether a graph can run all batches of `key`, padded further. Chunks alone run in graphs that have rounds beside
+    them, but rounds never in those with chunks; and masks come in two graphs or none."""
+    return (
+        captured.next_shape == key.next_shape
+        and (captured.shape == key.shape or key.bucket == 0)
+        and captured.bucket >= key.bucket
+        and captured.tokens >= key.tokens
+        and (captured.tokens > 0) == (key.tokens > 0)
+        and captured.needs.masked == key.needs.masked
+        and captured.needs.covers(key.needs)
+    )
+
+
 class GraphKeys:
     """Which steps of an engine have graphs. shapes: its rounds'. buckets: numbers of requests in a round, ascending.
     tokens: numbers of prompt tokens in a step, ascending; empty if steps with prompt chunks are not captured."""
 
     def __init__(self, shapes: RoundShapes, buckets: Sequence[int], tokens: Sequence[int]) -> None:
         self._shapes = shapes
-        self._buckets = tuple(sorted(buckets))
-        self._tokens = tuple(sorted(tokens))
+        self.buckets = tuple(sorted(buckets))
+        self.tokens = tuple(sorted(tokens))
 
     def wanted(self) -> list[GraphKey]:
         """What is to be captured, in this order: what more requests need first, and of each the largest bucket first,
@@ -95,7 +110,7 @@ class GraphKeys:
         rounds = [
             GraphKey(shape, shape, bucket, needs)
             for needs in CAPTURED_NEEDS
-            for bucket in reversed(buckets_of(needs, self._buckets))
+            for bucket in reversed(buckets_of(needs, self.buckets))
             for shape in range(len(self._shapes))
             if needs in self._kinds(shape) and bucket in self._buckets_of(shape, needs)
         ]
@@ -109,7 +124,7 @@ class GraphKeys:
 
     def _buckets_of(self, shape: int, needs: SamplingNeeds) -> tuple[int, ...]:
         """The buckets that they are captured for."""
-        return buckets_of(needs, self._buckets if shape in self._shapes.unrestricted else powers_of_two(self._buckets))
+        return buckets_of(needs, self.buckets if shape in self._shapes.unrestricted else powers_of_two(self.buckets))
 
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
         """Steps with prompt chunks: alone, and beside rounds of the shapes that run there. Those with filters serve all
@@ -118,7 +133,7 @@ class GraphKeys:
         alone = [GraphKey(0, self._shapes.default, 0, needs, tokens) for tokens in reversed(sizes)]
         return [
             GraphKey(shape, shape, bucket, needs, tokens)
-            for bucket in reversed(powers_of_two(self._buckets))
+            for bucket in reversed(powers_of_two(self.buckets))
             for shape in reversed(self._shapes.beside_chunks(bucket))
             for tokens in reversed(sizes)
             if bucket in self._buckets_beside(tokens, needs)
@@ -127,42 +142,51 @@ class GraphKeys:
     def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
         """Numbers of prompt tokens that steps of a kind are captured for: of those with grammars every third, since a
         capture takes a start's time, and a prompt of theirs comes seldom."""
-        return self._tokens[::-1][::3][::-1] if needs.masked else self._tokens
+        return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 
     def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
         """The numbers of requests that they are captured beside: with grammars every second power of two."""
         return (
-            powers_of_two(self._buckets)[::-1][::2][::-1] if needs.masked else buckets_beside(num_tokens, self._buckets)
+            powers_of_two(self.buckets)[::-1][::2][::-1] if needs.masked else buckets_beside(num_tokens, self.buckets)
         )
 
     def of(self, batch: StepBatch) -> GraphKey | None:
-        """Which graph could run `batch`; None if there is surely none."""
+        """Which graph would run `batch` best, were it captured; None if no graph can."""
+        shape, needs = batch.shape, batch.needs
         if batch.chunks is not None:
-            return self._chunk_key(batch, batch.chunks)
-        shape = batch.shape
-        if batch.next_shape not in (0, shape):
-            return None
-        needs = next((kind for kind in self._kinds(shape) if kind.covers(batch.needs)), None)
-        if needs is None:
-            return None
-        bucket = _fitting(self._buckets_of(shape, needs), batch.num_requests)
-        # where nothing is to be drafted, all entries draft for the padding slot
-        return None if bucket is None else GraphKey(shape, shape, bucket, needs)
-
-    def _chunk_key(self, batch: StepBatch, chunks: PromptChunks) -> GraphKey | None:
-        needs = MASKED_CHUNK_NEEDS if batch.needs.masked else CHUNK_NEEDS
-        if chunks.batch.num_chunks > MAX_CHUNKS or not needs.covers(batch.needs):
-            return None
-        shape = batch.shape if batch.num_requests else self._shapes.default
+            shape = shape if batch.num_requests else self._shapes.default
         if batch.next_shape not in (0, shape):
             return None  # a wider shape would write KV that nobody reserved
-        tokens = _fitting(self._tokens_of(needs), chunks.batch.num_rows)
-        if tokens is None:
+        if batch.chunks is None:
+            return self.of_rounds(shape, batch.num_requests, needs)
+        rows = batch.chunks.batch
+        return None if rows.num_chunks > MAX_CHUNKS else self.of_chunks(shape, batch.num_requests, rows.num_rows, needs)
+
+    def of_rounds(self, shape: int, num_requests: int, needs: SamplingNeeds) -> GraphKey | None:
+        """Of a step without prompt tokens."""
+        kind = next((kind for kind in self._kinds(shape) if kind.covers(needs)), None)
+        if kind is None:
             return None
-        bucket = _fitting((0, *self._buckets_beside(tokens, needs)), batch.num_requests)
-        if bucket is None:
+        bucket = _fitting(self._buckets_of(shape, kind), num_requests)
+        # where nothing is to be drafted, all entries draft for the padding slot
+        return None if bucket is None else GraphKey(shape, shape, bucket, kind)
+
+    def of_chunks(self, shape: int, num_requests: int, num_tokens: int, needs: SamplingNeeds) -> GraphKey | None:
+        """Of a step with so many prompt tokens. shape: verified beside them, and drafted."""
+        kind = MASKED_CHUNK_NEEDS if needs.masked else CHUNK_NEEDS
+        tokens = _fitting(self._tokens_of(kind), num_tokens)
+        if tokens is None or not kind.covers(needs):
             return None
-        return GraphKey(shape if bucket else 0, shape, bucket, needs, tokens)
+        bucket = _fitting((0, *self._buckets_beside(tokens, kind)), num_requests)
+        return None if bucket is None else GraphKey(shape if bucket else 0, shape, bucket, kind, tokens)
+
+    def stand_in(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
+        """The one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
+        able = [each for each in captured if serves(each, key)]
+        return min(able, key=lambda each: (self._num_rows(each), CAPTURED_NEEDS.index(each.needs)), default=None)
+
+    def _num_rows(self, key: GraphKey) -> int:
+        return key.bucket * self._shapes[key.shape].width + key.tokens
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int | None:

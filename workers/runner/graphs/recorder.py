@@ -1,9 +1,15 @@
 """How steps become graphs that are replayed. Used by `workers.runner.graphs.cuda_graph`; tests record without a GPU."""
 
+import contextlib
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+from attention.backend import NewUnderCaptureError
+from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new
+
+MAX_REHEARSALS = 8  # of one step: each but the last has found a workspace missing
 
 T = TypeVar("T")
 
@@ -11,8 +17,12 @@ T = TypeVar("T")
 class Recorder(Protocol):
     """How rounds become graphs. `CudaRecorder` is the one that serves."""
 
-    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """A replay of what `function` does to tensors, and what it returned: tensors that each replay writes."""
+    def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
+        """A replay of what `function` does to tensors, and what it returned: tensors that each replay writes. was_run:
+        it has run, so that what it needs is there; else NewUnderCaptureError is raised where something is not."""
+
+    def rehearse(self, function: Callable[[], object], ahead: CompileAhead) -> None:
+        """Find out what `function` launches without running it: what of that has to be compiled, `ahead` does."""
 
     def run_apart(self, function: Callable[[], object]) -> None:
         """Run `function` where it leaves nothing behind that a recording must not meet."""
@@ -31,18 +41,36 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        one = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+        self.run_apart(lambda: one @ one)  # cuBLAS makes a handle and this stream's workspace, which no graph may own
 
-    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
         graph = torch.cuda.CUDAGraph()
+        with contextlib.nullcontext() if was_run else nothing_new():
+            output = self._capture(graph, function, self._pool)
+        return graph.replay, output
+
+    def rehearse(self, function: Callable[[], object], ahead: CompileAhead) -> None:
+        for _ in range(MAX_REHEARSALS):
+            graph = torch.cuda.CUDAGraph(keep_graph=True)  # it is never made ready for a replay
+            try:
+                with ahead.rehearsing():  # in memory that is given back with the graph
+                    self._capture(graph, function, torch.cuda.graph_pool_handle())
+                return
+            except NewUnderCaptureError as missing:
+                if missing.make is None:
+                    return
+                missing.make()
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: Any) -> T:
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             # thread_local: NCCL's watchdog thread queries events while this thread captures
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                output = function()
+                return function()
             finally:
                 graph.capture_end()
-        return graph.replay, output
 
     def run_apart(self, function: Callable[[], object]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -1,0 +1,105 @@
+"""Which step of an engine is captured next, and which never. Pure, and the same on every rank of an engine, since all
+that it is told is: steps run collectives, so that no rank may have a graph which another has not. Used by
+`workers.runner.graphs.cuda_graph`.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from workers.config import GraphCapture
+from workers.runner.graphs.graph_keys import CHUNK_NEEDS, GraphKey, is_always_captured
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a capture took: seconds, and device memory; other processes' memory too, if they allocate meanwhile."""
+
+    seconds: float
+    num_bytes: int
+
+    @staticmethod
+    def together(each: Iterable["Taken"]) -> "Taken":
+        each = tuple(each)
+        return Taken(sum(taken.seconds for taken in each), sum(taken.num_bytes for taken in each))
+
+
+class CaptureQueue:
+    """The order of captures: the first ones, which a start waits for, then what more requests need first. Those with
+    grammars come last, and once an engine is ready only if a request has one.
+
+    first: keys of `wanted`; None: all that are captured whatever they take. wanted: in the order in which graphs reuse
+    each other's memory best, which is kept within a kind.
+    """
+
+    def __init__(self, wanted: Sequence[GraphKey], first: Collection[GraphKey] | None, allowance: GraphCapture) -> None:
+        chosen = {key for key in wanted if (is_always_captured(key) if first is None else key in first)}
+        rest = [key for key in wanted if key not in chosen]
+        self._first = deque(key for key in wanted if key in chosen)
+        self._rest = deque(sorted((key for key in rest if not key.needs.masked), key=_urgency))
+        self._masked = deque(key for key in rest if key.needs.masked)
+        self._allowance = allowance
+        self._seconds = 0.0  # of the rest
+        self._num_bytes = 0  # of all that are not always captured
+        self.num_left_out = 0
+        self._leave_out()
+
+    @property
+    def num_waiting(self) -> int:
+        """Graphs that are still to come."""
+        return len(self._first) + len(self._rest)
+
+    def add_masked(self) -> None:
+        """Steps with grammars are wanted from now on."""
+        self._rest += self._masked
+        self._masked.clear()
+        self._leave_out()
+
+    def next_at_start(self) -> GraphKey | None:
+        """What a start captures next: all of the first ones, and more while seconds are left; None: it is done."""
+        if self._first:
+            return self._first[0]
+        if self._seconds >= self._allowance.limit_s:
+            return None
+        if not self._rest:
+            self.add_masked()
+        return self._rest[0] if self._rest else None
+
+    def next(self) -> GraphKey | None:
+        """What is captured next while an engine serves; None: nothing is waiting."""
+        return self._first[0] if self._first else self._rest[0] if self._rest else None
+
+    def took(self, key: GraphKey, taken: Taken) -> None:
+        """`key`, which was next, has been captured. taken: on the rank where that is most."""
+        queue = self._first if self._first else self._rest
+        assert queue[0] == key, "another step was to be captured"
+        queue.popleft()
+        if queue is self._rest:
+            self._seconds += taken.seconds
+        if not is_always_captured(key):
+            self._num_bytes += taken.num_bytes
+            self._leave_out()
+
+    def failed(self, key: GraphKey) -> None:
+        """`key`, which was next, cannot be captured: its batches run without a graph, or in a larger one."""
+        self.took(key, Taken(0.0, 0))
+
+    def _leave_out(self) -> None:
+        """Once memory is used up, only what is captured whatever it takes stays."""
+        if self._num_bytes < self._allowance.limit_gb * 1e9:
+            return
+        for queue in (self._first, self._rest, self._masked):
+            kept = [key for key in queue if is_always_captured(key)]
+            self.num_left_out += len(queue) - len(kept)
+            queue.clear()
+            queue += kept
+
+
+def _urgency(key: GraphKey) -> tuple[int, int]:
+    """Rounds with filters, which many clients send, would run without a graph; then steps with prompts, beside few
+    requests first, which would be padded most; then sizes between those of the first graphs; then what is rare."""
+    if key.tokens:
+        return 1, key.bucket
+    if is_always_captured(key):
+        return 2, 0
+    return (0, 0) if key.needs == CHUNK_NEEDS else (3, 0)

@@ -1,0 +1,46 @@
+"""When an engine that serves captures another step. Pure; used by `workers.scheduling.scheduler`.
+
+A capture keeps the ranks busy for about a tenth of a second, in which nobody gets a token. So it waits until nobody is
+there; where requests never leave, one comes now and then, for each makes further steps cheaper.
+"""
+
+from collections.abc import Callable
+
+from workers.scheduling.plan import GraphCount
+
+
+class CapturePacing:
+    """busy_interval_s: seconds from the end of a capture, or from the start, to the next one while requests run.
+    clock: in seconds.
+
+    graphs: what the ranks said last.
+    in_flight: a capture is planned, and its result has not come.
+    """
+
+    def __init__(self, busy_interval_s: float, clock: Callable[[], float]) -> None:
+        self._interval_s = busy_interval_s
+        self._clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """Other ranks: nothing is known of them."""
+        self.graphs = GraphCount()
+        self.in_flight = False
+        self._since_s = self._clock()
+
+    def is_due(self, is_idle: bool) -> bool:
+        """Whether nothing may be planned but a capture, once no step is in flight. is_idle: no request is there."""
+        if self.in_flight:
+            return True
+        if self.graphs.num_waiting == 0:
+            return False
+        return is_idle or self._clock() >= self._since_s + self._interval_s
+
+    def has_ended(self, graphs: GraphCount) -> bool:
+        """A result has come, and says that there are so many graphs now. Whether it is that of a capture."""
+        self.graphs = graphs
+        if not self.in_flight:
+            return False
+        self.in_flight = False
+        self._since_s = self._clock()
+        return True
