@@ -16,6 +16,7 @@ from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.kernels.expert_order import max_blocks, order_by_expert  # noqa: E402
 from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights  # noqa: E402
 from workers.layers.kernels.few_row_experts import few_row_experts, few_row_tiles, partial_sizes  # noqa: E402
+from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
 from workers.layers.kernels.fp8_rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
 from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles  # noqa: E402
 from workers.layers.kernels.route import NOBODY, Routed, route  # noqa: E402
@@ -348,3 +349,8 @@ def test_a_layer_of_kernels_answers_as_in_torch(kind: str, num_shared: int, dete
     error = float((mine - theirs).norm() / theirs.norm())
     # in FP8 rows that go in are rounded too, see `check`
     assert error < (0.05 if kind != "half" else 6e-3), error
+    wanted = ours.fp8_inputs
+    assert (wanted is None) == (kind == "half") and plain.fp8_inputs is None
+    if wanted is not None:  # a norm before it rounds rows, and gives the router the same in the model's type
+        rows = fp8_rms_norm(x, None, torch.ones_like(x[0]), 1e-6, wanted.empty(x))
+        assert rows.plain is not None and torch.equal(ours.partial(rows), ours.partial(rows.plain))

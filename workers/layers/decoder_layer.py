@@ -2,7 +2,7 @@
 and its MLP; neither is known here."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -40,7 +40,7 @@ class FeedForward(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def partial(self, x: Any, live: TokenSlots | None = None) -> Tensor:
+    def partial(self, x: "Tensor | Fp8Rows", live: TokenSlots | None = None) -> Tensor:
         """This rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` gives it. x: rows in the
         model's type, or as `fp8_inputs` says. live: which rows are padding, whose output nobody reads."""
 
