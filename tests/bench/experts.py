@@ -11,17 +11,18 @@ line last.
 import argparse
 import dataclasses
 import json
-import multiprocessing
-import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tests.bench.attention import Clock
 from tests.bench.gpu_time import captured
-from workers.layers.kernels.expert_weights import FP8, ExpertSizes, ExpertTiles, ExpertWeights, ProductTiles
+from workers.layers.kernels import few_row_experts as few
+from workers.layers.kernels import many_row_experts as many
+from workers.layers.kernels.expert_order import ExpertOrder, order_by_expert
+from workers.layers.kernels.expert_weights import FP8, ExpertSizes, ExpertTiles, ExpertWeights, InnerRows
 from workers.layers.kernels.few_row_experts import (
     MAX_ROWS,
     few_row_experts,
@@ -35,7 +36,7 @@ from workers.layers.kernels.router_gemm import router_gemm, router_workspace_siz
 from workers.layers.kernels.skinny_gemm import Workspace
 from workers.layers.routing import RouterLogits, Routing
 
-ROWS = (1, 4, 8, 32, 64, 256, 512, 2048)
+ROWS = (1, 4, 8, 32, 64, 256, 512, 2048, 8192)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,9 @@ class Pass:
             needs.append(partial_sizes(rows, sizes, self.tiles))
         cells, tickets = (max(each) for each in zip(*needs, strict=True))
         self.workspace = Workspace.of_size(cells, tickets, torch.device("cuda"))
+        self.all_routed: list[Routed] = []
+        self.orders: list[ExpertOrder] = []
+        self.inners: list[InnerRows] = []
 
     def _route(self, layer: Layer, logits: Tensor) -> Routed:
         router = RouterLogits(logits, layer.bias, self.model.routing)
@@ -144,6 +148,34 @@ class Pass:
             inputs = quantize_rows(self.x, by_group=True) if self.model.fp8 else self.x
             self._multiply(layer, self._route(layer, logits), inputs)
 
+    def prepare(self) -> None:
+        """Before `gates` and `downs`."""
+        self.all_routed = [self._route(layer, one) for layer, one in zip(self.layers, self.all_logits, strict=True)]
+        if self.rows > MAX_ROWS:
+            num, block_m = self.layers[0].weights.num_experts, self.tiles.block_m
+            self.orders = [order_by_expert(routed.chosen, num, block_m) for routed in self.all_routed]
+        self.gates()
+
+    def gates(self) -> None:
+        """The first product alone."""
+        self.inners = []
+        for i, (layer, routed) in enumerate(zip(self.layers, self.all_routed, strict=True)):
+            if self.rows <= MAX_ROWS:
+                inner = few.inner_rows(self.inputs, routed, layer.weights, self.workspace, self.tiles)
+            else:
+                inner = many.inner_rows(self.inputs, self.orders[i], layer.weights, self.tiles, self.model.slots)
+            self.inners.append(inner)
+
+    def downs(self) -> None:
+        """The second alone, with the sums."""
+        for i, (layer, routed) in enumerate(zip(self.layers, self.all_routed, strict=True)):
+            inner, weights, tiles = self.inners[i], layer.weights, self.tiles
+            if self.rows <= MAX_ROWS:
+                few.down_projected(inner, routed, weights, self.workspace, tiles, self.out)
+            else:
+                order = self.orders[i]
+                many.down_projected(inner, routed.chosen, routed.weight, order, weights, tiles, self.out)
+
     def distinct(self) -> float:
         """Experts that some row goes to, in the mean of the layers."""
         found = [self._route(layer, logits).chosen for layer, logits in zip(self.layers, self.all_logits, strict=True)]
@@ -154,85 +186,11 @@ def table(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     return few_row_tiles(rows, sizes) if rows <= MAX_ROWS else many_row_tiles(rows, sizes)
 
 
-def candidates(rows: int, sizes: ExpertSizes) -> Iterator[ExpertTiles]:
-    """The table's, then one thing changed after the other."""
-    own = table(rows, sizes)
-    yield own
-    few, fp8 = rows <= MAX_ROWS, sizes.step == 128
-    splits = own.gate_up.splits
-    changes: list[tuple[int, tuple[int, int, int, int] | None, tuple[int, int, int, int] | None]] = []
-    if few:
-        wide = next((d for d in (2 * splits, splits + 1) if sizes.size // sizes.step % d == 0), splits)
-        half = next((d for d in (splits // 2, 1) if d and sizes.size // sizes.step % d == 0), 1)
-        gates = [(64, splits, 3, 4), (64, splits, 7, 4), (64, half, 5, 4), (64, half, 8, 4), (64, wide, 4, 4)]
-        gates += [(128, wide, 4, 4), (128, wide, 3, 8), (128, splits, 4, 8)]
-        downs = [(64, s, st, 4) for s in (1, 2, 4) for st in (6, 16)] + [
-            (128, s, st, w) for s, st, w in ((4, 8, 4), (2, 12, 4))
-        ]
-        changes = [(own.block_m, gate, None) for gate in gates] + [(own.block_m, None, down) for down in downs]
-        if fp8:
-            changes += [
-                (own.block_m, (128, wide, 4, 8), (128, 4, 6, 8)),
-                (own.block_m, (128, wide, 4, 8), (64, 2, 8, 4)),
-            ]
-    else:
-        for block_m in sorted({max(16, own.block_m // 2), own.block_m, min(128, own.block_m * 2)}):
-            warps = 4 if block_m <= 64 else 8
-            changes += [(block_m, (64, 1, st, warps), (128, 1, 3, 8)) for st in (3, 5)]
-            changes += [(block_m, (128, 1, 3, 8), (128, 1, 3, 8)), (block_m, None, (64, 1, 4, warps))]
-            changes += [(block_m, None, (128, 1, 4, 4))]
-    for block_m, gate, down in changes:
-        yield ExpertTiles(
-            block_m,
-            own.gate_up if gate is None else ProductTiles(*gate),
-            own.down if down is None else ProductTiles(*down),
-        )
-
-
 def sizes_of(model: Model) -> ExpertSizes:
     step = 128 if model.fp8 else 64
     return ExpertSizes(
         model.routing.num_experts, model.num_shared, model.routing.experts_per_token, model.size, model.width, step
     )
-
-
-def try_tiles(arguments: tuple[str, list[tuple[int, ExpertTiles]]]) -> list[tuple[int, ExpertTiles]]:
-    """Of a process that compiles: those of these tiles that run."""
-    name, cases = arguments
-    layers, found = [Layer(MODELS[name], 0)], []
-    for rows, tiles in cases:
-        try:
-            Pass(layers, rows, tiles).experts()
-            torch.cuda.synchronize()
-            found.append((rows, tiles))
-        except Exception as error:  # a candidate that does not fit is a result too
-            print(f"{rows} rows, {tiles}: {type(error).__name__} {str(error)[:100]}", flush=True)
-    return found
-
-
-def sweep(clock: Clock, name: str, layers: Sequence[Layer], all_rows: Sequence[int]) -> list[dict[str, object]]:
-    sizes = sizes_of(MODELS[name])
-    cases = [(rows, tiles) for rows in all_rows for tiles in dict.fromkeys(candidates(rows, sizes))]
-    processes = max(1, min(12, (os.cpu_count() or 2) - 2))
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        parts = pool.map(try_tiles, [(name, cases[i::processes]) for i in range(processes)])
-    runs = {case for part in parts for case in part}
-    results: list[dict[str, object]] = []
-    for rows in all_rows:
-        fitting = [tiles for row, tiles in cases if row == rows and (row, tiles) in runs]
-        passes = [Pass(layers, rows, tiles) for tiles in fitting]
-        *times, copy = clock.medians(*(captured(one.experts).replay for one in passes))
-        share = MODELS[name].expert_bytes * passes[0].distinct() / clock.copy_rate(copy) / 1e6
-        for tiles, time in sorted(zip(fitting, times, strict=True), key=lambda pair: pair[1]):
-            us = time / len(layers)
-            mark = "table" if tiles == fitting[0] else "     "
-            gate, down = (dataclasses.astuple(product) for product in (tiles.gate_up, tiles.down))
-            print(
-                f"{rows:5} {mark} {us:8.2f} us {share / us:4.0%} m {tiles.block_m} gate_up {gate} down {down}",
-                flush=True,
-            )
-            results.append({"rows": rows, "us": round(us, 2), "m": tiles.block_m, "gate_up": gate, "down": down})
-    return results
 
 
 def measure(clock: Clock, model: Model, layers: Sequence[Layer], all_rows: Sequence[int]) -> list[dict[str, object]]:
@@ -271,7 +229,12 @@ def main() -> None:
     model, clock = MODELS[args.model], Clock(args.rounds)
     layers = [Layer(model, seed) for seed in range(args.layers)]
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version(), flush=True)
-    results = sweep(clock, args.model, layers, args.rows) if args.sweep else measure(clock, model, layers, args.rows)
+    if args.sweep:
+        from tests.bench.expert_sweep import sweep
+
+        results = sweep(clock, args.model, layers, args.rows)
+    else:
+        results = measure(clock, model, layers, args.rows)
     print(json.dumps({"bench": "experts", "model": args.model, "results": results}))
 
 

@@ -13,8 +13,9 @@ from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa:
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.experts import experts_one_by_one  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
+from workers.layers.kernels import many_row_experts as many_row_module  # noqa: E402
 from workers.layers.kernels.expert_order import max_blocks, order_by_expert  # noqa: E402
-from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights  # noqa: E402
+from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, ProductTiles  # noqa: E402
 from workers.layers.kernels.few_row_experts import few_row_experts, few_row_tiles, partial_sizes  # noqa: E402
 from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
 from workers.layers.kernels.fp8_rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
@@ -211,6 +212,16 @@ def test_any_tiles_are_right(block_n: int, splits: int) -> None:
         check("half", many(replace(tiles, block_m=32)), 7, 7)
 
 
+@pytest.mark.parametrize("kind", ["group", "channel", "half"])
+@pytest.mark.parametrize("block_n,held", [(64, True)] if INTERPRETED else [(64, True), (128, False)])
+def test_tall_blocks_in_spans_of_columns(kind: str, block_n: int, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of prompts; with and without the rows' inner activations kept from one block of columns to the next."""
+    monkeypatch.setattr(many_row_module, "_MAX_HELD", 4 if held else 0)
+    monkeypatch.setattr(many_row_module, "_PARTS_BYTES", 0)  # as many spans as there can be
+    products = ProductTiles(block_n, 1, 2, 8), ProductTiles(64, 1, 2, 4, blocks=2 if held else 1)
+    check(kind, many(ExpertTiles(64, *products)), 5 if INTERPRETED else 700, 7)
+
+
 def test_routed_experts_alone() -> None:
     check("group", few(), 5, 1, shared=0)
     check("half", many(), 9, 1, shared=0)
@@ -219,7 +230,7 @@ def test_routed_experts_alone() -> None:
 @pytest.mark.parametrize("kind", ["group", "half"])
 def test_a_row_of_many_depends_on_nothing_else(kind: str) -> None:
     """Whoever is beside it, in whatever tiles."""
-    rows, generator = 37 if INTERPRETED else 300, torch.Generator().manual_seed(5)
+    rows, generator = 7 if INTERPRETED else 300, torch.Generator().manual_seed(5)
     weights, _, _ = weights_of(kind, 13, 1, 2)
     x, _ = rows_for(weights, rows, generator)
     logits = torch.randn(rows, 12, generator=generator).to(DEVICE)
@@ -234,10 +245,10 @@ def test_a_row_of_many_depends_on_nothing_else(kind: str) -> None:
         return many_row_tiles(count, weights.sizes(4), deterministic=True)
 
     whole = part(0, rows, many(tiles(rows)))
-    for first, count in ((rows - 1, 1), (3, 4), (1, 22)):
+    for first, count in ((3, 4),) if INTERPRETED else ((rows - 1, 1), (3, 4), (1, 22)):
         assert torch.equal(part(first, count, many(tiles(count))), whole[first : first + count])
-    wide = replace(tiles(rows), block_m=32)
-    assert torch.equal(part(0, rows, many(wide)), whole)
+    if not INTERPRETED:  # takes seconds
+        assert torch.equal(part(0, rows, many(replace(tiles(rows), block_m=128))), whole)
 
 
 @pytest.mark.gpu

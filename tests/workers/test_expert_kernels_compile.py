@@ -11,7 +11,14 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
-from workers.layers.kernels import expert_order, few_row_experts, many_row_experts, route  # noqa: E402
+from workers.layers.kernels import (
+    expert_order,
+    few_row_experts,
+    many_row_experts,
+    route,
+    short_block_experts,
+    tall_block_experts,
+)  # noqa: E402
 from workers.layers.kernels.expert_weights import ExpertSizes  # noqa: E402
 
 pytestmark = [
@@ -54,7 +61,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
     tiles = few_row_experts.few_row_tiles(rows, sizes) if few else many_row_experts.many_row_tiles(rows, sizes)
     in_fp8 = sizes.step == 128
     kind, slots = "fp8e4nv" if in_fp8 else "bf16", sizes.experts_per_token + sizes.num_shared
-    module: Any = few_row_experts if few else many_row_experts
+    tall = not few and tiles.block_m >= tall_block_experts.MIN_ROWS
     common = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_M": tiles.block_m, "IN_FP8": in_fp8, "BY_GROUP": in_fp8}
     for product, step in ((tiles.gate_up, sizes.step), (tiles.down, tiles.gate_up.block_n if in_fp8 else 64)):
         is_first = product is tiles.gate_up
@@ -67,9 +74,14 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
         if few:
             constants |= {"SPLITS": product.splits}
             constants |= {"SPAN": sizes.size // step // product.splits} if is_first else {}
-            kernel = module._gate_up if is_first else module._down
+            kernel: Any = few_row_experts._gate_up if is_first else few_row_experts._down
+        elif tall:
+            gates, downs = tall_block_experts.gate_up_of_tall_blocks, tall_block_experts.down_of_tall_blocks
+            held = {"HOLDS": in_fp8, "BLOCKS": product.blocks, "SPAN": sizes.size}
+            kernel, constants = (gates, constants) if is_first else (downs, constants | held)
         else:
-            kernel = module._gate_up_of_blocks if is_first else module._down_of_blocks
+            gates, downs = short_block_experts.gate_up_of_short_blocks, short_block_experts.down_of_short_blocks
+            kernel = gates if is_first else downs
         part = "fp32" if few else "bf16"
         pointers = {"x_ptr": kind, "hidden_ptr": kind, "out_ptr": "bf16", "part_ptr": part}
         ptx = check(tmp_path, kernel, pointers, constants, (product.warps, product.stages), blocks, kind)
@@ -105,5 +117,5 @@ def test_routing_fits_hopper(rows: int, tmp_path: Path) -> None:
 def test_ordering_and_sums_fit_hopper(block_m: int, tmp_path: Path) -> None:
     constants: dict[str, Any] = {"EXPERTS": 257, "BINS": 512, "BLOCK_M": block_m, "CHUNK": 2048}
     check(tmp_path, expert_order._order, {}, constants, (8, 1), {})
-    constants = {"SIZE": 7168, "SLOTS": 9, "BLOCK": 1024}
+    constants = {"SIZE": 7168, "SPAN": 1792, "SLOTS": 9, "BLOCK": 1024}
     check(tmp_path, many_row_experts._sum_slots, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})

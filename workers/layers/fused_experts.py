@@ -90,16 +90,7 @@ class FusedExperts:
         if rows <= MAX_ROWS and not self.deterministic:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)
-        return self._many(x, routed.chosen, routed.weight, out)
+        from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles
 
-    def _many(self, x: "Tensor | Fp8Rows", chosen: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        from workers.layers.kernels.fp8_rows import Fp8Rows
-        from workers.layers.kernels.many_row_experts import MAX_ROWS, many_row_experts, many_row_tiles
-
-        rows, slots = chosen.shape
-        for first in range(0, rows, MAX_ROWS):
-            span = slice(first, first + MAX_ROWS)
-            part = Fp8Rows(x.values[span], x.scales[span]) if isinstance(x, Fp8Rows) else x[span]
-            tiles = many_row_tiles(min(rows - first, MAX_ROWS), self.weights.sizes(slots), self.deterministic)
-            many_row_experts(part, chosen[span], weight[span], self.weights, tiles, out[span])
-        return out
+        tiles = many_row_tiles(rows, weights.sizes(slots), self.deterministic)
+        return many_row_experts(x, routed.chosen, routed.weight, weights, tiles, out)

@@ -94,13 +94,15 @@ class ProductTiles:
     """How one of the two products is cut.
 
     block_n: outputs of a program, 64 or 128; of gates and what they gate so many each.
-    splits: programs that share a sum. stages, warps: Triton's.
+    splits: programs that share a sum. stages, warps: Triton's. blocks: of block_n outputs that a program has one after
+        the other (`workers.layers.kernels.tall_block_experts`).
     """
 
     block_n: int
     splits: int
     stages: int
     warps: int
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,18 @@ class ExpertTiles:
     block_m: int
     gate_up: ProductTiles
     down: ProductTiles
+
+
+@dataclass(frozen=True)
+class InnerRows:
+    """Inner activations of blocks of rows: of the few-row kernels, of all rows for each expert that is used.
+
+    values: [blocks * block_m, width], of the weights' type. factors: float32 [blocks, width / block_n, block_m], what
+        values of FP8 are to be multiplied by; else None, or of no use.
+    """
+
+    values: Tensor
+    factors: Tensor | None
 
 
 def block_of(rows: int) -> int:

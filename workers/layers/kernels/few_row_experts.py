@@ -24,6 +24,7 @@ from workers.layers.kernels.expert_weights import (
     ExpertSizes,
     ExpertTiles,
     ExpertWeights,
+    InnerRows,
     ProductTiles,
     block_of,
 )
@@ -262,20 +263,24 @@ def few_row_experts(
 
     Reference: `workers.layers.experts.experts_one_by_one`.
     """
-    assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
+    if routed.chosen.shape[0] == 0:
+        return out
+    return down_projected(inner_rows(x, routed, weights, workspace, tiles), routed, weights, workspace, tiles, out)
+
+
+def inner_rows(
+    x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, workspace: Workspace, tiles: ExpertTiles
+) -> InnerRows:
+    """Of all rows and each expert that is used, zeros where a row did not ask for it."""
+    assert routed.used is not None
     rows, slots = routed.chosen.shape
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     assert rows <= tiles.block_m and values.shape == (rows, weights.size) and values.dtype == weights.gate_up.dtype
-    assert out.shape == values.shape and (x_scales is None or x_scales.is_contiguous())
-    if rows == 0:
-        return out
-    size, width, step, block_m = weights.size, weights.width, weights.step, tiles.block_m
-    most, gate_up, down = routed.used.shape[0], tiles.gate_up, tiles.down
-    blocks = width // gate_up.block_n
-    inner = gate_up.block_n if weights.in_fp8 else 64  # columns of a step of the second product
-    hidden = torch.empty((most * block_m, width), dtype=values.dtype, device=out.device)
-    factors = torch.empty((most, blocks, block_m), dtype=torch.float32, device=out.device) if weights.in_fp8 else None
-    early = pdl_wait(supports_pdl(out.device))
+    assert x_scales is None or x_scales.is_contiguous()
+    size, width, step, block_m, gate_up = weights.size, weights.width, weights.step, tiles.block_m, tiles.gate_up
+    most, blocks, device = routed.used.shape[0], width // gate_up.block_n, values.device
+    hidden = torch.empty((most * block_m, width), dtype=values.dtype, device=device)
+    factors = torch.empty((most, blocks, block_m), dtype=torch.float32, device=device) if weights.in_fp8 else None
     _gate_up[(blocks * gate_up.splits, most)](
         TensorDescriptor.from_tensor(values, [block_m, step]),
         TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, step]),
@@ -303,12 +308,28 @@ def few_row_experts(
         INTERPRETED=INTERPRETED,
         num_warps=gate_up.warps,
         num_stages=gate_up.stages,
-        **early,
+        **pdl_wait(supports_pdl(device)),
     )
+    return InnerRows(hidden, factors)
+
+
+def down_projected(
+    inner: InnerRows,
+    routed: Routed,
+    weights: ExpertWeights,
+    workspace: Workspace,
+    tiles: ExpertTiles,
+    out: Tensor,
+) -> Tensor:
+    """out [rows, size]: their down-projections, weighted and summed."""
+    assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
+    rows, size, width, block_m, down = routed.chosen.shape[0], weights.size, weights.width, tiles.block_m, tiles.down
+    assert out.shape == (rows, size)
+    step = tiles.gate_up.block_n if weights.in_fp8 else 64
     _down[(size // down.block_n, down.splits)](
-        TensorDescriptor.from_tensor(hidden, [block_m, inner]),
-        TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, inner]),
-        factors,
+        TensorDescriptor.from_tensor(inner.values, [block_m, step]),
+        TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, step]),
+        inner.factors,
         weights.down_scales,
         out,
         routed.used,
@@ -320,13 +341,13 @@ def few_row_experts(
         SIZE=size,
         BLOCK_M=block_m,
         BLOCK_N=down.block_n,
-        STEP=inner,
+        STEP=step,
         SPLITS=down.splits,
         IN_FP8=weights.in_fp8,
         BY_GROUP=weights.by_group,
         INTERPRETED=INTERPRETED,
         num_warps=down.warps,
         num_stages=down.stages,
-        **early,
+        **pdl_wait(supports_pdl(out.device)),
     )
     return out
