@@ -5,7 +5,7 @@ from enum import Enum, StrEnum
 
 import msgspec
 
-from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 class RequestState(Enum):
@@ -39,9 +39,15 @@ class Request:
     num_draft_tokens: int = 0
     num_preemptions: int = 0
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come: all have, where there is a token after it."""
+        return self.sampling.prompt_logprobs >= 0 and not self.output
+
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request after a step; `finish_reason` is set with its last ones.
+    """New tokens of one request after a step; `finish_reason` is set with its last ones. prompt_logprobs: of a chunk of
+    its prompt, in an output of their own. A prompt that is computed again, after a preemption, brings them again.
 
     A msgspec struct because 128 of them are made per step: 0.2 us each, a frozen dataclass takes 1.2 us.
     """
@@ -50,6 +56,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     tokens: list[int]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class UnfinishedError(Exception):

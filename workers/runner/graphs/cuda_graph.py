@@ -5,8 +5,9 @@
 device tensors by slot, so a captured round needs two inputs, the slots and those that draft, and its outputs are
 tensors it always writes to the same place. All graphs are captured at start. Steps that have none run eagerly: those
 with more prompt tokens or chunks than any graph has room for, chunks beside requests with penalties or
-log-probabilities, and kinds that the allowance for captures (`workers.config.GraphCapture`) did not reach. No request
-ever waits for a capture, which would hold up all others on every rank.
+log-probabilities, chunks whose own log-probabilities are wanted, and kinds that the allowance for captures
+(`workers.config.GraphCapture`) did not reach. No request ever waits for a capture, which would hold up all others on
+every rank.
 
 A step of requests with grammars is two graphs, cut where the target's pass ends: the masks of its rows come from the
 host while that pass runs. What the first graph leaves for the second lies in memory of the graph, or if it is large in

@@ -137,6 +137,8 @@ class GraphKeys:
 
     def of(self, batch: StepBatch) -> GraphKey | None:
         """Which graph could run `batch`; None if there is surely none."""
+        if batch.prompt_targets is not None:
+            return None  # the last layer of a captured step has no hidden states of all prompt rows
         if batch.chunks is not None:
             return self._chunk_key(batch, batch.chunks)
         shape = batch.shape
