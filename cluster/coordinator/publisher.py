@@ -79,6 +79,8 @@ class TokenPublisher:
         """A request's new tokens, for the next `flush`."""
         request, reason = output.request, output.finish_reason
         delta = TokenDelta(stream.request_id, tuple(output.tokens), None, output.logprobs)
+        if output.prompt_logprobs is not None:
+            delta = msgspec.structs.replace(delta, prompt_logprobs=(output.prompt_logprobs,))
         if reason is not None or stream.running_stats:
             histogram = tuple(request.acceptance_histogram)
             delta = msgspec.structs.replace(

@@ -13,6 +13,7 @@ requests       a checked body as prompts, sampling parameters and a grammar
 text           between text and tokens, both ways
 serving        carries out one generation request
 engine_client  what is needed from an engine
+prompt_scores  log-probabilities of a prompt, as they come
 answer         token deltas, cut at stop strings, as text
 parsers        what of an answer is content, reasoning, a tool call
 replies        documents and stream events, a module for each form

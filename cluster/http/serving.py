@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.http.admission import Admission
-from cluster.http.answer import Answer, EngineFailedError, Piece, joined
+from cluster.http.answer import Answer, EngineFailedError, Piece, joined, without_tokens
 from cluster.http.config import EdgeConfig
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
@@ -32,6 +32,7 @@ from cluster.http.text.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # of choice, piece, and what the parser made of it
 
@@ -113,7 +114,7 @@ class GenerationResponse(Response):
             events = b""
             if index not in opened:
                 opened.add(index)
-                events = reply.first_event(index)
+                events = await self._beside(reply.first_event, index)
             events += reply.piece_event(index, piece, delta)
             if piece.finish is not None:
                 events += reply.finish_event(index, delta.finish)
@@ -138,8 +139,14 @@ class GenerationResponse(Response):
 
         await self._generate(keep)
         answers = zip(pieces, deltas, strict=True)
-        document = self._reply.document([WholeAnswer(joined(piece), *joined_deltas(delta)) for piece, delta in answers])
+        whole = [WholeAnswer(joined(piece), *joined_deltas(delta)) for piece, delta in answers]
+        document = await self._beside(self._reply.document, whole)
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
+
+    async def _beside(self, build: Callable[[T], bytes], given: T) -> bytes:
+        """What `build` makes, in a thread where it has log-probabilities of a prompt: up to a second of work, in which
+        no stream of this process would go on."""
+        return await asyncio.to_thread(build, given) if self._request.scores_prompt else build(given)
 
     async def _generate(self, emit: Emit) -> None:
         """Run all choices to their ends; every failure becomes an ApiError, after all of them are aborted."""
@@ -169,7 +176,9 @@ class GenerationResponse(Response):
         deltas = self._edge.engine.generate(prompt, choice.sampling, f"{self._reply_id}-{index}", running_stats)
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
-                piece = answer.push(delta)
+                piece = answer.push(without_tokens(delta) if self._request.echo_only else delta)
+                if delta.prompt_logprobs and piece.finish is None and not piece.tokens:
+                    continue
                 if piece.finish is not None:
                     break
                 await emit(index, piece, parser.push(piece))

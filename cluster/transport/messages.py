@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs
 from workers.scheduling.stats import Metric, SchedulerStats
 
 
@@ -65,6 +65,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     error: why, with finish="error".
     cached_tokens: prompt tokens found in the prefix cache; in the last delta, with `running_stats` in every one.
     speculation: so far; in the same deltas, None without a draft.
+    prompt_logprobs: of more of the prompt, where they are asked for; before the first token.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     cached_tokens: int | None = None
     speculation: SpeculationStats | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "store": ("answers are not stored", (False,)),
     "service_tier": ("there is one tier", ("auto", "default", "flex", "scale", "priority")),
     "suffix": ("fill-in-the-middle is not implemented", ("",)),
-    "prompt_logprobs": ("log-probabilities of the prompt are not computed", ()),
     "use_beam_search": ("beam search is not implemented", (False,)),
     "length_penalty": ("beam search is not implemented", (1, 1.0)),
     "early_stopping": ("beam search is not implemented", (False,)),
@@ -112,6 +111,7 @@ class _SamplingRequest(BaseModel):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
@@ -160,6 +160,7 @@ class CompletionRequest(_SamplingRequest):
     """Continue a text."""
 
     prompt: Prompt = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
     echo: bool | None = None

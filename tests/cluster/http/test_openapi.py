@@ -22,6 +22,7 @@ GENERATIONS: list[tuple[str, dict[str, Any]]] = [
     (TEXT, PROMPT | {"logprobs": 2, "return_token_ids": True, "stop_token_ids": [72]}),
     (TEXT, PROMPT | {"prompt": [[64], [65, 66]], "echo": True}),
     (TEXT, PROMPT | {"prompt": [64, 65], "logprobs": 0}),
+    (TEXT, PROMPT | {"prompt": [64, 65], "logprobs": 1, "echo": True}),
 ]
 
 
@@ -44,6 +45,13 @@ def _check(document: dict[str, Any], value: Any, *where: str) -> None:
 
 def _reply_schema(path: str, method: str, status: str, media: str = "application/json") -> tuple[str, ...]:
     return "paths", path, method, "responses", status, "content", media, "schema"
+
+
+@pytest.mark.parametrize(("route", "body"), [(CHAT, HELLO), (TEXT, PROMPT)])
+async def test_logprobs_of_prompts_fit_the_document(route: str, body: dict[str, Any]) -> None:
+    async with in_process(FakeEngine(ANSWER)) as client:
+        reply = await client.post(route, json=body | {"prompt_logprobs": 1})
+    _check(await _document(), reply.json(), *_reply_schema(route, "post", "200"))
 
 
 async def test_every_route_is_in_the_document() -> None:
