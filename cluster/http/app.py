@@ -25,11 +25,11 @@ from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
 from cluster.http.parsers.detection import detect_parser
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
-from cluster.http.routes import generation, models, prefix_cache, responses, status, tokenization
+from cluster.http.routes import generation, messages, models, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
 from cluster.http.text.tokenizer import ChatTokenizer
 
-ROUTES = (generation, responses, tokenization, models, status, prefix_cache)
+ROUTES = (generation, responses, messages, tokenization, models, status, prefix_cache)
 
 
 def build_app(

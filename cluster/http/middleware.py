@@ -86,6 +86,8 @@ class EdgeMiddleware:
             scope["state"]["request_id"] = given
         if self._api_keys and scope["path"] not in OPEN_ROUTES:
             scheme, _, key = headers.get("authorization", "").partition(" ")
+            if not key:  # Anthropic's clients send it so
+                scheme, key = "bearer", headers.get("x-api-key", "")
             # Compared with every key, so that the time tells nothing.
             matches = [hmac.compare_digest(key.strip().encode(), own) for own in self._api_keys]
             if scheme.lower() != "bearer" or not any(matches):

@@ -55,6 +55,7 @@ class GenerationResponse(Response):
     reply_form: the endpoint's.
     reply_id: unique, names the generations on the engine too.
     request_id: the client's name for the request, for logs and error messages.
+    restate: gives errors the endpoint's own form.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class GenerationResponse(Response):
         reply_form: Callable[[ReplyContext], Reply],
         reply_id: str,
         request_id: str,
+        restate: Callable[[ApiError], ApiError] = lambda error: error,
     ) -> None:
+        self._restate = restate
         self.background = None
         self._edge = edge
         self._request = request
@@ -102,7 +105,7 @@ class GenerationResponse(Response):
             if self._started:
                 await send(_body(self._reply.error_event(error), more=False))
             else:
-                await error.response()(scope, receive, send)
+                await self._restate(error).response()(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         """Events as they come. Raises ApiError."""

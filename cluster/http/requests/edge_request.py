@@ -17,7 +17,7 @@ from cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from cluster.http.requests.prompts import chat_text, encode_prompt, listed_prompts, template_tool
 from cluster.http.requests.sampling import sampling_params
 from cluster.http.requests.structured_output import GrammarMaker
-from cluster.http.requests.tools import answer_grammar, template_variables, tool_calling
+from cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import SamplingParams
@@ -89,15 +89,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     _num_choices(body.n, 1, config)
     calls = tool_calling(body, _chat_parser(config))
-    continued = body.continue_final_message is True
-    text = chat_text(
-        body.messages,
-        tokenizer,
-        not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-        template_variables(body, tokenizer.template_source),
-        calls.tools,
-        continued,
-    )
+    text = _chat_text(body, calls, tokenizer)
     whole = body.truncate_prompt_tokens is None
     prompt = await encode_prompt(text, False, "messages", whole, tokenizer, config)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
@@ -123,6 +115,25 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         tools=tuple(template_tool(tool) for tool in calls.tools),
         reads_calls=bool(calls.tools),
         parallel_calls=calls.parallel,
+    )
+
+
+async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> list[int]:
+    """The tokens of a chat's prompt, longer than the model's length or not. Raises ApiError."""
+    check_model(body.model, config)
+    text = _chat_text(body, tool_calling(body, _chat_parser(config)), tokenizer)
+    return await tokenizer.encode(text, add_special_tokens=False)
+
+
+def _chat_text(body: ChatCompletionRequest, calls: ToolCalling, tokenizer: ChatTokenizer) -> str:
+    continued = body.continue_final_message is True
+    return chat_text(
+        body.messages,
+        tokenizer,
+        not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        template_variables(body, tokenizer.template_source),
+        calls.tools,
+        continued,
     )
 
 

@@ -54,6 +54,19 @@ async def test_logprobs_of_prompts_fit_the_document(route: str, body: dict[str, 
     _check(await _document(), reply.json(), *_reply_schema(route, "post", "200"))
 
 
+async def test_messages_fit_the_document() -> None:
+    document, body = await _document(), HELLO | {"max_tokens": 9}
+    async with in_process(FakeEngine(ANSWER)) as client:
+        whole = await client.post("/v1/messages", json=body)
+        stream = await client.post("/v1/messages", json=body | {"stream": True})
+        wrong = await client.post("/v1/messages", json=HELLO)
+    _check(document, whole.json(), *_reply_schema("/v1/messages", "post", "200"))
+    for event in stream.text.removesuffix("\n\n").split("\n\n"):
+        data = json.loads(event.partition("data: ")[2])
+        _check(document, data, *_reply_schema("/v1/messages", "post", "200", "text/event-stream"))
+    _check(document, wrong.json(), *_reply_schema("/v1/messages", "post", "default"))
+
+
 async def test_every_route_is_in_the_document() -> None:
     app = build_app(edge_config(), chat_tokenizer(), FakeEngine(ANSWER))
     routes = {(route.path.replace(":path", ""), *route.methods) for route in app.routes}  # type: ignore[attr-defined]
