@@ -9,13 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 import yaml
 
 from cluster.config import ConfigError, parse, read_args
+from cluster.transport.folders import clear_abandoned, private_folder
 from deploy.configs import located, use_checked
 from deploy.haproxy import max_connections, with_own_words, write_script
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
@@ -60,7 +60,8 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
     if not _is_free(host, port):
         raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)")
-    folder = Path(tempfile.mkdtemp(prefix="aerie-"))
+    clear_abandoned()
+    folder = private_folder()
     checked = folder / "checked.json"
     command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
     plan = subprocess.Popen([*command, "--checked-to", str(checked)])
