@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from cluster.transport.channel import Context, IngressLink
-from cluster.transport.messages import SpeculationStats, TokenBatch, TokenDelta
+from cluster.transport.messages import RequestTimings, SpeculationStats, TokenBatch, TokenDelta
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.request import FinishReason, RequestOutput
@@ -92,6 +92,7 @@ class TokenPublisher:
                     if histogram
                     else None
                 ),
+                timings=RequestTimings(request.queue_s, stream.num_resumes),
             )
         stream.ingress.deltas.append(delta)
 

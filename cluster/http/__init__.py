@@ -18,6 +18,7 @@ answer         token deltas, cut at stop strings, as text
 parsers        what of an answer is content, reasoning, a tool call
 replies        documents and stream events, a module for each form
 errors         every error a client can see
+tracing        a span for each generation request
 counts         how the requests of one ingress ended
 metrics        /metrics, Prometheus' text
 """

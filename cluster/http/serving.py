@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.http.admission import Admission
 from cluster.http.answer import Answer, EngineFailedError, Piece, joined, without_tokens
 from cluster.http.config import EdgeConfig
-from cluster.http.counts import CLIENT_LEFT, RequestCounts, set_reason
+from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
 from cluster.http.parsers.marks import MARKS
@@ -29,6 +29,7 @@ from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.tracing import RequestTrace, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Edge:
     admission: Admission
     grammars: GrammarChecker = NoChecker()  # noqa: RUF009 - has no state
     counts: RequestCounts = field(default_factory=RequestCounts)
+    tracing: Tracing = Tracing()  # noqa: RUF009 - has no state
 
 
 class GenerationResponse(Response):
@@ -81,8 +83,10 @@ class GenerationResponse(Response):
             )
         )
         self._started = False
+        self._trace: RequestTrace | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._trace = self._edge.tracing.begin(scope, self._request, self._request_id)
         work = asyncio.ensure_future(self._respond(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -93,7 +97,9 @@ class GenerationResponse(Response):
         if left_early:
             set_reason(scope, CLIENT_LEFT)
             logger.info("request %s: the client left", self._request_id)
-        else:
+        if self._trace is not None:
+            self._trace.end(self._answers, self._edge.config.served_model_name, reason_of(scope))
+        if not left_early:
             work.result()
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,8 +183,13 @@ class GenerationResponse(Response):
         # Where a stop string may end the answer, the last delta read may be any.
         running_stats = bool(self._request.stops)
         deltas = self._edge.engine.generate(prompt, choice.sampling, f"{self._reply_id}-{index}", running_stats)
+        trace = self._trace
+        if trace is not None:
+            trace.begin(index)
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
+                if trace is not None:
+                    trace.push(index, delta)
                 piece = answer.push(without_tokens(delta) if self._request.echo_only else delta)
                 if delta.prompt_logprobs and piece.finish is None and not piece.tokens:
                     continue

@@ -199,7 +199,7 @@ class RemoteEngines:
                 ) as deltas:
                     async for delta in deltas:
                         delivered.extend(delta.tokens)
-                        yield delta
+                        yield delta if attempt == 0 else msgspec.structs.replace(delta, attempt=attempt)
                         if delta.finish is not None:
                             return
             except EngineRefused as refused:

@@ -58,6 +58,13 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     num_drafted: int
 
 
+class RequestTimings(msgspec.Struct, frozen=True, array_like=True):
+    """Of one request in one engine: seconds from its arrival to its first step; worker groups that it has lost."""
+
+    queue_s: float
+    num_resumes: int
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request; the first delta has none, it says that the engine has taken the request.
 
@@ -66,6 +73,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: prompt tokens found in the prefix cache; in the last delta, with `running_stats` in every one.
     speculation: so far; in the same deltas, None without a draft.
     prompt_logprobs: of more of the prompt, where they are asked for; before the first token.
+    timings: in the deltas that have `cached_tokens`.
+    attempt: 1 and more after the request went to another engine; counted by the ingress.
     """
 
     request_id: str
@@ -76,6 +85,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int | None = None
     speculation: SpeculationStats | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    timings: RequestTimings | None = None
+    attempt: int = 0
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -168,7 +168,8 @@ class PrefillPlanner:
         if not sequence.was_admitted:
             sequence.was_admitted = True
             request.cached_tokens = min(sequence.computed, len(request.prompt))
-            self._stats.queue_s.observe(self._clock() - sequence.submitted_s)
+            request.queue_s = self._clock() - sequence.submitted_s
+            self._stats.queue_s.observe(request.queue_s)
             if cache is not None:
                 cache.record_query(total, sequence.computed)
         return True

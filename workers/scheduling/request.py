@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 class Request:
     """prompt and output hold token ids; output grows as results arrive. cached_tokens: prompt tokens found in the
     prefix cache when it was first admitted. Statistics of speculation: num_rounds verified drafts;
-    acceptance_histogram[k] rounds accepted k draft tokens."""
+    acceptance_histogram[k] rounds accepted k draft tokens. queue_s: seconds from its arrival to its first step."""
 
     request_id: str
     prompt: list[int]
@@ -38,6 +38,7 @@ class Request:
     acceptance_histogram: list[int] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_preemptions: int = 0
+    queue_s: float = 0.0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
