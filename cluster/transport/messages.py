@@ -189,18 +189,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     detail: str = ""
     num_running: Annotated[int, Metric("vllm:num_requests_running", "Requests that decode", "gauge")] = 0
     num_waiting: Annotated[int, Metric("vllm:num_requests_waiting", "Requests in the queue", "gauge")] = 0
-    kv_usage: Annotated[
-        float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge", across="mean")
-    ] = 0.0
+    kv_usage: Annotated[float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge")] = 0.0
     num_pages: int = 0
     last_step_age_s: Annotated[
         float,
-        Metric(
-            "aerie:last_step_age_seconds",
-            "Age of the last step, of the engine where it is oldest",
-            "gauge",
-            across="max",
-        ),
+        Metric("aerie:last_step_age_seconds", "Age of the last step", "gauge"),
     ] = 0.0
     prefix_queries: Annotated[
         int, Metric("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
