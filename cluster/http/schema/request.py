@@ -68,6 +68,10 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "chat_template": ("templates from requests are not run; the model's own is used", ()),
     "documents": ("the chat template gets messages only", ([],)),
     "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
+    "include_reasoning": ("reasoning is always shown", (True,)),
+    "mm_processor_kwargs": ("prompts are text only", ({},)),
+    "kv_transfer_params": ("prefill and decode run in one engine", ({},)),
+    "vllm_xargs": ("there are no extensions by that name", ({},)),
     "priority": ("requests are served in the order of arrival", (0,)),
 }
 
@@ -148,6 +152,7 @@ class ChatCompletionRequest(_SamplingRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: Literal[False] | None = None
     echo: Literal[False] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
