@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
 from cluster.http.config import EdgeConfig
+from cluster.http.tracing import TracingConfig
 from speculative.config import SpeculativeConfig
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
@@ -131,6 +132,7 @@ class AerieConfig(BaseModel):
     parallel: ParallelConfig = ParallelConfig()
     ingress: IngressConfig = IngressConfig()
     engine: EngineConfig = EngineConfig()
+    tracing: TracingConfig = TracingConfig()
     deterministic: bool = False
     log_format: Literal["text", "json"] = "text"
 

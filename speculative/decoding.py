@@ -21,9 +21,10 @@ from speculative.tree_table import TreeTable
 from workers.config import RoundShape, RoundShapes
 from workers.layers.forward_context import Attending
 from workers.models.decoder import DecoderOutput
-from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
-from workers.runner.decoding import CuttableStrategy, begin_finals
+from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
+from workers.runner.decoding import CuttableStrategy, begin_finals, ranking_of
 from workers.runner.model_runner import TargetRunner
+from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
 from workers.slots.slot_table import Commit, SlotTable
 
@@ -36,6 +37,7 @@ class _TargetPass:
     page_table: [B, max_pages] int32, of the rounds.
     hidden: [n, H] of the rows of rounds, then of the last row of each prompt that ends.
     round_features, chunk_features: [rows, F] of the rounds' and the chunks' rows, for the draft.
+    prompt_hidden: [n, H] of the batch's prompt targets, if any.
     """
 
     rows: RoundRows
@@ -43,6 +45,7 @@ class _TargetPass:
     hidden: Tensor
     round_features: Tensor
     chunk_features: Tensor
+    prompt_hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ class SpeculativeDecoding(CuttableStrategy):
         hidden = self._extend(batch, rounds, finals, passed)
         self._draft_next(batch, hidden)
         drafts = self._trees.drafted(batch.entry_slots) if batch.needs.masked else None
-        return self._result(batch, rounds, finals, drafts)
+        ranking = ranking_of(self._target.model.lm_head, batch, passed.prompt_hidden)
+        return self._result(batch, rounds, finals, drafts, ranking)
 
     def _read_trees(self, batch: StepBatch, shape: RoundShape) -> RoundRows:
         """The trees that the rounds verify; their masks go into the verifying backend's own buffer, if it has one."""
@@ -145,13 +149,16 @@ class SpeculativeDecoding(CuttableStrategy):
             )
             positions = rows.positions
         ids = joined((rows.ids, chunks.ids if chunks else None))
-        out: DecoderOutput = self._target.forward(
-            ids, verify, positions, chunks.batch if chunks else None, self._every_row
-        )
+        every_row = self._every_row or batch.prompt_targets is not None
+        out: DecoderOutput = self._target.forward(ids, verify, positions, chunks.batch if chunks else None, every_row)
         features = self._draft.model.features(out)
-        hidden = layout.with_finals(out.hidden, self._every_row)
         return _TargetPass(
-            replace(rows, mask_words=None), page_table, hidden, layout.of_rounds(features), layout.of_chunks(features)
+            replace(rows, mask_words=None),
+            page_table,
+            layout.with_finals(out.hidden, every_row),
+            layout.of_rounds(features),
+            layout.of_chunks(features),
+            prompt_hidden(batch, out.hidden, shape.width),
         )
 
     def _verify(self, batch: StepBatch, shape: RoundShape, passed: _TargetPass, logits: Tensor) -> _Rounds:
@@ -260,10 +267,16 @@ class SpeculativeDecoding(CuttableStrategy):
             self._drafters[shape].draft(drafting)
 
     @staticmethod
-    def _result(batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None, drafts: Tensor | None) -> StepTensors:
+    def _result(
+        batch: StepBatch,
+        rounds: _Rounds | None,
+        finals: _Finals | None,
+        drafts: Tensor | None,
+        ranking: PromptRanking | None,
+    ) -> StepTensors:
         if rounds is None and finals is None:
             empty = batch.slots.new_zeros(0)
-            return StepTensors(empty.view(0, 1), empty, empty, empty, None)
+            return StepTensors(empty.view(0, 1), empty, empty, empty, None, None, ranking)
         done, first = rounds.committed if rounds else None, finals.commit if finals else None
         columns = done.commit.tokens.shape[1] if done else 1
         tokens = F.pad(first.tokens, (0, columns - 1)) if first else None
@@ -274,6 +287,7 @@ class SpeculativeDecoding(CuttableStrategy):
             accepted=joined((done.reported if done else None, torch.full_like(first.counts, -1) if first else None)),
             logprobs=_logprobs(rounds, finals, columns, batch.needs.num_logprobs),
             drafts=drafts,
+            prompt_logprobs=ranking,
         )
 
 

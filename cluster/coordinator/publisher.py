@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from cluster.transport.channel import Context, IngressLink
-from cluster.transport.messages import SpeculationStats, TokenBatch, TokenDelta
+from cluster.transport.messages import RequestTimings, SpeculationStats, TokenBatch, TokenDelta
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.request import FinishReason, RequestOutput
@@ -79,6 +79,8 @@ class TokenPublisher:
         """A request's new tokens, for the next `flush`."""
         request, reason = output.request, output.finish_reason
         delta = TokenDelta(stream.request_id, tuple(output.tokens), None, output.logprobs)
+        if output.prompt_logprobs is not None:
+            delta = msgspec.structs.replace(delta, prompt_logprobs=(output.prompt_logprobs,))
         if reason is not None or stream.running_stats:
             histogram = tuple(request.acceptance_histogram)
             delta = msgspec.structs.replace(
@@ -90,6 +92,7 @@ class TokenPublisher:
                     if histogram
                     else None
                 ),
+                timings=RequestTimings(request.queue_s, stream.num_resumes),
             )
         stream.ingress.deltas.append(delta)
 

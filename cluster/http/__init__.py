@@ -13,10 +13,12 @@ requests       a checked body as prompts, sampling parameters and a grammar
 text           between text and tokens, both ways
 serving        carries out one generation request
 engine_client  what is needed from an engine
+prompt_scores  log-probabilities of a prompt, as they come
 answer         token deltas, cut at stop strings, as text
 parsers        what of an answer is content, reasoning, a tool call
 replies        documents and stream events, a module for each form
 errors         every error a client can see
+tracing        a span for each generation request
 counts         how the requests of one ingress ended
 metrics        /metrics, Prometheus' text
 """

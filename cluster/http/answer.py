@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from cluster.http.prompt_scores import PromptScores
 from cluster.http.text.detokenizer import Detokenizer
 from cluster.http.text.stop_strings import StopMatcher
 from cluster.transport.messages import SpeculationStats, TokenDelta
@@ -43,6 +44,7 @@ class Answer:
 
     num_tokens: up to and including the one that ended the answer, as vLLM counts usage.
     cached_tokens, speculation: of the last delta that had them, the round that brought a stop string included.
+    prompt_scores: of the prompt, where they are asked for; whole with the first token.
 
     The text of a stop token is not shown. Nothing after the end leaks: accepted tokens after a stop string are dropped
     from text, tokens, logprobs and counts.
@@ -67,6 +69,7 @@ class Answer:
         self.stop_reason: str | int | None = None
         self.cached_tokens: int | None = None
         self.speculation: SpeculationStats | None = None
+        self.prompt_scores = PromptScores()
 
     def push(self, delta: TokenDelta) -> Piece:
         """The next piece. Raises EngineFailedError if the delta says so."""
@@ -76,6 +79,8 @@ class Answer:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
             self.speculation = delta.speculation
+        for part in delta.prompt_logprobs:
+            self.prompt_scores.push(part)
         shown: list[str] = []
         offsets: list[int] = []
         last = len(delta.tokens) - 1
@@ -135,3 +140,9 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         finish=pieces[-1].finish,
         stop_reason=pieces[-1].stop_reason,
     )
+
+
+def without_tokens(delta: TokenDelta) -> TokenDelta:
+    """Of an answer that shall have none, though the engine makes one."""
+    finish = "length" if delta.finish == "stop" else delta.finish
+    return msgspec.structs.replace(delta, tokens=(), logprobs=None, finish=finish)

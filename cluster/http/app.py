@@ -25,11 +25,12 @@ from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
 from cluster.http.parsers.detection import detect_parser
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
-from cluster.http.routes import generation, models, prefix_cache, responses, status, tokenization
+from cluster.http.routes import generation, messages, models, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
 from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.tracing import Tracing
 
-ROUTES = (generation, responses, tokenization, models, status, prefix_cache)
+ROUTES = (generation, responses, messages, tokenization, models, status, prefix_cache)
 
 
 def build_app(
@@ -38,12 +39,14 @@ def build_app(
     engine: EngineClient,
     echo_request_id: bool = True,
     grammars: GrammarChecker = NoChecker(),  # noqa: B008 - has no state
+    tracing: Tracing = Tracing(),  # noqa: B008 - has no state
 ) -> FastAPI:
     """`app.state.admission` is its `Admission`; set `.draining` on it before shutting down.
 
     echo_request_id: send X-Request-Id with each reply; False under Ray Serve, whose server (2.60) adds the header
         itself: clients would read "id, id".
     grammars: tries the grammars that answers are to follow.
+    tracing: gets a span of each generation.
 
     Raises ValueError for a configuration without model name or length, which only its builder can know.
     """
@@ -55,7 +58,8 @@ def build_app(
     if config.output_parser == "auto":
         found = detect_parser(tokenizer.template_source, tokenizer.response_template is not None)
         config = dataclasses.replace(config, output_parser=found)
-    edge = Edge(config, tokenizer, engine, Admission(config.max_concurrent_requests, config.retry_after_s), grammars)
+    admission = Admission(config.max_concurrent_requests, config.retry_after_s)
+    edge = Edge(config, tokenizer, engine, admission, grammars, tracing=tracing)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
     app.add_middleware(EdgeMiddleware, api_keys=config.api_keys, echo_request_id=echo_request_id, counts=edge.counts)

@@ -25,6 +25,8 @@ class EdgeConfig:
         before they are tokenized. 0: the longest token of the vocabulary.
     max_n: choices per prompt.
     max_choices: prompts x n.
+    max_prompt_logprobs: log-probabilities of prompts in a reply: prompt tokens of all choices x (1 + how many likely
+        ones it asks for).
     max_stop_strings: entries of `stop`.
     max_stop_length: characters of each.
     max_grammar_bytes: of a JSON schema, regular expression or other grammar of an answer.
@@ -48,6 +50,7 @@ class EdgeConfig:
     max_bytes_per_token: int = 0
     max_n: int = 16
     max_choices: int = 128
+    max_prompt_logprobs: int = 2**19
     max_stop_strings: int = 16
     max_stop_length: int = 1024
     max_grammar_bytes: int = 2**17
@@ -69,6 +72,7 @@ class EdgeConfig:
             "max_body_bytes",
             "max_n",
             "max_choices",
+            "max_prompt_logprobs",
             "max_stop_strings",
             "max_stop_length",
             "max_grammar_bytes",

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.http.admission import Admission
-from cluster.http.errors import JSON_HEADERS, body_too_large, body_too_slow
+from cluster.http.errors import JSON_HEADERS, ApiError, body_too_large, body_too_slow
 from cluster.http.schema.request import parse_body
 from cluster.http.schema.response import ErrorReply
 
@@ -31,6 +31,7 @@ class Endpoint:
     reply: the schema of the reply; None for plain text.
     event: the schema of the events of a stream, if it can stream.
     errors: the schemas of the replies of other statuses than 200.
+    restate: gives errors the route's own form, if it has one.
     generates: refused while the ingress is full or drains, before the work of reading the body.
     """
 
@@ -42,6 +43,7 @@ class Endpoint:
     event: type[msgspec.Struct] | None = None
     errors: tuple[type[msgspec.Struct], ...] = (ErrorReply,)
     generates: bool = False
+    restate: Callable[[ApiError], ApiError] | None = None
 
 
 def get(
@@ -61,9 +63,11 @@ def post(
     reply: type[Reply],
     event: type[msgspec.Struct] | None = None,
     generates: bool = False,
+    error: type[msgspec.Struct] = ErrorReply,
+    restate: Callable[[ApiError], ApiError] | None = None,
 ) -> Endpoint:
     """A route with a JSON body."""
-    return Endpoint("POST", path, handler, body, reply, event, generates=generates)
+    return Endpoint("POST", path, handler, body, reply, event, (error,), generates, restate)
 
 
 def command(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
@@ -82,6 +86,14 @@ def answering(
     """What the web framework calls for `endpoint`. Raises ApiError."""
 
     async def answer(http: Request) -> Response:
+        try:
+            return await answer_or_raise(http)
+        except ApiError as error:
+            if endpoint.restate is None:
+                raise
+            raise endpoint.restate(error) from None
+
+    async def answer_or_raise(http: Request) -> Response:
         if endpoint.generates:
             admission.check()
         given: list[Any] = [http]

@@ -1,13 +1,14 @@
-"""Prometheus text from the statistics of all engines: one sum per metric. What there is, and under which name, is
+"""Prometheus text from the statistics of all engines, a series for each. What there is, and under which name, is
 declared at the numbers themselves, in `EngineStats` and `SchedulerStats`.
 
 Any ingress gives the same numbers, because they are the engines' and not its own: load-balanced scrapes and benchmark
-tools that take differences would otherwise see counters jump. A counter falls only when an engine is replaced, which
-Prometheus treats as a reset. Only how requests ended is the ingress's own, and carries its id (`cluster.http.counts`).
+tools that take differences would otherwise see counters jump. An engine is one replica of the `Engine` deployment; one
+that is replaced has another id, and so other series: sums of rates over engines do not jump. Only how requests ended is
+the ingress's own, and carries its id (`cluster.http.counts`).
 """
 
 import functools
-import math
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
@@ -60,24 +61,23 @@ class _Requests(Collector):
 class _Snapshot(Collector):
     def __init__(self, engines: Sequence[EngineStats], model_name: str) -> None:
         self._engines = engines
-        self._label = [model_name]
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Family]:
-        schedulers = [engine.scheduler for engine in self._engines if engine.scheduler is not None]
-        for kind, holders in ((EngineStats, self._engines), (SchedulerStats, schedulers)):
-            for name, metric in declared_metrics(kind).items():
-                values = [getattr(holder, name) for holder in holders]
-                if metric.kind != "histogram":
-                    yield self._family(metric, self._by_label(metric, values))
-                elif values:
-                    yield self._histogram(metric, values)
-        states = Counter(engine.status for engine in self._engines)
+        for name, metric in declared_metrics(EngineStats).items():
+            yield self._family(metric, {engine.engine_id: getattr(engine, name) for engine in self._engines})
+        schedulers = {engine.engine_id: engine.scheduler for engine in self._engines if engine.scheduler is not None}
+        for name, metric in declared_metrics(SchedulerStats).items():
+            yield self._family(metric, {engine_id: getattr(stats, name) for engine_id, stats in schedulers.items()})
         yield from self._of_ranks()
-        of_engines = Metric("aerie:engines", "Engines by state", "gauge", label="status")
-        yield self._family(of_engines, {status: states[status] for status in STATES})
+        states = Counter(engine.status for engine in self._engines)
+        of_engines = GaugeMetricFamily("aerie:engines", "Engines by state", labels=["model_name", "status"])
+        for status in STATES:
+            of_engines.add_metric([self._model_name, status], states[status])
+        yield of_engines
 
     def _of_ranks(self) -> Iterator[Family]:
-        """What each rank says of itself, by engine: a slow or silent one stands out."""
+        """What each rank says of itself: a slow or silent one stands out."""
         labels = ["model_name", "engine", "rank"]
         age = GaugeMetricFamily("aerie:heartbeat_age_seconds", "Since a rank was last heard of", labels=labels)
         steps = CounterMetricFamily("aerie:rank_steps", "Steps that a rank has finished", labels=labels)
@@ -86,53 +86,32 @@ class _Snapshot(Collector):
             kinds = ((age, engine.heartbeat_age_s), (steps, engine.rank_steps), (seconds, engine.rank_step_s))
             for family, values in kinds:
                 for rank, value in enumerate(values):
-                    family.add_metric([*self._label, engine.engine_id, str(rank)], value)
+                    family.add_metric([self._model_name, engine.engine_id, str(rank)], value)
         yield from (age, steps, seconds)
 
-    def _by_label(self, metric: Metric, values: Sequence[Any]) -> Mapping[str, float]:
-        """All engines' numbers as one, by label; under "" if the metric has none."""
-        if metric.label:
-            return _summed(values)
-        if metric.across == "max":
-            return {"": max(values, default=0.0)}
-        if metric.across == "mean":
-            pages = [engine.num_pages for engine in self._engines]
-            weighed = sum(value * weight for value, weight in zip(values, pages, strict=True))
-            return {"": weighed / sum(pages) if sum(pages) else 0.0}
-        return {"": sum(values)}
-
-    def _family(self, metric: Metric, values: Mapping[str, float]) -> Family:
-        labels = ["model_name", *([metric.label] if metric.label else [])]
+    def _family(self, metric: Metric, values: Mapping[str, Any]) -> Family:
+        """values: by engine."""
+        labels = ["model_name", "engine", *([metric.label] if metric.label else [])]
+        if metric.kind == "histogram":
+            family = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+            for engine_id, histogram in values.items():
+                family.add_metric([self._model_name, engine_id], _buckets(histogram), histogram.total)
+            return family
         kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-        family = kind(metric.name, metric.help, labels=labels)
-        for key, value in values.items():
-            family.add_metric([*self._label, *([key] if metric.label else [])], value)
-        return family
-
-    def _histogram(self, metric: Metric, parts: Sequence[Histogram]) -> Family:
-        family = HistogramMetricFamily(metric.name, metric.help, labels=["model_name"])
-        family.add_metric(self._label, _buckets(parts), sum(part.total for part in parts))
-        return family
+        numbers = kind(metric.name, metric.help, labels=labels)
+        for engine_id, value in values.items():
+            for key, number in _keyed(value) if metric.label else [("", value)]:
+                numbers.add_metric([self._model_name, engine_id, *([key] if metric.label else [])], number)
+        return numbers
 
 
-def _summed(parts: Sequence[Mapping[str, int] | Sequence[int]]) -> Counter[str]:
+def _keyed(values: Mapping[str, float] | Sequence[float]) -> Iterator[tuple[str, float]]:
     """By key, or by position."""
-    total: Counter[str] = Counter()
-    for part in parts:
-        for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
-            total[str(key)] += value
-    return total
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        yield str(key), value
 
 
-def _buckets(parts: Sequence[Histogram]) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound. While engines of two versions run, their bounds may differ: each observation
-    then counts under its own engine's bound."""
-    counts: Counter[float] = Counter()
-    for part in parts:
-        for bound, count in zip((*part.bounds, math.inf), part.counts, strict=True):
-            counts[bound] += count
-    cumulative, buckets = 0, []
-    for bound in sorted(counts):
-        cumulative += counts[bound]
-        buckets.append(("+Inf" if math.isinf(bound) else str(bound), float(cumulative)))
-    return buckets
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound."""
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    return list(zip(bounds, map(float, itertools.accumulate(histogram.counts)), strict=True))

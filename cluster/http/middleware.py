@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
+from cluster.http.tracing import ARRIVED
 from cluster.logs import fields, request_id
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class EdgeMiddleware:
 
         try:
             state["request_id"] = uuid.uuid4().hex
+            state[ARRIVED] = time.time_ns()
             self._open(scope)
             request_id.set(state["request_id"])
             await self._app(scope, receive, send_with_id)
@@ -86,6 +88,8 @@ class EdgeMiddleware:
             scope["state"]["request_id"] = given
         if self._api_keys and scope["path"] not in OPEN_ROUTES:
             scheme, _, key = headers.get("authorization", "").partition(" ")
+            if not key:  # Anthropic's clients send it so
+                scheme, key = "bearer", headers.get("x-api-key", "")
             # Compared with every key, so that the time tells nothing.
             matches = [hmac.compare_digest(key.strip().encode(), own) for own in self._api_keys]
             if scheme.lower() != "bearer" or not any(matches):

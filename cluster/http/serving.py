@@ -10,15 +10,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.http.admission import Admission
-from cluster.http.answer import Answer, EngineFailedError, Piece, joined
+from cluster.http.answer import Answer, EngineFailedError, Piece, joined, without_tokens
 from cluster.http.config import EdgeConfig
-from cluster.http.counts import CLIENT_LEFT, RequestCounts, set_reason
+from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
 from cluster.http.parsers.marks import MARKS
@@ -29,9 +29,11 @@ from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.tracing import RequestTrace, Tracing
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # of choice, piece, and what the parser made of it
 
@@ -46,6 +48,7 @@ class Edge:
     admission: Admission
     grammars: GrammarChecker = NoChecker()  # noqa: RUF009 - has no state
     counts: RequestCounts = field(default_factory=RequestCounts)
+    tracing: Tracing = Tracing()  # noqa: RUF009 - has no state
 
 
 class GenerationResponse(Response):
@@ -54,6 +57,7 @@ class GenerationResponse(Response):
     reply_form: the endpoint's.
     reply_id: unique, names the generations on the engine too.
     request_id: the client's name for the request, for logs and error messages.
+    restate: gives errors the endpoint's own form.
     """
 
     def __init__(
@@ -63,7 +67,9 @@ class GenerationResponse(Response):
         reply_form: Callable[[ReplyContext], Reply],
         reply_id: str,
         request_id: str,
+        restate: Callable[[ApiError], ApiError] = lambda error: error,
     ) -> None:
+        self._restate = restate
         self.background = None
         self._edge = edge
         self._request = request
@@ -77,8 +83,10 @@ class GenerationResponse(Response):
             )
         )
         self._started = False
+        self._trace: RequestTrace | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._trace = self._edge.tracing.begin(scope, self._request, self._request_id)
         work = asyncio.ensure_future(self._respond(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -89,7 +97,9 @@ class GenerationResponse(Response):
         if left_early:
             set_reason(scope, CLIENT_LEFT)
             logger.info("request %s: the client left", self._request_id)
-        else:
+        if self._trace is not None:
+            self._trace.end(self._answers, self._edge.config.served_model_name, reason_of(scope))
+        if not left_early:
             work.result()
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +111,7 @@ class GenerationResponse(Response):
             if self._started:
                 await send(_body(self._reply.error_event(error), more=False))
             else:
-                await error.response()(scope, receive, send)
+                await self._restate(error).response()(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         """Events as they come. Raises ApiError."""
@@ -113,7 +123,7 @@ class GenerationResponse(Response):
             events = b""
             if index not in opened:
                 opened.add(index)
-                events = reply.first_event(index)
+                events = await self._beside(reply.first_event, index)
             events += reply.piece_event(index, piece, delta)
             if piece.finish is not None:
                 events += reply.finish_event(index, delta.finish)
@@ -138,8 +148,14 @@ class GenerationResponse(Response):
 
         await self._generate(keep)
         answers = zip(pieces, deltas, strict=True)
-        document = self._reply.document([WholeAnswer(joined(piece), *joined_deltas(delta)) for piece, delta in answers])
+        whole = [WholeAnswer(joined(piece), *joined_deltas(delta)) for piece, delta in answers]
+        document = await self._beside(self._reply.document, whole)
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
+
+    async def _beside(self, build: Callable[[T], bytes], given: T) -> bytes:
+        """What `build` makes, in a thread where it has log-probabilities of a prompt: up to a second of work, in which
+        no stream of this process would go on."""
+        return await asyncio.to_thread(build, given) if self._request.scores_prompt else build(given)
 
     async def _generate(self, emit: Emit) -> None:
         """Run all choices to their ends; every failure becomes an ApiError, after all of them are aborted."""
@@ -167,9 +183,16 @@ class GenerationResponse(Response):
         # Where a stop string may end the answer, the last delta read may be any.
         running_stats = bool(self._request.stops)
         deltas = self._edge.engine.generate(prompt, choice.sampling, f"{self._reply_id}-{index}", running_stats)
+        trace = self._trace
+        if trace is not None:
+            trace.begin(index)
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
-                piece = answer.push(delta)
+                if trace is not None:
+                    trace.push(index, delta)
+                piece = answer.push(without_tokens(delta) if self._request.echo_only else delta)
+                if delta.prompt_logprobs and piece.finish is None and not piece.tokens:
+                    continue
                 if piece.finish is not None:
                     break
                 await emit(index, piece, parser.push(piece))

@@ -24,6 +24,7 @@ from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
 from cluster.http.requests.grammar_checker import ProcessChecker
 from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.tracing import make_tracing
 from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
 from cluster.logs import use_json_logs
 from cluster.transport.channel import Context, bind_ingress
@@ -122,16 +123,18 @@ class Ingress:
         self._edge = edge_config(config)
         self._tokenizer = ChatTokenizer.from_folder(config.model.path)
         self._grammars = ProcessChecker(config.model.path, self._edge.grammar_timeout_s)
+        self._tracing = make_tracing(config.tracing)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve adds the header X-Request-ID to every answer itself
-        return build_app(self._edge, self._tokenizer, self._engines, False, self._grammars)
+        return build_app(self._edge, self._tokenizer, self._engines, False, self._grammars, self._tracing)
 
     async def __del__(self) -> None:
         # Serve awaits this when it stops the replica, after its requests have ended.
         if hasattr(self, "_listener"):
             self._listener.close()
             self._grammars.close()
+            await asyncio.to_thread(self._tracing.close)
             self._context.destroy(linger=0)
             shutil.rmtree(self._transport.folder, ignore_errors=True)
 

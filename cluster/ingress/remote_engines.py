@@ -28,7 +28,7 @@ from cluster.transport.messages import (
     TokenBatch,
     TokenDelta,
 )
-from workers.scheduling.plan import SamplingParams, TokenLogprobs, pack_i32
+from workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs, pack_i32
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +75,13 @@ class _Stream:
         self.broken: str | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._of_prompt: list[PromptLogprobs] = []
         self._last: TokenDelta | None = None
 
     def put(self, delta: TokenDelta) -> None:
         self._tokens.extend(delta.tokens)
         self._logprobs.extend(delta.logprobs or ())
+        self._of_prompt.extend(delta.prompt_logprobs)
         self._last = delta
         self.changed.set()
 
@@ -91,11 +93,14 @@ class _Stream:
         """Everything since the last call as one delta, or None."""
         last, self._last = self._last, None
         self.changed.clear()
-        if last is None or (last.finish is None and not self._tokens):
+        if last is None or (last.finish is None and not self._tokens and not self._of_prompt):
             return None  # nothing, or the news that it is queued
         tokens, self._tokens = tuple(self._tokens), []
         logprobs, self._logprobs = tuple(self._logprobs), []
-        return msgspec.structs.replace(last, request_id=request_id, tokens=tokens, logprobs=logprobs or None)
+        of_prompt, self._of_prompt = tuple(self._of_prompt), []
+        return msgspec.structs.replace(
+            last, request_id=request_id, tokens=tokens, logprobs=logprobs or None, prompt_logprobs=of_prompt
+        )
 
 
 class TokenInbox:
@@ -194,7 +199,7 @@ class RemoteEngines:
                 ) as deltas:
                     async for delta in deltas:
                         delivered.extend(delta.tokens)
-                        yield delta
+                        yield delta if attempt == 0 else msgspec.structs.replace(delta, attempt=attempt)
                         if delta.finish is not None:
                             return
             except EngineRefused as refused:

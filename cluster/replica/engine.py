@@ -8,7 +8,6 @@ restarting is `cluster.replica.supervisor`'s.
 import asyncio
 import os
 import sys
-import tempfile
 import time
 import traceback
 import uuid
@@ -26,6 +25,7 @@ from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Superv
 from cluster.replica.worker_actor import Worker
 from cluster.replica.worker_group import WorkerGroupError, WorkerGroupPlan
 from cluster.transport.discovery import coordinator_prefix
+from cluster.transport.folders import private_folder
 from cluster.transport.keys import make_transport
 from cluster.transport.messages import EngineAnswer, GenerateRequest, Probe, Refusal
 
@@ -46,7 +46,7 @@ class Engine:
             use_json_logs(f"engine {engine_id}")
         application = serve.get_replica_context().app_name
         transport = make_transport(one_node, application)
-        folder = transport.folder or tempfile.mkdtemp(prefix="aerie-")
+        folder = transport.folder or str(private_folder())
         self._limit_s = 2 * config.engine.start_timeout_s
         self._supervisor = Supervisor(
             WorkerGroupPlan(config, self.worker, group, transport, folder, application),

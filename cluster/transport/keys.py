@@ -1,11 +1,10 @@
 """Which ZeroMQ transport a process uses, and the application's keys, handed out through Ray."""
 
-import tempfile
-
 import msgspec
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
+from cluster.transport.folders import private_folder
 from cluster.transport.sockets import CurveKeys, Transport, new_keys
 
 _KV_NAMESPACE = b"aerie"
@@ -16,7 +15,7 @@ def make_transport(one_node: bool, application: str) -> Transport:
 
     The caller removes the folder."""
     if one_node:
-        return Transport(folder=tempfile.mkdtemp(prefix="aerie-"))
+        return Transport(folder=str(private_folder()))
     return Transport(node_ip=ray.util.get_node_ip_address(), keys=application_keys(application))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from workers.scheduling.plan import GraphCount, SamplingParams, TokenLogprobs
+from workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from workers.scheduling.stats import Metric, SchedulerStats
 
 
@@ -58,6 +58,13 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     num_drafted: int
 
 
+class RequestTimings(msgspec.Struct, frozen=True, array_like=True):
+    """Of one request in one engine: seconds from its arrival to its first step; worker groups that it has lost."""
+
+    queue_s: float
+    num_resumes: int
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request; the first delta has none, it says that the engine has taken the request.
 
@@ -65,6 +72,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     error: why, with finish="error".
     cached_tokens: prompt tokens found in the prefix cache; in the last delta, with `running_stats` in every one.
     speculation: so far; in the same deltas, None without a draft.
+    prompt_logprobs: of more of the prompt, where they are asked for; before the first token.
+    timings: in the deltas that have `cached_tokens`.
+    attempt: 1 and more after the request went to another engine; counted by the ingress.
     """
 
     request_id: str
@@ -74,6 +84,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     cached_tokens: int | None = None
     speculation: SpeculationStats | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    timings: RequestTimings | None = None
+    attempt: int = 0
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -178,18 +191,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     detail: str = ""
     num_running: Annotated[int, Metric("vllm:num_requests_running", "Requests that decode", "gauge")] = 0
     num_waiting: Annotated[int, Metric("vllm:num_requests_waiting", "Requests in the queue", "gauge")] = 0
-    kv_usage: Annotated[
-        float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge", across="mean")
-    ] = 0.0
+    kv_usage: Annotated[float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge")] = 0.0
     num_pages: int = 0
     last_step_age_s: Annotated[
         float,
-        Metric(
-            "aerie:last_step_age_seconds",
-            "Age of the last step, of the engine where it is oldest",
-            "gauge",
-            across="max",
-        ),
+        Metric("aerie:last_step_age_seconds", "Age of the last step", "gauge"),
     ] = 0.0
     prefix_queries: Annotated[
         int, Metric("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")

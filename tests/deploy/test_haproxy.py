@@ -1,5 +1,5 @@
 """What is made of Serve's HAProxy configuration and command line, and the stand-in for one that dies; HAProxy itself is
-run in tests/e2e/test_serve_faults.py."""
+run in tests/deploy/test_haproxy_edge.py and tests/e2e/test_serve_faults.py."""
 
 import json
 import os
@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from deploy import watches
-from deploy.haproxy import RETRY_AFTER_S, rewritten, start_arguments, write_script
+from deploy.haproxy import RETRY_AFTER_S, rewritten, start_arguments, with_own_words, write_error_files, write_script
 from deploy.watches import HaproxyWatch
 
 ROUTES = """defaults
+    mode http
     errorfile 502 /tmp/500.http
     errorfile 503 /tmp/500.http
 frontend http_frontend
+    bind 127.0.0.1:8000
     # Routes are use_backend rules.
     use_backend http-aerie if is_http-aerie
     default_backend default_backend
@@ -33,16 +35,23 @@ NO_ROUTES = ROUTES.replace("    use_backend http-aerie if is_http-aerie\n", "")
 
 
 def test_what_no_ingress_answers_is_503_and_no_python_proxy_answers_instead(tmp_path: Path) -> None:
-    config = rewritten(ROUTES, tmp_path / "503.http", last=None)
-    assert f"errorfile 502 {tmp_path}/503.http" in config and f"errorfile 503 {tmp_path}/503.http" in config
+    config = rewritten(ROUTES, tmp_path, last=None)
+    write_error_files(tmp_path)
+    for status in (502, 503, 504):
+        (line,) = [line for line in config.splitlines() if f"errorfile {status} " in line]
+        answer = Path(line.split()[2]).read_bytes().decode()
+        assert answer.startswith("HTTP/1.1 503 ") and f"Retry-After: {RETRY_AFTER_S}\r\n" in answer
+        assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] == "service_unavailable"
     assert "server ingress 127.0.0.1:30000 check\n" in config and "check backup" not in config
     assert "status 404" in config, "a path of no application stays unknown while there are applications"
 
 
 def test_without_routes_the_last_ones_stay_and_before_the_first_nothing_is_not_found(tmp_path: Path) -> None:
-    assert rewritten(NO_ROUTES, tmp_path / "503.http", last="use_backend before") == "use_backend before"
-    first = rewritten(NO_ROUTES, tmp_path / "503.http", last=None)
-    (line,) = [line for line in first.splitlines() if "http-request return" in line]
+    assert rewritten(NO_ROUTES, tmp_path, last="use_backend before") == "use_backend before"
+    first = rewritten(NO_ROUTES, tmp_path, last=None)
+    (line,) = [
+        line for line in first.partition("backend default_backend\nb")[2].splitlines() if "request return" in line
+    ]
     assert "status 503" in line and line.endswith(f'hdr Retry-After "{RETRY_AFTER_S}"')
     assert json.loads(line.split("'")[1])["error"]["type"] == "service_unavailable_error"
 
@@ -53,6 +62,21 @@ def test_a_haproxy_that_is_left_hands_its_port_over() -> None:
     serves = ["-f", "c", "-sf", "5", "-x", "socket"]
     assert start_arguments(serves, [5]) == serves
     assert start_arguments(serves, [5, 7]) == ["-f", "c", "-sf", "7", "5", "-x", "socket"]
+
+
+def test_a_binary_without_words_that_fit_is_left_as_it_is(tmp_path: Path) -> None:
+    given = tmp_path / "given" / "haproxy"
+    given.parent.mkdir()
+    short, long = b"HTTP/1.1 400 x\r\n\r\n<html></html>\n\0", b"HTTP/1.1 408 x\r\n\r\n" + b"." * 250 + b"</html>\n\0"
+    given.write_bytes(b"#!/bin/sh\nexit 0\n\0" + short)
+    assert with_own_words(given, tmp_path) == given
+    given.write_bytes(b"#!/bin/sh\nexit 1\n\0" + long)
+    (tmp_path / "a").mkdir()
+    assert with_own_words(given, tmp_path / "a") == given, "what does not run is not used"
+    given.write_bytes(b"#!/bin/sh\nexit 0\n\0" + short + long)
+    copied = with_own_words(given, tmp_path).read_bytes()
+    assert len(copied) == given.stat().st_size and short in copied and long not in copied
+    assert json.loads(copied.partition(b"Length: ")[2].partition(b"\r\n\r\n")[2].removesuffix(b"\0"))["error"]
 
 
 FAKE = """#!/bin/sh

@@ -218,6 +218,33 @@ def test_metrics_count_what_was_served(server: Server, client: openai.OpenAI) ->
     assert "vllm:spec_decode_num_drafts_total" in text and "vllm:num_requests_running" in text
 
 
+def test_a_prompt_is_scored_alike_with_speculation_and_without(client: openai.OpenAI) -> None:
+    """Chunk by chunk from two ranks, although the prefix cache has the prompt by then."""
+    prompt, found = "Ines has 3 kites and buys 4 more. " * 12, []
+    for speculative in (True, False):
+        body = {"speculative": speculative}
+        answer = _complete(client, prompt, max_tokens=0, echo=True, logprobs=2, extra_body=body)
+        assert answer.choices[0].text == prompt and answer.usage.completion_tokens == 0
+        found.append(answer.choices[0].logprobs)
+    assert found[0].tokens == found[1].tokens and found[0].token_logprobs[0] is None
+    assert found[0].token_logprobs[1:] == pytest.approx(found[1].token_logprobs[1:], abs=1e-3)
+    assert len(found[0].top_logprobs) == len(found[0].tokens) == answer.usage.prompt_tokens
+
+
+def test_messages_in_anthropics_form(server: Server) -> None:
+    body = {
+        "model": server.model,
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "temperature": 0,
+    }
+    whole = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
+    stream = httpx.post(f"{server.url}/v1/messages", json=body | {"stream": True}, timeout=60).text
+    parts = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: ")]
+    texts = [part["delta"]["text"] for part in parts if part["type"] == "content_block_delta"]
+    assert "".join(texts) == whole["content"][0]["text"] and parts[-1]["type"] == "message_stop"
+
+
 FORM = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}}, "required": ["ok", "n"]}
 
 

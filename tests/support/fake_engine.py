@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.http.engine_client import EngineRefused
 from cluster.http.text.chat_template import ChatTemplate
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
-from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs, pack_i32
 
 EOS = "<|im_end|>"
 CHATML = (
@@ -128,6 +129,7 @@ def says(
     eos = tokenizer.token_to_id(EOS)
 
     def script(prompt: list[int], sampling: SamplingParams) -> Iterable[Step]:
+        yield from prompt_deltas(prompt, sampling)
         for i, text in enumerate(texts):
             at_end = i == len(texts) - 1
             tokens = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -156,6 +158,35 @@ def logprobs_of(tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[Toke
         TokenLogprobs(-token / 100, tuple((token + k) % 256 for k in others), tuple(-(token + k) / 100 for k in others))
         for token in tokens
     )
+
+
+def prompt_deltas(prompt: list[int], sampling: SamplingParams, chunk: int = 3) -> Iterable[TokenDelta]:
+    """Log-probabilities of a prompt, if they are asked for, as `logprobs_of` has them; each token's rank is its own
+    number. The last token of a chunk comes again with the next one, as after a preemption."""
+    k = sampling.prompt_logprobs
+    if k < 0:
+        return
+    for begin in range(1, len(prompt), chunk):
+        start = max(1, begin - 1)
+        tokens = prompt[start : begin + chunk]
+        others = [[(token + j) % 256 for j in range(k)] for token in tokens]
+        yield TokenDelta(
+            request_id="",
+            tokens=(),
+            prompt_logprobs=(
+                PromptLogprobs(
+                    start,
+                    _f32([-token / 100 for token in tokens]),
+                    pack_i32(tokens),
+                    pack_i32(sum(others, [])),
+                    _f32([-(token + j) / 100 for token in tokens for j in range(k)]),
+                ),
+            ),
+        )
+
+
+def _f32(values: list[float]) -> bytes:
+    return np.asarray(values, "<f4").tobytes()
 
 
 def refuses(kind: str, message: str = "no", retry_after_s: float = 1.0) -> Script:

@@ -19,6 +19,7 @@ from workers.scheduling.plan import (
     FINISH_STOP,
     Chunk,
     GraphCount,
+    PromptLogprobs,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -96,6 +97,12 @@ class KvModel:
         target = np.cumsum(values * weights)
         draft = target + np.append(values[1:], 0) * 31 if self.lookahead else np.zeros_like(target)
         return np.stack((target, draft), axis=1)
+
+
+def _prompt_logprobs(chunk: Chunk) -> PromptLogprobs:
+    """Token t has log-probability -t."""
+    tokens = np.append(unpack_i32(chunk.tokens)[1:], chunk.next_token)[: chunk.num_logprobs]
+    return PromptLogprobs(chunk.start + 1, (-tokens).astype("<f4").tobytes(), pack_i32(tokens * 0 + 1))
 
 
 class _Slot:
@@ -188,6 +195,7 @@ class ScriptedExecutor:
             finish=bytes(finish for _, finish, _ in entries),
             accepted=pack_i32([accepted for _, _, accepted in entries]),
             logprobs=logprobs,
+            prompt_logprobs=tuple(_prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0),
             elapsed_s=self.delay_s,
             graphs=self.graphs,
         )

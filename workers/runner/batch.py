@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.metadata import PrefillBatch
+from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs, SamplingNeeds
 
 
@@ -37,6 +38,20 @@ class PromptChunks:
 
 
 @dataclass(frozen=True)
+class PromptTargets:
+    """The n prompt tokens of a step whose log-probabilities are wanted.
+
+    rows: [n] int64, of the rows of the chunks those after which they come.
+    tokens: [n] int64.
+    num_top: so many most likely tokens are wanted beside them.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    num_top: int
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """What a step runs: B requests in rounds, and prompt chunks of which F end their prompts. Its entries are those
     requests, then those chunks.
@@ -46,6 +61,7 @@ class StepBatch:
     draft_slots: [B + F] int64, per entry its slot if it drafts, else the padding slot.
     max_kv_len: host-side bound of any KV position that the step touches.
     needs: of all entries.
+    prompt_targets: None where no chunk asks. A captured step has none: those with any run eagerly.
     """
 
     slots: Tensor
@@ -55,6 +71,7 @@ class StepBatch:
     max_kv_len: int
     chunks: PromptChunks | None
     needs: SamplingNeeds
+    prompt_targets: PromptTargets | None = None
 
     @property
     def num_requests(self) -> int:
@@ -103,6 +120,13 @@ class RowLayout:
         return torch.cat((x[: self.num_round_rows], x[self.num_round_rows + finals]))
 
 
+def prompt_hidden(batch: StepBatch, hidden: Tensor, width: int) -> Tensor | None:
+    """[n, H] of hidden [rows, H], which has all rows of the chunks, those of the prompt targets; None where there are
+    none. width: rows of each round."""
+    targets = batch.prompt_targets
+    return None if targets is None else hidden.index_select(0, batch.num_requests * width + targets.rows)
+
+
 def joined(parts: Sequence[Tensor | None]) -> Tensor:
     """The parts that there are, below each other; one alone is not copied."""
     present = [part for part in parts if part is not None]
@@ -113,7 +137,8 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor:
 class StepTensors:
     """What the entries of a step emitted: tokens [B + F, M] int64, counts, finish, accepted [B + F] int64 (accepted is
     -1 where nothing was verified), logprobs if any request asked; drafts [B + F, 2, W] int64, tokens and parents of the
-    trees that they verify next, if any has a grammar and there is a draft."""
+    trees that they verify next, if any has a grammar and there is a draft; prompt_logprobs of the batch's prompt
+    targets, if any."""
 
     tokens: Tensor
     counts: Tensor
@@ -121,3 +146,4 @@ class StepTensors:
     accepted: Tensor
     logprobs: Logprobs | None
     drafts: Tensor | None = None
+    prompt_logprobs: PromptRanking | None = None

@@ -11,8 +11,9 @@ from torch import Tensor
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from workers.config import RoundShapes
 from workers.layers.vocab import LMHead
-from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
+from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
 from workers.runner.model_runner import TargetRunner
+from workers.sampling.prompt_logprobs import PromptRanking, rank_prompt
 from workers.sampling.sampler import Rows, Sampler, logprobs_of
 from workers.slots.slot_table import SlotTable
 
@@ -55,11 +56,18 @@ def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
         slots.seq_len[chunks.final_slots] = chunks.final_lengths
 
 
+def ranking_of(head: LMHead, batch: StepBatch, hidden: Tensor | None) -> PromptRanking | None:
+    """Of the batch's prompt targets, after rows of hidden [n, H]; None where there are none."""
+    targets = batch.prompt_targets
+    return None if targets is None or hidden is None else rank_prompt(head, hidden, targets.tokens, targets.num_top)
+
+
 @dataclass(frozen=True)
 class Passed:
-    """What the target's pass left: hidden [rows of rounds + F, H]."""
+    """What the target's pass left: hidden [rows of rounds + F, H], and of prompt targets [n, H]."""
 
     hidden: Tensor
+    prompt_hidden: Tensor | None = None
 
 
 class Autoregressive(CuttableStrategy):
@@ -81,8 +89,9 @@ class Autoregressive(CuttableStrategy):
         if chunks is not None:
             begin_finals(slots, chunks)
         ids = joined((slots.bonus[batch.slots], chunks.ids if chunks else None))
-        out = self._target.forward(ids, rounds, None, chunks.batch if chunks else None)
-        return Passed(batch.rows(width=1).with_finals(out.hidden))
+        every_row = batch.prompt_targets is not None
+        out = self._target.forward(ids, rounds, None, chunks.batch if chunks else None, every_row)
+        return Passed(batch.rows(width=1).with_finals(out.hidden, every_row), prompt_hidden(batch, out.hidden, 1))
 
     def _rounds(self, batch: StepBatch) -> DecodeBatch:
         """One row per running request, which writes its bonus token's KV."""
@@ -100,4 +109,5 @@ class Autoregressive(CuttableStrategy):
             logprobs = logprobs_of(sampled.logits, sampled.tokens, batch.needs.num_logprobs)
         commit = self._slots.commit(entries, sampled.tokens, torch.ones_like(entries))
         nothing_verified = torch.full_like(entries, -1)
-        return StepTensors(commit.tokens, commit.counts, commit.finish, nothing_verified, logprobs)
+        ranking = ranking_of(head, batch, passed.prompt_hidden)
+        return StepTensors(commit.tokens, commit.counts, commit.finish, nothing_verified, logprobs, None, ranking)

@@ -17,12 +17,22 @@ from torch import Tensor
 
 from attention.metadata import ChunkLists, PrefillBatch
 from workers.distributed.tp_group import TPGroup
-from workers.runner.batch import PromptChunks, StepBatch, StepTensors
+from workers.runner.batch import PromptChunks, PromptTargets, StepBatch, StepTensors
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.graphs.emitted import Emitted
+from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs, SamplingNeeds
 from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import Chunk, GraphCount, StepPlan, StepResult, TokenLogprobs, pack_i32, unpack_i32
+from workers.scheduling.plan import (
+    Chunk,
+    GraphCount,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    pack_i32,
+    unpack_i32,
+)
 from workers.slots.slot_table import SlotTable
 from workers.slots.upload import upload
 from workers.structured_output.slot_grammars import SlotGrammars
@@ -173,6 +183,9 @@ class Worker:
             num_grammars=0 if self._grammars is None else self._grammars.num_prepared,
             elapsed_s=time.perf_counter() - pending.started_s,
             graphs=self.graphs,
+            prompt_logprobs=()
+            if pending.emitted.prompt is None
+            else _prompt_logprobs(pending.plan, pending.emitted.prompt),
         )
 
     def _batch(self, plan: StepPlan, entries: tuple[int, ...]) -> StepBatch:
@@ -201,6 +214,7 @@ class Worker:
             max_kv_len=plan.max_kv_len,
             chunks=_prompt_chunks(plan, sent, table.page_table) if plan.chunks else None,
             needs=SamplingNeeds.of([table.facts[slot] for slot in entries]),
+            prompt_targets=_prompt_targets(plan, sent),
         )
 
     def _logprobs(
@@ -242,7 +256,7 @@ def _chunk_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     counts = np.array([len(tokens) for tokens in ids], np.int32)
     num_finals = sum(chunk.next_token < 0 for chunk in chunks)
-    return {
+    return _target_columns(chunks, ids) | {
         "chunk ids": np.concatenate(ids).astype(np.int64),
         "chunk next ids": np.array([chunk.next_token for chunk in chunks], np.int64),
         "chunk slots": np.array([chunk.slot for chunk in chunks], np.int64),
@@ -271,6 +285,41 @@ def _prompt_chunks(plan: StepPlan, columns: Mapping[str, Tensor], page_table: Te
         final_slots=slots[: final_lengths.shape[0]],
         final_lengths=final_lengths,
     )
+
+
+def _target_columns(chunks: list[Chunk], ids: list[npt.NDArray[np.int32]]) -> dict[str, npt.NDArray[Any]]:
+    """What `_prompt_targets` needs. ids: the tokens of the chunks."""
+    if all(chunk.logprobs < 0 for chunk in chunks):
+        return {}
+    rows, tokens, first = [], [], 0
+    for chunk, own in zip(chunks, ids, strict=True):
+        count = chunk.num_logprobs
+        rows.append(np.arange(first, first + count, dtype=np.int64))
+        tokens.append(np.append(own[1:], chunk.next_token)[:count].astype(np.int64))
+        first += len(own)
+    return {"target rows": np.concatenate(rows), "target tokens": np.concatenate(tokens)}
+
+
+def _prompt_targets(plan: StepPlan, columns: Mapping[str, Tensor]) -> PromptTargets | None:
+    num_top = max((chunk.logprobs for chunk in plan.chunks), default=-1)
+    return PromptTargets(columns["target rows"], columns["target tokens"], num_top) if num_top >= 0 else None
+
+
+def _prompt_logprobs(plan: StepPlan, ranking: PromptRanking) -> tuple[PromptLogprobs, ...]:
+    """ranking: on the host, of the chunks that ask for it, in the order of `_in_order`."""
+    found, first = {}, 0
+    for chunk in _in_order(plan):
+        if chunk.logprobs >= 0:
+            rows = slice(first, first + chunk.num_logprobs)
+            first = rows.stop
+            found[chunk.slot] = PromptLogprobs(
+                start=chunk.start + 1,
+                logprobs=ranking.logprobs[rows].numpy().astype("<f4").tobytes(),
+                ranks=pack_i32(ranking.ranks[rows].numpy()),
+                top_ids=pack_i32(ranking.top_ids[rows, : chunk.logprobs].numpy()),
+                top_logprobs=ranking.top[rows, : chunk.logprobs].numpy().astype("<f4").tobytes(),
+            )
+    return tuple(found[chunk.slot] for chunk in plan.chunks if chunk.logprobs >= 0)
 
 
 def _mask_invalid(tensors: StepTensors) -> Tensor:

@@ -58,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     token's, k also the k most likely, of the model's distribution before penalties, grammar and temperature.
     grammar: tokens that it does not allow are never chosen.
     cache_salt: the prefix cache shares pages only between requests of the same one; changes no token.
+    prompt_logprobs: as logprobs, of the prompt's tokens but the first. The prefix cache is not asked for such a prompt.
     """
 
     max_tokens: int
@@ -76,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     speculative: bool = True
     grammar: Grammar | None = None
     cache_salt: bytes = b""
+    prompt_logprobs: int = -1
 
     @property
     def needs_token_counts(self) -> bool:
@@ -110,12 +112,20 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens `start .. start + n - 1` (int32 bytes) of a slot. next_token: the prompt token after them, which
-    the draft needs; -1 if this is the last chunk, and then the step samples the slot's first token."""
+    the draft needs; -1 if this is the last chunk, and then the step samples the slot's first token. logprobs: -1 none,
+    k: the result has log-probabilities of those prompt tokens that come after one of these, and of the k most likely;
+    there is at least one such."""
 
     slot: int
     start: int
     tokens: bytes
     next_token: int
+    logprobs: int = -1
+
+    @property
+    def num_logprobs(self) -> int:
+        """Prompt tokens whose log-probabilities the result has."""
+        return len(self.tokens) // 4 - (self.next_token < 0) if self.logprobs >= 0 else 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -168,6 +178,26 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of n prompt tokens from position `start` on, each after those before it.
+
+    logprobs, ranks: float32 [n] in nats, and int32 [n], one more than how many tokens are likelier.
+    top_ids, top_logprobs: int32 and float32 [n * k], of the k most likely tokens in each place, best first.
+    All are little-endian bytes.
+    """
+
+    start: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + len(self.logprobs) // 4
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step emitted, in the order of `StepPlan.slots`, then of those chunks that were a prompt's last.
 
@@ -176,7 +206,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
     per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0. failed: int32 slots whose
     requests have left their grammar, or which it left no token: nothing that they emitted may be shown. num_grammars:
-    how many of those in the plans of this epoch are compiled, in their order. graphs: after this step.
+    how many of those in the plans of this epoch are compiled, in their order. prompt_logprobs: of the plan's chunks
+    that ask for them, in their order. graphs: after this step.
     """
 
     epoch: int
@@ -190,3 +221,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed: bytes = b""
     num_grammars: int = 0
     graphs: GraphCount = GraphCount()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
 
+from attention.kv_cache.prefix_cache import PrefixCache
 from workers.config import RoundShape, RoundShapes
 from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
@@ -55,7 +56,7 @@ class PrefillPlanner:
         """When its prompt should be computed. What the prefix cache has of it counts for nothing."""
         if self.budget is None:
             return sequence.submitted_s
-        cache = self._slot_pages.cache
+        cache = self._cache_for(sequence)
         num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, sequence.request.sampling.cache_salt)
         return sequence.submitted_s + self.budget.patience_s(len(sequence.tokens) - num_cached)
 
@@ -107,7 +108,11 @@ class PrefillPlanner:
         end = start + count
         is_last = end == total
         next_token = -1 if is_last else int(sequence.tokens[end])
-        builder.chunks.append(Chunk(sequence.slot, start, pack_i32(sequence.tokens[start:end]), next_token))
+        asks = sequence.request.wants_prompt_logprobs and count > is_last
+        logprobs = sequence.request.sampling.prompt_logprobs if asks else -1
+        builder.chunks.append(Chunk(sequence.slot, start, pack_i32(sequence.tokens[start:end]), next_token, logprobs))
+        if asks:
+            builder.asking.append(sequence)
         builder.max_kv_len = max(builder.max_kv_len, end + (draft_tokens if is_last else 0))
         sequence.computed = end
         self._slot_pages.committed[sequence.slot] = end
@@ -141,7 +146,7 @@ class PrefillPlanner:
         if sequence.not_before >= builder.oldest_in_flight:
             return False  # results of its rounds before the preemption are still to come
         slot_pages, request = self._slot_pages, sequence.request
-        allocator, cache = slot_pages.allocator, slot_pages.cache
+        allocator, cache = slot_pages.allocator, self._cache_for(sequence)
         room = allocator.num_available - self._promised_pages()
         insertions = 0 if cache is None else cache.num_insertions
         if self._queues.active and sequence.pages_missing[0] == insertions and sequence.pages_missing[1] > room:
@@ -163,10 +168,15 @@ class PrefillPlanner:
         if not sequence.was_admitted:
             sequence.was_admitted = True
             request.cached_tokens = min(sequence.computed, len(request.prompt))
-            self._stats.queue_s.observe(self._clock() - sequence.submitted_s)
+            request.queue_s = self._clock() - sequence.submitted_s
+            self._stats.queue_s.observe(request.queue_s)
             if cache is not None:
                 cache.record_query(total, sequence.computed)
         return True
+
+    def _cache_for(self, sequence: Sequence) -> PrefixCache | None:
+        """Where a prompt may be found; nowhere, if log-probabilities of all of it are wanted."""
+        return None if sequence.request.wants_prompt_logprobs else self._slot_pages.cache
 
     def _promised_pages(self) -> int:
         """Pages that running requests may want in their next round and admitted prompts still have to get."""

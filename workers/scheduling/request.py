@@ -5,7 +5,7 @@ from enum import Enum, StrEnum
 
 import msgspec
 
-from workers.scheduling.plan import SamplingParams, TokenLogprobs
+from workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 class RequestState(Enum):
@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 class Request:
     """prompt and output hold token ids; output grows as results arrive. cached_tokens: prompt tokens found in the
     prefix cache when it was first admitted. Statistics of speculation: num_rounds verified drafts;
-    acceptance_histogram[k] rounds accepted k draft tokens."""
+    acceptance_histogram[k] rounds accepted k draft tokens. queue_s: seconds from its arrival to its first step."""
 
     request_id: str
     prompt: list[int]
@@ -38,10 +38,17 @@ class Request:
     acceptance_histogram: list[int] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_preemptions: int = 0
+    queue_s: float = 0.0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come: all have, where there is a token after it."""
+        return self.sampling.prompt_logprobs >= 0 and not self.output
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request after a step; `finish_reason` is set with its last ones.
+    """New tokens of one request after a step; `finish_reason` is set with its last ones. prompt_logprobs: of a chunk of
+    its prompt, in an output of their own. A prompt that is computed again, after a preemption, brings them again.
 
     A msgspec struct because 128 of them are made per step: 0.2 us each, a frozen dataclass takes 1.2 us.
     """
@@ -50,6 +57,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     tokens: list[int]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class UnfinishedError(Exception):

@@ -187,7 +187,9 @@ class Scheduler:
         sequences = [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks
         users, drafted = slot_pages.user[slots], slot_pages.drafted[slots]
         reason = self.shape_choice.reason.value
-        in_flight = InFlightStep(self._next_step, sequences, slots, users, max_new_tokens, shape, drafted, reason)
+        in_flight = InFlightStep(
+            self._next_step, sequences, slots, users, max_new_tokens, shape, drafted, reason, builder.asking
+        )
         in_flight.expected_ms = budget.step_ms(rounds)
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)

@@ -70,6 +70,7 @@ class InFlightStep:
     shape: that the rounds verified.
     drafted: the shape of each one's tree.
     reason: for this shape.
+    asking: whose prompt chunks ask for log-probabilities, in the plan's order.
     expected_ms: what the step should take by the cost table; None without one.
     """
 
@@ -83,6 +84,7 @@ class InFlightStep:
         "shape",
         "drafted",
         "reason",
+        "asking",
         "expected_ms",
     )
 
@@ -96,6 +98,7 @@ class InFlightStep:
         shape: int,
         drafted: Int64s,
         reason: str,
+        asking: list[Sequence],
     ) -> None:
         self.step = step
         self.sequences = sequences
@@ -106,6 +109,7 @@ class InFlightStep:
         self.shape = shape
         self.drafted = drafted
         self.reason = reason
+        self.asking = asking
         self.expected_ms: float | None = None
         rest = sequences[len(round_slots) :]
         if rest:
@@ -115,9 +119,20 @@ class InFlightStep:
 
 class PlanBuilder:
     """Plan number `step`, being made. oldest_in_flight: the first step whose result has not been applied. preempted:
-    whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room."""
+    whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room. asking:
+    whose chunks ask for log-probabilities."""
 
-    __slots__ = ("step", "oldest_in_flight", "inits", "chunks", "last_chunks", "max_kv_len", "preempted", "admits")
+    __slots__ = (
+        "step",
+        "oldest_in_flight",
+        "inits",
+        "chunks",
+        "last_chunks",
+        "asking",
+        "max_kv_len",
+        "preempted",
+        "admits",
+    )
 
     def __init__(self, step: int, oldest_in_flight: int) -> None:
         self.step = step
@@ -125,6 +140,7 @@ class PlanBuilder:
         self.inits: list[SlotInit] = []
         self.chunks: list[Chunk] = []
         self.last_chunks: list[Sequence] = []
+        self.asking: list[Sequence] = []
         self.max_kv_len = 0
         self.preempted = False
         self.admits = True

@@ -28,14 +28,12 @@ class Metric:
     help: what it means, a clause.
     kind: Prometheus' type.
     label: for a number per key (a mapping) or per position (a tuple), what the key is called.
-    across: what several engines make of it; "mean": weighed by their pages.
     """
 
     name: str
     help: str
     kind: Literal["counter", "gauge", "histogram"] = "counter"
     label: str = ""
-    across: Literal["sum", "max", "mean"] = "sum"
 
 
 class Histogram(msgspec.Struct, array_like=True):

@@ -44,7 +44,7 @@ class StepResults:
         now = self._clock()
         committed_before = self._advance(step, counts, now)
         num_drafted = self._learn(step, unpack_i32(result.accepted))
-        outputs: list[RequestOutput] = []
+        outputs = _prompt_outputs(step, result) if step.asking else []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
         failed = set(unpack_i32(result.failed).tolist())
@@ -129,3 +129,12 @@ class StepResults:
         accepted = unpack_i32(result.accepted)
         for num_accepted, count in enumerate(np.bincount(accepted[accepted >= 0]).tolist()):
             stats.accepted_histogram[num_accepted] += count
+
+
+def _prompt_outputs(step: InFlightStep, result: StepResult) -> list[RequestOutput]:
+    """Log-probabilities of prompts, of those requests that still run there."""
+    return [
+        RequestOutput(sequence.request, [], prompt_logprobs=logprobs)
+        for sequence, logprobs in zip(step.asking, result.prompt_logprobs, strict=True)
+        if not sequence.is_finished and sequence.slot >= 0
+    ]

@@ -4,6 +4,7 @@ reply      what the forms have in common: the protocol, usage, speculation's sta
 chat       of /v1/chat/completions
 text       of /v1/completions
 responses  of /v1/responses
+messages   of /v1/messages
 logprobs   log-probabilities in OpenAI's two forms
 streaming  server-sent events
 """

@@ -87,6 +87,7 @@ class ChatReply:
                 usage=context.usage(),
                 metrics=context.metrics(),
                 prompt_token_ids=context.request.prompts[0] if context.request.return_token_ids else UNSET,
+                prompt_logprobs=context.prompt_logprobs(0),
             )
         )
 

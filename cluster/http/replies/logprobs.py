@@ -1,11 +1,16 @@
-"""Log-probabilities in OpenAI's two forms: the chat's list of entries and the completions' parallel lists."""
+"""Log-probabilities in OpenAI's two forms, the chat's list of entries and the completions' parallel lists, and of
+prompts in vLLM's."""
 
 import math
+from collections.abc import Iterable, Sequence
 
 from cluster.http.answer import Piece
+from cluster.http.prompt_scores import PromptScores, TokenScore
 from cluster.http.schema.chat_reply import ChatLogprobs, TokenLogprob, TopLogprob
+from cluster.http.schema.response import PromptToken
 from cluster.http.schema.text_reply import TextLogprobs
 from cluster.http.text.tokenizer import ChatTokenizer
+from workers.scheduling.plan import TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; vLLM's value
 
@@ -26,22 +31,89 @@ def chat_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: 
     return ChatLogprobs(content=content)
 
 
-def text_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: bool) -> TextLogprobs:
-    """Parallel lists; top_logprobs holds the chosen token beside the most likely ones, as OpenAI's does."""
-    tops: list[dict[str, float]] = []
-    for token, entry in zip(piece.tokens, piece.logprobs, strict=True):
-        top = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-        # Tokens that are parts of characters can have the same text; the likelier one keeps it.
-        named: dict[str, float] = {}
-        for other, logprob in (*top, (token, entry.logprob)):
-            named.setdefault(_text(other, tokenizer, as_ids), _finite(logprob))
-        tops.append(named)
+def text_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: bool, begin: int = 0) -> TextLogprobs:
+    """Parallel lists; top_logprobs holds the chosen token beside the most likely ones, as OpenAI's does. begin: of the
+    answer in the choice's text."""
+    tops: list[dict[str, float] | None] = [
+        _named(token, entry, num_top, tokenizer, as_ids)
+        for token, entry in zip(piece.tokens, piece.logprobs, strict=True)
+    ]
     return TextLogprobs(
         tokens=[_text(token, tokenizer, as_ids) for token in piece.tokens],
         token_logprobs=[_finite(entry.logprob) for entry in piece.logprobs],
         top_logprobs=tops if num_top else None,
-        text_offset=piece.offsets,
+        text_offset=[begin + offset for offset in piece.offsets],
     )
+
+
+def echo_logprobs(
+    prompt: Sequence[int], scores: PromptScores, echo: str, num_top: int, tokenizer: ChatTokenizer, as_ids: bool
+) -> TextLogprobs:
+    """The same of a prompt, whose text is `echo`."""
+    logprobs: list[float | None] = [None]
+    tops: list[dict[str, float] | None] = [None]
+    for token, score in zip(prompt[1:], scores, strict=True):
+        logprobs.append(_finite(score.logprob))
+        tops.append(_named(token, score, num_top, tokenizer, as_ids))
+    return TextLogprobs(
+        tokens=[_text(token, tokenizer, as_ids) for token in prompt],
+        token_logprobs=logprobs,
+        top_logprobs=tops if num_top else None,
+        text_offset=_offsets(prompt, echo, tokenizer),
+    )
+
+
+def joined_logprobs(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
+    """One after the other."""
+    tops = None
+    if first.top_logprobs is not None and second.top_logprobs is not None:
+        tops = first.top_logprobs + second.top_logprobs
+    return TextLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=tops,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], scores: PromptScores, num_top: int, tokenizer: ChatTokenizer
+) -> list[dict[str, PromptToken] | None]:
+    """vLLM's form: of each place the prompt's own token, then the most likely ones."""
+    places: list[dict[str, PromptToken] | None] = [None]
+    for token, score in zip(prompt[1:], scores, strict=True):
+        place = {str(token): _prompt_token(token, score.logprob, score.rank, tokenizer)}
+        best = zip(score.top_ids[:num_top], score.top_logprobs[:num_top], strict=True)
+        for rank, (other, logprob) in enumerate(best, 1):
+            place.setdefault(str(other), _prompt_token(other, logprob, rank, tokenizer))
+        places.append(place)
+    return places
+
+
+def _prompt_token(token: int, logprob: float, rank: int, tokenizer: ChatTokenizer) -> PromptToken:
+    return PromptToken(_finite(logprob), rank, _text(token, tokenizer, as_ids=False))
+
+
+def _named(
+    token: int, entry: TokenLogprobs | TokenScore, num_top: int, tokenizer: ChatTokenizer, as_ids: bool
+) -> dict[str, float]:
+    """The most likely tokens of a place, and the one that is there."""
+    top: Iterable[tuple[int, float]] = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+    # Tokens that are parts of characters can have the same text; the likelier one keeps it.
+    named: dict[str, float] = {}
+    for other, logprob in (*top, (token, entry.logprob)):
+        named.setdefault(_text(other, tokenizer, as_ids), _finite(logprob))
+    return named
+
+
+def _offsets(prompt: Sequence[int], echo: str, tokenizer: ChatTokenizer) -> list[int]:
+    """Where each token's text begins in `echo`; special tokens that were put before it begin where it does."""
+    detokenizer, offsets, length = tokenizer.detokenizer(skip_special_tokens=False), [], 0
+    for token in prompt:
+        offsets.append(length)
+        length += len(detokenizer.step(token))
+    added = max(0, length + len(detokenizer.flush()) - len(echo))
+    return [max(0, offset - added) for offset in offsets]
 
 
 def _top(token: int, logprob: float, tokenizer: ChatTokenizer, as_ids: bool) -> TopLogprob:

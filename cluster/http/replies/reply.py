@@ -10,9 +10,17 @@ from msgspec import UNSET, UnsetType
 from cluster.http.answer import Answer, Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.replies.logprobs import prompt_logprobs
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.schema.chat_reply import ToolCall
-from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, Usage
+from cluster.http.schema.response import (
+    CachedTokens,
+    FinishReason,
+    PromptToken,
+    RequestMetrics,
+    SpeculationMetrics,
+    Usage,
+)
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import SpeculationStats
 
@@ -93,6 +101,14 @@ class ReplyContext:
     def finish_metrics(self) -> RequestMetrics | UnsetType:
         """`metrics` of the last event of a choice: unless a usage event follows, which has them."""
         return UNSET if self.request.include_usage else self.metrics()
+
+    def prompt_logprobs(self, index: int) -> list[dict[str, PromptToken] | None] | UnsetType:
+        """Of the prompt of choice `index`, if they are asked for by this name."""
+        request = self.request
+        if request.prompt_logprobs < 0:
+            return UNSET
+        prompt = request.prompts[request.choices[index].prompt]
+        return prompt_logprobs(prompt, self.answers[index].prompt_scores, request.prompt_logprobs, self.tokenizer)
 
     def metrics(self) -> RequestMetrics | UnsetType:
         """Statistics of speculation, where they are one request's: for a single choice."""

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.logprobs import text_logprobs
+from cluster.http.replies.logprobs import echo_logprobs, joined_logprobs, text_logprobs
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import DONE, TextEvents, chunk_event, event
 from cluster.http.schema.response import FinishReason
@@ -31,6 +31,7 @@ class TextReply:
         if not request.echo and not request.return_token_ids:
             return b""
         choice = TextChunkChoice(index=index, text=request.echo[prompt] if request.echo else "")
+        choice.logprobs = self._echo_logprobs(index)
         if request.return_token_ids:
             choice.prompt_token_ids = request.prompts[prompt]
         return chunk_event(self._chunk(choice))
@@ -79,14 +80,16 @@ class TextReply:
         request = self._context.request
         prompt = request.choices[index].prompt
         assert delta.finish is not None
+        logprobs, of_echo = self._logprobs(index, piece), self._echo_logprobs(index)
         return TextChoice(
             index=index,
             text=request.echo[prompt] + delta.content if request.echo else delta.content,
-            logprobs=self._logprobs(index, piece),
+            logprobs=logprobs if logprobs is None or of_echo is None else joined_logprobs(of_echo, logprobs),
             finish_reason=delta.finish,
             stop_reason=piece.stop_reason,
             token_ids=piece.tokens if request.return_token_ids else UNSET,
             prompt_token_ids=request.prompts[prompt] if request.return_token_ids else UNSET,
+            prompt_logprobs=self._context.prompt_logprobs(index),
         )
 
     def _chunk(self, *choices: TextChunkChoice) -> CompletionChunk:
@@ -106,6 +109,19 @@ class TextReply:
         request = self._context.request
         if request.logprobs < 0:
             return None
-        return text_logprobs(
-            piece, request.choices[index].sampling.logprobs, self._context.tokenizer, request.tokens_as_ids
+        begin = len(request.echo[request.choices[index].prompt]) if request.echo else 0
+        return text_logprobs(piece, request.logprobs, self._context.tokenizer, request.tokens_as_ids, begin)
+
+    def _echo_logprobs(self, index: int) -> TextLogprobs | None:
+        context, request = self._context, self._context.request
+        if not request.echo_logprobs:
+            return None
+        prompt, scores = request.choices[index].prompt, context.answers[index].prompt_scores
+        return echo_logprobs(
+            request.prompts[prompt],
+            scores,
+            request.echo[prompt],
+            request.logprobs,
+            context.tokenizer,
+            request.tokens_as_ids,
         )

@@ -17,7 +17,7 @@ from cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from cluster.http.requests.prompts import chat_text, encode_prompt, listed_prompts, template_tool
 from cluster.http.requests.sampling import sampling_params
 from cluster.http.requests.structured_output import GrammarMaker
-from cluster.http.requests.tools import answer_grammar, template_variables, tool_calling
+from cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import SamplingParams
@@ -41,6 +41,7 @@ class EdgeRequest:
     echo: texts in front of the answers, one per prompt, or none.
     eos_token_ids: the model's own among the stop tokens.
     logprobs: as in SamplingParams.
+    prompt_logprobs: the same, of prompts. echo_logprobs: whether echoes have them. echo_only: and nothing after them.
     prompt_text: of a chat.
     tools: as the chat template gets them.
     reads_calls: whether the answer's parser looks for tool calls. parallel_calls: and shows more than the first.
@@ -53,6 +54,8 @@ class EdgeRequest:
     echo: list[str]
     eos_token_ids: frozenset[int]
     logprobs: int
+    prompt_logprobs: int
+    echo_only: bool
     stops: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
@@ -67,6 +70,15 @@ class EdgeRequest:
     reads_calls: bool = False
     parallel_calls: bool = True
 
+    @property
+    def echo_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs >= 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the reply has log-probabilities of prompts."""
+        return self.prompt_logprobs >= 0 or self.echo_logprobs
+
 
 async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
     """Raises ApiError."""
@@ -77,15 +89,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     _num_choices(body.n, 1, config)
     calls = tool_calling(body, _chat_parser(config))
-    continued = body.continue_final_message is True
-    text = chat_text(
-        body.messages,
-        tokenizer,
-        not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-        template_variables(body, tokenizer.template_source),
-        calls.tools,
-        continued,
-    )
+    text = _chat_text(body, calls, tokenizer)
     whole = body.truncate_prompt_tokens is None
     prompt = await encode_prompt(text, False, "messages", whole, tokenizer, config)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
@@ -114,6 +118,25 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     )
 
 
+async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> list[int]:
+    """The tokens of a chat's prompt, longer than the model's length or not. Raises ApiError."""
+    check_model(body.model, config)
+    text = _chat_text(body, tool_calling(body, _chat_parser(config)), tokenizer)
+    return await tokenizer.encode(text, add_special_tokens=False)
+
+
+def _chat_text(body: ChatCompletionRequest, calls: ToolCalling, tokenizer: ChatTokenizer) -> str:
+    continued = body.continue_final_message is True
+    return chat_text(
+        body.messages,
+        tokenizer,
+        not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        template_variables(body, tokenizer.template_source),
+        calls.tools,
+        continued,
+    )
+
+
 async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
     """Raises ApiError."""
     check_model(body.model, config)
@@ -121,8 +144,8 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
         raise unsupported("best_of", "it must equal n; ask for n choices and rank them by logprobs")
     if body.echo and body.truncate_prompt_tokens is not None:
         raise unsupported("echo", "beside truncate_prompt_tokens it would show what the model did not see")
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo", "with logprobs it needs log-probabilities of the prompt, which are not computed")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo: true for the prompt alone")
     given = listed_prompts(body.prompt, config.max_choices, tokenizer)
     _num_choices(body.n, len(given), config)
     whole = body.truncate_prompt_tokens is None
@@ -167,11 +190,15 @@ def _request(
     n = _num_choices(body.n, len(prompts), config)
     prompts = [_truncated(prompt, body.truncate_prompt_tokens, max_tokens, config) for prompt in prompts]
     eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
+    prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    scored = max(prompt_logprobs, logprobs if echo else -1)
+    _check_scores(body, scored, sum(map(len, prompts)) * n, config)
     sampling = sampling_params(body, logprobs, eos, config, tokenizer)
+    sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored)
     random_seed = secrets.randbits(64)
     choices = []
     for p, prompt in enumerate(prompts):
-        budget = _budget(len(prompt), max_tokens, chat, config)
+        budget = _budget(len(prompt), max_tokens if max_tokens != 0 else 1, chat, config)
         if sampling.min_tokens > budget:
             raise invalid("min_tokens", f"min_tokens={sampling.min_tokens} is more than the {budget} tokens allowed")
         for i in range(n):
@@ -187,6 +214,8 @@ def _request(
         echo=echo,
         eos_token_ids=eos,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo_only=max_tokens == 0,
         stops=_stops(body.stop, config),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -196,6 +225,20 @@ def _request(
         continuous_usage=bool(options and options.continuous_usage_stats),
         output_parser=_chat_parser(config) if chat else "text",
     )
+
+
+def _check_scores(
+    body: ChatCompletionRequest | CompletionRequest, num_top: int, num_tokens: int, config: EdgeConfig
+) -> None:
+    """Log-probabilities of prompts of num_tokens tokens in all choices, with num_top others for each."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream: true; ask for the whole reply")
+    if num_top >= 0 and num_tokens * (1 + num_top) > config.max_prompt_logprobs:
+        raise invalid(
+            "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+            f"{num_tokens} prompt tokens with {num_top} likely ones each are more than {config.max_prompt_logprobs} "
+            "log-probabilities (ingress.max_prompt_logprobs); ask for fewer, or send several requests",
+        )
 
 
 def _truncated(prompt: list[int], limit: int | None, max_tokens: int | None, config: EdgeConfig) -> list[int]:

@@ -95,6 +95,15 @@ def answer_grammar(
     return Grammar("structural_tag", _structural_tag(form), own.end_token_ids, own.any_whitespace)
 
 
+def can_switch_thinking(template: str) -> bool:
+    """Whether a chat template knows `reasoning_effort` by some name."""
+    return "reasoning_effort" in template or _thinking_switch(template) is not None
+
+
+def _thinking_switch(template: str) -> str | None:
+    return next((name for name in _THINKING_SWITCHES if f" {name}" in template or f"({name}" in template), None)
+
+
 def _structural_tag(form: Mapping[str, Any]) -> str:
     return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
 
@@ -106,7 +115,7 @@ def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[st
         return variables
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort, **(variables or {})}
-    for name in _THINKING_SWITCHES:
-        if f" {name}" in template or f"({name}" in template:
-            return {name: effort != "none", **(variables or {})}
+    name = _thinking_switch(template)
+    if name is not None:
+        return {name: effort != "none", **(variables or {})}
     raise unsupported("reasoning_effort", "the model's chat template has no switch for it")

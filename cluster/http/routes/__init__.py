@@ -2,6 +2,7 @@
 
 generation    /v1/chat/completions, /v1/completions
 responses     /v1/responses
+messages      /v1/messages, /v1/messages/count_tokens
 tokenization  /tokenize, /detokenize, /tokenizer_info
 models        /v1/models, /version
 status        /health, /health/live, /health/ready, /metrics

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from cluster.http.schema.response import FinishReason, RequestMetrics, Struct, Usage
+from cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, Usage
 
 
 class TopLogprob(Struct):
@@ -73,6 +73,7 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage
     metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
 
 
 class FunctionDelta(Struct):

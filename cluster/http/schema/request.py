@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "store": ("answers are not stored", (False,)),
     "service_tier": ("there is one tier", ("auto", "default", "flex", "scale", "priority")),
     "suffix": ("fill-in-the-middle is not implemented", ("",)),
-    "prompt_logprobs": ("log-probabilities of the prompt are not computed", ()),
     "use_beam_search": ("beam search is not implemented", (False,)),
     "length_penalty": ("beam search is not implemented", (1, 1.0)),
     "early_stopping": ("beam search is not implemented", (False,)),
@@ -69,6 +68,10 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "chat_template": ("templates from requests are not run; the model's own is used", ()),
     "documents": ("the chat template gets messages only", ([],)),
     "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
+    "include_reasoning": ("reasoning is always shown", (True,)),
+    "mm_processor_kwargs": ("prompts are text only", ({},)),
+    "kv_transfer_params": ("prefill and decode run in one engine", ({},)),
+    "vllm_xargs": ("there are no extensions by that name", ({},)),
     "priority": ("requests are served in the order of arrival", (0,)),
 }
 
@@ -112,6 +115,7 @@ class _SamplingRequest(BaseModel):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
@@ -148,6 +152,7 @@ class ChatCompletionRequest(_SamplingRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: Literal[False] | None = None
     echo: Literal[False] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -160,6 +165,7 @@ class CompletionRequest(_SamplingRequest):
     """Continue a text."""
 
     prompt: Prompt = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
     echo: bool | None = None

@@ -52,6 +52,14 @@ class RequestMetrics(Struct):
     speculative_decoding: SpeculationMetrics
 
 
+class PromptToken(Struct):
+    """A token in a place of the prompt, under its id; null for the first place. rank: 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ErrorDetail(Struct):
     """Why a request failed.
 

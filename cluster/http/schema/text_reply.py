@@ -4,16 +4,17 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from cluster.http.schema.response import FinishReason, RequestMetrics, Struct, Usage
+from cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, Usage
 
 
 class TextLogprobs(Struct):
-    """Parallel lists, an entry per token. text_offset: where its text begins in the answer's."""
+    """Parallel lists, an entry per token, those of an echoed prompt first, whose first token has null. text_offset:
+    where its text begins in the choice's."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: tuple[int, ...]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
 
 
 class TextChoice(Struct):
@@ -26,6 +27,7 @@ class TextChoice(Struct):
     stop_reason: str | int | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from cluster.coordinator import worker_links
+from cluster.http.prompt_scores import PromptScores
 from cluster.transport import sockets
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
@@ -173,3 +174,24 @@ def test_a_rank_whose_loop_hangs_while_idle_is_given_up(make_bed, monkeypatch):
     until(lambda: bool(bed.lost))
     assert bed.lost[0].startswith("rank 1 hangs: idle, and no heartbeat for")
     released.set()
+
+
+def test_logprobs_of_a_prompt_reach_the_ingress_whole_though_the_group_is_lost(make_bed):
+    """Chunk by chunk, and from the beginning again on the next worker group; the prompt is longer than a step."""
+    bed = make_bed(delay_s=0.02)
+    ranks = bed.attach(epoch=1)
+    bed.generate("q", prompt_len=200, max_tokens=2, prompt_logprobs=0)
+    while not any(delta.prompt_logprobs for delta in bed.ingress.deltas.get("q", [])):
+        assert bed.ingress.read()
+    ranks.kill(1)
+    until(lambda: bool(bed.lost))
+    bed.attach(epoch=2)
+    bed.ingress.read_end("q")
+    scores, deltas = PromptScores(), bed.ingress.deltas["q"]
+    parts = [part for delta in deltas for part in delta.prompt_logprobs]
+    for part in parts:
+        scores.push(part)
+    assert [part.start for part in parts].count(1) == 2, "the test means nothing without a second beginning"
+    assert [score.logprob for score in scores] == [-float(token) for token in range(1, 200)]
+    first_token = next(i for i, delta in enumerate(deltas) if delta.tokens)
+    assert not any(delta.prompt_logprobs for delta in deltas[first_token:])

@@ -136,7 +136,7 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -1}, "logprobs"),
     ({"best_of": 2}, "best_of"),
     ({"n": 2, "best_of": 3}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
 ]

@@ -1,4 +1,4 @@
-"""Sums over engines, under the names that vLLM's tools read."""
+"""A series for each engine, under the names that vLLM's tools read."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -6,7 +6,7 @@ from cluster.http.metrics import declared_metrics, prometheus_text
 from cluster.transport.messages import EngineStats
 from workers.scheduling.stats import Histogram, SchedulerStats
 
-# What Prometheus calls the metrics, their types and labels besides the model's.
+# What Prometheus calls the metrics, their types and labels besides the model's and the engine's.
 EXPORTED = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
@@ -40,9 +40,9 @@ EXPORTED = {
     "aerie:cuda_graphs": "gauge",
     "aerie:cuda_graphs_waiting": "gauge",
     "aerie:engines": "gauge status",
-    "aerie:heartbeat_age_seconds": "gauge engine rank",
-    "aerie:rank_steps": "counter engine rank",
-    "aerie:rank_step_seconds": "counter engine rank",
+    "aerie:heartbeat_age_seconds": "gauge rank",
+    "aerie:rank_steps": "counter rank",
+    "aerie:rank_step_seconds": "counter rank",
 }
 
 
@@ -58,7 +58,7 @@ def _values(*engines: EngineStats) -> dict[tuple[str, ...], float]:
     return values
 
 
-def test_counters_are_summed_over_engines() -> None:
+def test_each_engine_has_its_series() -> None:
     one = EngineStats(
         "a",
         "ready",
@@ -100,54 +100,52 @@ def test_counters_are_summed_over_engines() -> None:
     )
     values = _values(one, two, EngineStats("c", "starting"))
     expected = {
-        ("vllm:num_requests_running",): 5,
-        ("vllm:num_requests_waiting",): 1,
-        ("vllm:prompt_tokens_total",): 101,
-        ("vllm:generation_tokens_total",): 52,
-        ("vllm:prefix_cache_queries_total",): 90,
-        ("vllm:prefix_cache_hits_total",): 30,
-        ("vllm:num_preemptions_total",): 1,
-        ("vllm:request_success_total", "stop"): 4,
-        ("vllm:request_success_total", "length"): 1,
-        ("vllm:request_success_total", "abort"): 2,
-        ("vllm:spec_decode_num_drafts_total",): 11,
-        ("vllm:spec_decode_num_draft_tokens_total",): 35,
-        ("vllm:spec_decode_num_accepted_tokens_total",): 21,
-        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"): 11,
-        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"): 6,
-        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "2"): 3,
-        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "3"): 1,
+        ("vllm:num_requests_running", "a"): 2,
+        ("vllm:num_requests_running", "b"): 3,
+        ("vllm:num_requests_running", "c"): 0,
+        ("vllm:num_requests_waiting", "a"): 1,
+        ("vllm:prompt_tokens_total", "a"): 100,
+        ("vllm:prompt_tokens_total", "b"): 1,
+        ("vllm:generation_tokens_total", "b"): 2,
+        ("vllm:prefix_cache_queries_total", "a"): 90,
+        ("vllm:prefix_cache_hits_total", "a"): 30,
+        ("vllm:num_preemptions_total", "a"): 1,
+        ("vllm:request_success_total", "a", "stop"): 3,
+        ("vllm:request_success_total", "a", "length"): 1,
+        ("vllm:request_success_total", "b", "stop"): 1,
+        ("vllm:request_success_total", "b", "abort"): 2,
+        ("vllm:spec_decode_num_drafts_total", "a"): 10,
+        ("vllm:spec_decode_num_draft_tokens_total", "a"): 30,
+        ("vllm:spec_decode_num_draft_tokens_total", "b"): 5,
+        ("vllm:spec_decode_num_accepted_tokens_total", "a"): 17,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "a", "0"): 10,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "a", "2"): 2,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "b", "3"): 1,
         ("aerie:engines", "ready"): 1,
         ("aerie:engines", "starting"): 1,
         ("aerie:engines", "recovering"): 1,
         ("aerie:engines", "dead"): 0,
-        ("aerie:steps_total",): 70,
-        ("aerie:shape_tokens_total", "plain"): 6,
-        ("aerie:shape_tokens_total", "3/1/4"): 9,
-        ("aerie:shape_steps_total", "3/1/4"): 3,
-        ("aerie:shape_reasons_total", "probe"): 1,
-        ("aerie:shape_expected_tokens_per_ms", "plain"): 0.75,
-        ("aerie:shape_expected_tokens_per_ms", "3/1/4"): 0.5,
-        ("aerie:worker_restarts_total",): 1,
+        ("aerie:steps_total", "a"): 70,
+        ("aerie:shape_tokens_total", "a", "plain"): 4,
+        ("aerie:shape_tokens_total", "b", "plain"): 2,
+        ("aerie:shape_steps_total", "a", "3/1/4"): 3,
+        ("aerie:shape_reasons_total", "a", "probe"): 1,
+        ("aerie:shape_expected_tokens_per_ms", "b", "plain"): 0.5,
+        ("aerie:worker_restarts_total", "a"): 1,
         ("aerie:heartbeat_age_seconds", "a", "1"): 7.5,
         ("aerie:rank_steps_total", "a", "1"): 69,
         ("aerie:rank_step_seconds_total", "a", "0"): 1.5,
     }
     assert {key: values[key] for key in expected} == expected
+    assert ("vllm:prompt_tokens_total", "c") not in values, "it has no scheduler yet"
 
 
 def test_lines_are_spelt_as_benchmark_tools_read_them() -> None:
     text = prometheus_text(
         [EngineStats("a", "ready", scheduler=SchedulerStats(accepted_histogram=[1, 1]))], "m"
     ).decode()
-    assert '\nvllm:spec_decode_num_drafts_total{model_name="m"} 2.0\n' in text
-    assert '\nvllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 1.0\n' in text
-
-
-def test_kv_usage_weighs_engines_by_their_pages() -> None:
-    values = _values(EngineStats("a", "ready", kv_usage=0.5, num_pages=100), EngineStats("b", "ready", num_pages=300))
-    assert values["vllm:kv_cache_usage_perc",] == 0.125
-    assert _values()["vllm:kv_cache_usage_perc",] == 0.0
+    assert '\nvllm:spec_decode_num_drafts_total{engine="a",model_name="m"} 2.0\n' in text
+    assert '\nvllm:spec_decode_num_accepted_tokens_per_pos_total{engine="a",model_name="m",position="0"} 1.0\n' in text
 
 
 def test_every_metric_is_exported_under_its_name_with_its_type_and_label() -> None:
@@ -157,29 +155,21 @@ def test_every_metric_is_exported_under_its_name_with_its_type_and_label() -> No
     engine = EngineStats("a", "ready", scheduler=stats, num_pages=1, **ranks)
     found = {}
     for family in text_string_to_metric_families(prometheus_text([engine], "m").decode()):
-        labels = set().union(*(sample.labels for sample in family.samples)) - {"model_name", "le"}
+        labels = set().union(*(sample.labels for sample in family.samples)) - {"model_name", "engine", "le"}
         found[family.name] = " ".join([family.type, *sorted(labels)])
         assert family.documentation
     assert found == EXPORTED
 
 
-def test_histograms_are_summed_and_cumulative() -> None:
+def test_histograms_are_cumulative() -> None:
     declared = {name: m.name for name, m in declared_metrics(SchedulerStats).items() if m.kind == "histogram"}
     histograms = {name: Histogram((0.1, 1.0), [1, 2, 3], 7.5) for name in declared}
     values = _values(*(EngineStats(name, "ready", scheduler=SchedulerStats(**histograms)) for name in "ab"))
     for metric in declared.values():
-        assert [values[f"{metric}_bucket", bound] for bound in ("0.1", "1.0", "+Inf")] == [2, 6, 12]
-        assert (values[f"{metric}_count",], values[f"{metric}_sum",]) == (12, 15)
+        assert [values[f"{metric}_bucket", "b", bound] for bound in ("0.1", "1.0", "+Inf")] == [1, 3, 6]
+        assert (values[f"{metric}_count", "a"], values[f"{metric}_sum", "a"]) == (6, 7.5)
 
 
-def test_without_a_scheduler_there_are_no_histograms_and_counters_are_zero() -> None:
-    values = _values(EngineStats("a", "dead"))
-    assert values["vllm:generation_tokens_total",] == 0
-    assert not [name for name, *_ in values if name.endswith("_bucket")]
-
-
-def test_histograms_of_different_bounds_keep_every_observation() -> None:
-    one = EngineStats("a", "ready", scheduler=SchedulerStats(step_s=Histogram((1.0,), [4, 1], 2.0)))
-    two = EngineStats("b", "ready", scheduler=SchedulerStats(step_s=Histogram((0.5, 1.0), [1, 1, 1], 3.0)))
-    values = _values(one, two)
-    assert [values["aerie:step_seconds_bucket", bound] for bound in ("0.5", "1.0", "+Inf")] == [1, 6, 8]
+def test_an_engine_without_a_scheduler_has_no_series_of_one() -> None:
+    names = {name for name, *_ in _values(EngineStats("a", "dead"))}
+    assert "vllm:num_requests_running" in names and "vllm:generation_tokens_total" not in names

@@ -22,6 +22,7 @@ GENERATIONS: list[tuple[str, dict[str, Any]]] = [
     (TEXT, PROMPT | {"logprobs": 2, "return_token_ids": True, "stop_token_ids": [72]}),
     (TEXT, PROMPT | {"prompt": [[64], [65, 66]], "echo": True}),
     (TEXT, PROMPT | {"prompt": [64, 65], "logprobs": 0}),
+    (TEXT, PROMPT | {"prompt": [64, 65], "logprobs": 1, "echo": True}),
 ]
 
 
@@ -44,6 +45,26 @@ def _check(document: dict[str, Any], value: Any, *where: str) -> None:
 
 def _reply_schema(path: str, method: str, status: str, media: str = "application/json") -> tuple[str, ...]:
     return "paths", path, method, "responses", status, "content", media, "schema"
+
+
+@pytest.mark.parametrize(("route", "body"), [(CHAT, HELLO), (TEXT, PROMPT)])
+async def test_logprobs_of_prompts_fit_the_document(route: str, body: dict[str, Any]) -> None:
+    async with in_process(FakeEngine(ANSWER)) as client:
+        reply = await client.post(route, json=body | {"prompt_logprobs": 1})
+    _check(await _document(), reply.json(), *_reply_schema(route, "post", "200"))
+
+
+async def test_messages_fit_the_document() -> None:
+    document, body = await _document(), HELLO | {"max_tokens": 9}
+    async with in_process(FakeEngine(ANSWER)) as client:
+        whole = await client.post("/v1/messages", json=body)
+        stream = await client.post("/v1/messages", json=body | {"stream": True})
+        wrong = await client.post("/v1/messages", json=HELLO)
+    _check(document, whole.json(), *_reply_schema("/v1/messages", "post", "200"))
+    for event in stream.text.removesuffix("\n\n").split("\n\n"):
+        data = json.loads(event.partition("data: ")[2])
+        _check(document, data, *_reply_schema("/v1/messages", "post", "200", "text/event-stream"))
+    _check(document, wrong.json(), *_reply_schema("/v1/messages", "post", "default"))
 
 
 async def test_every_route_is_in_the_document() -> None:

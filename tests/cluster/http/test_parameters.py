@@ -171,6 +171,7 @@ async def test_messages_of_every_form() -> None:
         {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"tool_choice": "auto", "parallel_tool_calls": False},
         {"bad_words": []},
+        {"add_special_tokens": False},
     ],
 )
 async def test_harmless_parameters_are_accepted(extra: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from cluster.transport.messages import (
     TokenBatch,
     TokenDelta,
 )
-from workers.scheduling.plan import SamplingParams, unpack_i32
+from workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32
 
 
 class ScriptedCalls:
@@ -64,6 +64,10 @@ class Rig:
         delta = TokenDelta(self.calls.requests[index].request_id, tokens, finish)
         self.inbox.deliver(TokenBatch(source, next(self._sequence), (delta,)))
 
+    def send_prompt(self, index: int, part: PromptLogprobs) -> None:
+        delta = TokenDelta(self.calls.requests[index].request_id, (), prompt_logprobs=(part,))
+        self.inbox.deliver(TokenBatch("c", next(self._sequence), (delta,)))
+
     def lose_a_message(self) -> None:
         next(self._sequence)
 
@@ -104,6 +108,23 @@ async def test_slow_reader_gets_everything_as_one_delta() -> None:
     for token in range(2, 9):
         rig.send(0, token)
     assert (await anext(stream)).tokens == tuple(range(2, 9))
+    await stream.aclose()
+
+
+async def test_logprobs_of_the_prompt_come_before_tokens_and_none_is_lost() -> None:
+    rig = Rig()
+    sampling = SamplingParams(max_tokens=100, prompt_logprobs=0)
+    stream = rig.engines.generate([1, 2, 3], sampling, "r")
+    first = asyncio.ensure_future(anext(stream))
+    await rig.call_started(1)
+    parts = [PromptLogprobs(start, b"\0" * 4, b"\0" * 4) for start in (1, 2)]
+    for part in parts[:1]:
+        rig.send_prompt(0, part)
+    assert (await first).prompt_logprobs == (parts[0],)
+    rig.send_prompt(0, parts[1])
+    rig.send(0, 7)
+    delta = await anext(stream)
+    assert delta.prompt_logprobs == (parts[1],) and delta.tokens == (7,)
     await stream.aclose()
 
 

@@ -6,8 +6,8 @@ device tensors by slot, so a captured round needs two inputs, the slots and thos
 tensors it always writes to the same place. A few graphs are captured at start, the others when a plan says so: while
 nobody is there and, under load, now and then (`workers.scheduling.capture_pacing`). Steps whose graph is not there yet
 are padded to a larger one. Steps that have none at all run eagerly: those with more prompt tokens or chunks than any
-graph has room for, chunks beside requests with penalties or log-probabilities, and kinds for which the allowance for
-captures (`workers.config.GraphCapture`) has no memory.
+graph has room for, chunks beside requests with penalties or log-probabilities, chunks whose own log-probabilities are
+wanted, and kinds for which the allowance for captures (`workers.config.GraphCapture`) has no memory.
 """
 
 import logging

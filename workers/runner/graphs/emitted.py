@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from workers.runner.batch import StepTensors
+from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs
 
 
@@ -22,6 +23,7 @@ class Emitted:
     num_tokens: int
     logprobs: Logprobs | None
     copied: torch.cuda.Event | None
+    prompt: PromptRanking | None = None
 
     @staticmethod
     def of(tensors: StepTensors) -> "Emitted":
@@ -31,14 +33,16 @@ class Emitted:
             columns.append(tensors.drafts.flatten(1))
         rows, num_tokens = torch.cat(columns, dim=1), tensors.tokens.shape[1]
         if not rows.is_cuda:
-            return Emitted(rows, num_tokens, tensors.logprobs, None)
-        logprobs = tensors.logprobs
+            return Emitted(rows, num_tokens, tensors.logprobs, None, tensors.prompt_logprobs)
+        logprobs, prompt = tensors.logprobs, tensors.prompt_logprobs
+        if prompt is not None:
+            prompt = PromptRanking(*map(_start_copy, (prompt.logprobs, prompt.ranks, prompt.top_ids, prompt.top)))
         if logprobs is not None:
             logprobs = Logprobs(*(_start_copy(t) for t in (logprobs.chosen, logprobs.top_ids, logprobs.top)))
         host = _start_copy(rows)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return Emitted(host, num_tokens, logprobs, copied)
+        return Emitted(host, num_tokens, logprobs, copied, prompt)
 
     def is_here(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]

@@ -152,6 +152,8 @@ class GraphKeys:
 
     def of(self, batch: StepBatch) -> GraphKey | None:
         """Which graph would run `batch` best, were it captured; None if no graph can."""
+        if batch.prompt_targets is not None:
+            return None  # the last layer of a captured step has no hidden states of all prompt rows
         shape, needs = batch.shape, batch.needs
         if batch.chunks is not None:
             shape = shape if batch.num_requests else self._shapes.default

@@ -38,8 +38,8 @@ def run(worker: Worker, plan: StepPlan) -> None:
 def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
     """The steps that take most memory, in an order in which they can run, and of what kind each is: "chunks", prompts
     that end, as many as there are slots; "rounds" of all slots, one of every shape; "both", all prompt tokens that a
-    step may have beside rounds in the slots that are left. All have filters, penalties and log-probabilities, and as
-    much KV before them as a request may have, on the dummy page."""
+    step may have beside rounds in the slots that are left. All have filters, penalties and log-probabilities, of
+    prompts too, and as much KV before them as a request may have, on the dummy page."""
     num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
     per_slot = max(1, min(longest, count // num_slots))
     ends = [_end(layout, slot, per_slot) for slot in range(num_slots)]
@@ -61,7 +61,7 @@ def _end(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
         2, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, logit_bias={1: 0.1}, min_tokens=1
     )
     init = SlotInit(slot, start, start + count, layout.max_model_len, rest)
-    return init, Chunk(slot, start, pack_i32([1] * count), -1)
+    return init, Chunk(slot, start, pack_i32([1] * count), -1, MAX_LOGPROBS if count > 1 else -1)
 
 
 def _chunks(layout: EngineLayout, ends: Iterable[tuple[SlotInit, Chunk]], num_rounds: int = 0) -> StepPlan:

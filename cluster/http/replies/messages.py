@@ -1,0 +1,138 @@
+"""Replies of /v1/messages: a message of blocks, and the events in which they grow."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from cluster.http.answer import Piece
+from cluster.http.errors import ApiError
+from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.replies.reply import ReplyContext, WholeAnswer
+from cluster.http.requests.messages import error_detail, restated
+from cluster.http.schema.chat_reply import ToolCall, ToolCallDelta
+from cluster.http.schema.messages_reply import (
+    ContentBlock,
+    InputDelta,
+    MessageEnd,
+    MessagesEvent,
+    MessagesReply,
+    MessagesUsage,
+    StopReason,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from cluster.http.schema.response import FinishReason
+
+_STOP_REASONS: dict[FinishReason, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesForm:
+    """See `cluster.http.replies.reply.Reply`. Blocks of a stream come one after the other; the last is open."""
+
+    def __init__(self, context: ReplyContext) -> None:
+        self._context = context
+        self._num_blocks = 0
+        self._open: type[ContentBlock] | None = None
+
+    def first_event(self, index: int) -> bytes:
+        """See `cluster.http.replies.reply.Reply`; so are the others."""
+        usage = self._context.usage()
+        message = self._message([], MessagesUsage(usage.prompt_tokens, 0))
+        return _event("message_start", message=message)
+
+    def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        events = []
+        if delta.reasoning:
+            events += [self._begin(ThinkingBlock("")), self._delta(ThinkingDelta(delta.reasoning))]
+        if delta.content:
+            events += [self._begin(TextBlock("")), self._delta(TextDelta(delta.content))]
+        for call in delta.tool_calls:
+            events.append(self._call(call))
+        return b"".join(events)
+
+    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
+        assert finish is not None
+        end = MessageEnd(*self._stop(finish))
+        return self._close() + _event(
+            "message_delta", delta=msgspec.to_builtins(end), usage=self._usage(), metrics=self._context.metrics()
+        )
+
+    def end_events(self) -> bytes:
+        return _event("message_stop")
+
+    def error_event(self, error: ApiError) -> bytes:
+        return _event("error", error=error_detail(restated(error)))
+
+    def document(self, answers: Sequence[WholeAnswer]) -> bytes:
+        _, delta, calls = answers[0]
+        assert delta.finish is not None
+        content: list[ContentBlock] = [ThinkingBlock(delta.reasoning)] if delta.reasoning else []
+        if delta.content or not calls:
+            content.append(TextBlock(delta.content))
+        content += [ToolUseBlock(call.id, call.function.name, _arguments(call)) for call in calls]
+        message = self._message(content, self._usage())
+        message.stop_reason, message.stop_sequence = self._stop(delta.finish)
+        message.metrics = self._context.metrics()
+        return msgspec.json.encode(message)
+
+    def _call(self, call: ToolCallDelta) -> bytes:
+        events = b""
+        if call.id is not UNSET:
+            assert call.function.name is not UNSET
+            events = self._close() + self._begin(ToolUseBlock(call.id, call.function.name, {}))
+        if call.function.arguments is UNSET or not call.function.arguments:
+            return events
+        return events + self._delta(InputDelta(call.function.arguments))
+
+    def _begin(self, block: ContentBlock) -> bytes:
+        """Make `block`'s kind the one that is open."""
+        if self._open is type(block):
+            return b""
+        events = self._close()
+        self._open = type(block)
+        self._num_blocks += 1
+        return events + _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+
+    def _delta(self, delta: TextDelta | ThinkingDelta | InputDelta) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=msgspec.to_builtins(delta))
+
+    def _close(self) -> bytes:
+        """End the block that is open."""
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", index=self._num_blocks - 1)
+
+    def _stop(self, finish: FinishReason) -> tuple[StopReason, str | None]:
+        stop = self._context.answers[0].stop_reason
+        if finish == "stop" and isinstance(stop, str):
+            return "stop_sequence", stop
+        return _STOP_REASONS[finish], None
+
+    def _message(self, content: list[ContentBlock], usage: MessagesUsage) -> MessagesReply:
+        context = self._context
+        return MessagesReply(id=context.reply_id, model=context.model, content=content, stop_reason=None, usage=usage)
+
+    def _usage(self) -> MessagesUsage:
+        usage = self._context.usage()
+        cached = 0 if usage.prompt_tokens_details is UNSET else usage.prompt_tokens_details.cached_tokens
+        return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    """Of a call that was cut short {}, for half of a JSON text is none."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except msgspec.DecodeError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    payload = msgspec.json.encode(MessagesEvent(kind, **fields))
+    return b"event: " + kind.encode() + b"\ndata: " + payload + b"\n\n"

@@ -1,0 +1,218 @@
+"""/v1/messages as a chat: Anthropic's turns and blocks as messages, and the bodies of one as the bodies of the other.
+Raises ApiError."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from cluster.http.config import OutputParserName
+from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.requests.tools import can_switch_thinking
+from cluster.http.schema.messages_reply import MessagesError, MessagesErrorDetail
+from cluster.http.schema.messages_request import CountTokensRequest, MessageParam, MessagesRequest
+from cluster.http.schema.request import ChatCompletionRequest, validation_fault
+
+MessageDict = dict[str, Any]
+MAX_BLOCKS = 4096  # of a turn
+THINKING_PARSERS = ("think", "deepseek_v3", "harmony")  # of models that think unless they are told not to
+_SAME_NAMES = (
+    "model",
+    "max_tokens",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "speculative",
+    "cache_salt",
+    "chat_template_kwargs",
+    "request_id",
+)
+_OWN_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "thinking"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessagesApiError(ApiError):
+    """An error in Anthropic's form."""
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(MessagesError(error=error_detail(self)))
+
+
+def restated(error: ApiError) -> ApiError:
+    """`error` in Anthropic's form, by the names of a request to /v1/messages."""
+    param = error.param
+    if param is not None:
+        name, dot, rest = param.partition(".")
+        param = _OWN_NAMES.get(name, name) + dot + rest
+    return MessagesApiError(
+        error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers
+    )
+
+
+def error_detail(error: ApiError) -> MessagesErrorDetail:
+    """What the client reads."""
+    return MessagesErrorDetail(_ERROR_TYPES.get(error.status, "api_error"), error.message, error.param, error.code)
+
+
+def messages_chat(
+    body: CountTokensRequest | MessagesRequest, template: str, parser: OutputParserName
+) -> ChatCompletionRequest:
+    """The chat that a request amounts to. template, parser: of the model's chats."""
+    values: dict[str, Any] = body.model_dump(include=set(_SAME_NAMES))
+    messages = chat_messages(body.system, body.messages)
+    values |= {"messages": messages, "reasoning_effort": _effort(body, template, parser)}
+    if messages[-1]["role"] == "assistant":
+        values["continue_final_message"] = True
+    if isinstance(body, MessagesRequest):
+        values["stop"] = body.stop_sequences
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "output", "schema": body.output_config.format.json_schema, "strict": True}
+        values["response_format"] = {"type": "json_schema", "json_schema": schema}
+    values |= _tools(body)
+    try:
+        return ChatCompletionRequest.model_validate(values)
+    except ValidationError as error:
+        raise validation_fault(error) from None
+
+
+def chat_messages(system: Any, turns: Sequence[MessageParam]) -> list[MessageDict]:
+    """The conversation. A turn with results of tools is a message for each, then one of its text; texts of one turn are
+    joined by line ends."""
+    messages: list[MessageDict] = []
+    if system is not None:
+        messages.append({"role": "system", "content": _text(system, "system")})
+    for i, turn in enumerate(turns):
+        where = f"messages[{i}]"
+        if turn.role == "assistant":
+            messages.append(_assistant(turn.content, where))
+        elif turn.role == "system":
+            messages.append({"role": "system", "content": _text(turn.content, where)})
+        else:
+            messages += _user(turn.content, where)
+    return messages
+
+
+def _assistant(content: Any, where: str) -> MessageDict:
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(_blocks(content, where)):
+        here = f"{where}.content[{i}]"
+        match block.get("type"):
+            case "text":
+                texts.append(_string(block, "text", here))
+            case "thinking":
+                thoughts.append(_string(block, "thinking", here))
+            case "tool_use":
+                arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+                function = {"name": _string(block, "name", here), "arguments": arguments}
+                calls.append({"id": _string(block, "id", here), "type": "function", "function": function})
+            case kind:
+                raise _unknown(here, kind, "text, thinking and tool_use")
+    message: MessageDict = {"role": "assistant", "content": "\n".join(texts) if texts or not calls else None}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(content: Any, where: str) -> list[MessageDict]:
+    messages, texts = [], []
+    for i, block in enumerate(_blocks(content, where)):
+        here = f"{where}.content[{i}]"
+        match block.get("type"):
+            case "text":
+                texts.append(_string(block, "text", here))
+            case "tool_result":
+                result = _text(block.get("content") or "", here)
+                messages.append(
+                    {"role": "tool", "tool_call_id": _string(block, "tool_use_id", here), "content": result}
+                )
+            case kind:
+                raise _unknown(here, kind, "text and tool_result")
+    if texts or not messages:
+        messages.append({"role": "user", "content": "\n".join(texts)})
+    return messages
+
+
+def _text(content: Any, where: str) -> str:
+    """Of a text, or of blocks that are nothing else."""
+    texts = []
+    for i, block in enumerate(_blocks(content, where)):
+        if block.get("type") != "text":
+            raise _unknown(f"{where}.content[{i}]", block.get("type"), "text")
+        texts.append(_string(block, "text", f"{where}.content[{i}]"))
+    return "\n".join(texts)
+
+
+def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise invalid(f"{where}.content", f"{where}.content must be a string or a list of blocks")
+    if len(content) > MAX_BLOCKS:
+        raise invalid(
+            f"{where}.content", f"{where}.content has {len(content)} blocks; at most {MAX_BLOCKS} are allowed"
+        )
+    return content
+
+
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise invalid(f"{where}.{name}", f"{where}.{name} must be a string")
+    return value
+
+
+def _unknown(where: str, kind: Any, known: str) -> ApiError:
+    return unsupported(f"{where}.type", f"blocks of type {str(kind)[:40]!r} are not known here; {known} are")
+
+
+def _effort(body: CountTokensRequest, template: str, parser: OutputParserName) -> str | None:
+    """`thinking` as a chat's reasoning_effort. Where the template has no switch, a model does what it does."""
+    if body.thinking is None:
+        return None
+    thinks = body.thinking.type != "disabled"
+    if can_switch_thinking(template):
+        return "medium" if thinks else "none"
+    if thinks != (parser in THINKING_PARSERS):
+        raise unsupported("thinking", "the model's chat template has no switch for it")
+    return None
+
+
+def _tools(body: CountTokensRequest) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if body.tools:
+        values["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools
+        ]
+    choice = body.tool_choice
+    if choice is not None:
+        if (choice.type == "tool") != (choice.name is not None):
+            raise invalid("tool_choice.name", "tool_choice.name goes with tool_choice.type 'tool', and must be there")
+        named = {"type": "function", "function": {"name": choice.name}}
+        values["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+        values["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    return values

@@ -1,0 +1,113 @@
+"""Documents and stream events of /v1/messages."""
+
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+
+from cluster.http.schema.response import RequestMetrics, Struct
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextBlock(Struct, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
+    """What the model thought. signature: empty; nothing checks thinking that is sent back."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
+    """id: what a tool_result names. input: the call's arguments."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessagesUsage(Struct):
+    """input_tokens: of the prompt, without those found in the prefix cache. In a stream's first event, where that is
+    not known yet, all of them."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessagesReply(Struct, kw_only=True):
+    """stop_sequence: the one that ended the answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+    metrics: RequestMetrics | UnsetType = UNSET
+
+
+class TextDelta(Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class InputDelta(Struct, tag_field="type", tag="input_json_delta"):
+    """More of the JSON text of a call's input."""
+
+    partial_json: str
+
+
+class MessageEnd(Struct):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessagesErrorDetail(Struct):
+    """param, code: as in the errors of the other routes."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+
+
+class MessagesEvent(Struct):
+    """An event of a stream: which fields it has follows from its type.
+
+    message_start: message. content_block_start: index, content_block, which is still empty. content_block_delta: index,
+    delta. content_block_stop: index. message_delta: delta with why the answer ends, usage. message_stop: none. error:
+    error.
+    """
+
+    type: str
+    message: MessagesReply | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: ContentBlock | UnsetType = UNSET
+    delta: dict[str, Any] | UnsetType = UNSET
+    usage: MessagesUsage | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
+    error: MessagesErrorDetail | UnsetType = UNSET
+
+
+class MessagesError(Struct, kw_only=True):
+    """Of every status but 200."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+
+
+class TokenCount(Struct):
+    input_tokens: int

