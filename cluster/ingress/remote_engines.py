@@ -75,11 +75,13 @@ class _Stream:
         self.broken: str | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._drafted: list[bool] = []
         self._last: TokenDelta | None = None
 
     def put(self, delta: TokenDelta) -> None:
         self._tokens.extend(delta.tokens)
         self._logprobs.extend(delta.logprobs or ())
+        self._drafted.extend(delta.drafted)
         self._last = delta
         self.changed.set()
 
@@ -95,7 +97,10 @@ class _Stream:
             return None  # nothing, or the news that it is queued
         tokens, self._tokens = tuple(self._tokens), []
         logprobs, self._logprobs = tuple(self._logprobs), []
-        return msgspec.structs.replace(last, request_id=request_id, tokens=tokens, logprobs=logprobs or None)
+        drafted, self._drafted = tuple(self._drafted), []
+        return msgspec.structs.replace(
+            last, request_id=request_id, tokens=tokens, logprobs=logprobs or None, drafted=drafted
+        )
 
 
 class TokenInbox:
@@ -166,7 +171,12 @@ class RemoteEngines:
         self._num_probes = 0
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        running_stats: bool = False,
+        token_origins: bool = False,
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `EngineClient.generate`."""
         delivered: list[int] = []
@@ -185,6 +195,7 @@ class RemoteEngines:
                 reply_to=self._reply_to,
                 output=pack_i32(delivered),
                 running_stats=running_stats,
+                token_origins=token_origins,
                 resumed=was_taken,
             )
             call = self._calls.generate(msgspec.msgpack.encode(request))

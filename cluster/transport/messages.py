@@ -24,6 +24,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         against sampling.max_tokens.
     resumed: an engine had taken it and was lost; it waits for one that restarts, and no queue is too full for it.
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
+    token_origins: say of every token whether it was drafted.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     reply_to: str
     output: bytes = b""
     running_stats: bool = False
+    token_origins: bool = False
     resumed: bool = False
 
 
@@ -65,6 +67,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     error: why, with finish="error".
     cached_tokens: prompt tokens found in the prefix cache; in the last delta, with `running_stats` in every one.
     speculation: so far; in the same deltas, None without a draft.
+    drafted: of each token whether it was drafted and accepted; empty unless `token_origins` asks for it.
     """
 
     request_id: str
@@ -74,6 +77,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     cached_tokens: int | None = None
     speculation: SpeculationStats | None = None
+    drafted: tuple[bool, ...] = ()
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -41,7 +41,8 @@ class Request:
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request after a step; `finish_reason` is set with its last ones.
+    """New tokens of one request after a step; `finish_reason` is set with its last ones. num_drafted: how many of them,
+    from the first on, were drafted and accepted; what follows them is the target's own.
 
     A msgspec struct because 128 of them are made per step: 0.2 us each, a frozen dataclass takes 1.2 us.
     """
@@ -50,6 +51,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     tokens: list[int]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
+    num_drafted: int = 0
 
 
 class UnfinishedError(Exception):

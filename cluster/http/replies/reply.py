@@ -12,7 +12,14 @@ from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.schema.chat_reply import ToolCall
-from cluster.http.schema.response import CachedTokens, FinishReason, RequestMetrics, SpeculationMetrics, Usage
+from cluster.http.schema.response import (
+    CachedTokens,
+    FinishReason,
+    RequestMetrics,
+    SpeculationMetrics,
+    TokenOrigin,
+    Usage,
+)
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import SpeculationStats
 
@@ -67,7 +74,14 @@ class ReplyContext:
     def only_text(self) -> bool:
         """Whether a piece's event carries nothing but text."""
         request = self.request
-        return not (request.return_token_ids or request.continuous_usage or request.logprobs >= 0)
+        more = request.return_token_ids or request.return_token_origins or request.continuous_usage
+        return not (more or request.logprobs >= 0)
+
+    def origins(self, piece: Piece) -> list[TokenOrigin] | UnsetType:
+        """How each token of a piece came, if the request asks for it."""
+        if not self.request.return_token_origins:
+            return UNSET
+        return [TokenOrigin(text, drafted) for text, drafted in zip(piece.texts, piece.drafted, strict=True)]
 
     def usage(self) -> Usage:
         """Tokens so far; cached tokens are left out while they are not known."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from cluster.http.schema.response import FinishReason, RequestMetrics, Struct, Usage
+from cluster.http.schema.response import FinishReason, RequestMetrics, Struct, TokenOrigin, Usage
 
 
 class TextLogprobs(Struct):
@@ -25,6 +25,7 @@ class TextChoice(Struct):
     finish_reason: FinishReason
     stop_reason: str | int | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_origins: list[TokenOrigin] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -45,6 +46,7 @@ class TextChunkChoice(Struct):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_origins: list[TokenOrigin] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
