@@ -10,6 +10,7 @@ haproxy   the proxy in front as a server runs it; haproxy_limits: what strangers
 app       what Serve's config files name
 offline   `LLM`: an engine in your own process
 evaluate  `aerie eval-draft`
+chat, bench  the commands that talk to a server: client: its HTTP API, server_options: which one
 models    the embedded pair
 kuberay   Kubernetes
 """

@@ -1,4 +1,4 @@
-"""The command `aerie`: serve, start, plan, doctor, config, and the training of targets and drafts.
+"""The command `aerie`: serve, start, plan, doctor, config, chat, bench, and the training of targets and drafts.
 
 Arguments are parsed first and modules imported after, so that `--help` and a mistyped option answer at once.
 """
@@ -36,6 +36,8 @@ def _command(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from deploy.bench.command import add_command as add_bench
+    from deploy.chat.command import add_command as add_chat
     from deploy.evaluate import add_command as add_eval_draft
     from deploy.model_options import add_options
     from speculative.training.cli import add_commands
@@ -67,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(run=_config)
     add_commands(commands)
     add_eval_draft(commands, DEFAULT_CONFIG)
+    add_bench(commands)
+    add_chat(commands)
     return parser
 
 

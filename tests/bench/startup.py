@@ -5,7 +5,8 @@ import time
 
 import httpx
 
-from tests.bench.finding import Finding, Report, table
+from deploy.bench.table import table
+from tests.bench.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 
 LIMIT_S = 60.0
