@@ -3,7 +3,8 @@
 cli       the command `aerie`
 configs   which configuration a command means, and where the paths in it start; eagle.yaml and its neighbours lie here
 model_options, model_config  a configuration made of a model's name and options
-checks    `aerie plan` and `aerie doctor`: what can be checked without a cluster
+checks    `aerie plan`: what can be checked without a cluster
+doctor    `aerie doctor`: what is needed next on this machine
 guard     the process that signals go to in place of the server
 launch    `aerie serve`; watches: what it watches; nodes: `aerie start`
 haproxy   the proxy in front as a server runs it; haproxy_limits: what strangers may do to it

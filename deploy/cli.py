@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
     plan.add_argument("--checked-to", type=Path, help=argparse.SUPPRESS)  # a file for what checkpoints say
     plan.set_defaults(run=_plan)
-    doctor = commands.add_parser("doctor", help="check this machine and a config file; prints one line per check")
+    doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
     doctor.set_defaults(run=_doctor)
     config = commands.add_parser("config", help="print a packaged config file, to start your own from")
@@ -144,7 +144,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from deploy.checks import run_doctor
+    from deploy.doctor.report import run_doctor
 
     return run_doctor(arguments.config)
 

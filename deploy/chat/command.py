@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deploy.chat.conversation import Conversation
     from deploy.client import Server
 
-STYLES = {True: "green", False: "yellow", None: ""}  # of drafted tokens, of the target's own, of unknown ones
+STYLES = {True: "green", False: "magenta", None: ""}  # of drafted tokens, of the target's own, of unknown ones
 
 # Nor as commands to the terminal.
 _SHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

@@ -17,7 +17,7 @@ from tests.support.edge_client import MODEL, served
 from tests.support.fake_engine import EOS, FakeEngine, Step, small_tokenizer
 from workers.scheduling.plan import SamplingParams
 
-GREEN, YELLOW = "\x1b[32m", "\x1b[33m"
+GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
 
 
 def _script(prompt: list[int], sampling: SamplingParams) -> Iterator[Step]:
@@ -55,7 +55,7 @@ async def _chat(engine: FakeEngine, conversation: Conversation, *lines: str | Ba
 async def test_tokens_are_coloured_by_origin_and_figures_follow() -> None:
     engine = FakeEngine(_script)
     text = await _chat(engine, Conversation(MODEL), "hi", key="first-key")
-    assert f"{YELLOW}hello\x1b[0m{GREEN} world\x1b[0m" in text and f"{GREEN}[\x1b[0m" in text
+    assert f"{MAGENTA}hello\x1b[0m{GREEN} world\x1b[0m" in text and f"{GREEN}[\x1b[0m" in text
     assert "\x1b\x1b" not in text and "\ufffd" in text, "what a model writes does not command the terminal"
     assert "2.00 tokens a round · accepted by position 50% 50%" in text and "tokens/s" in text
 
