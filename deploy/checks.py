@@ -12,14 +12,15 @@ from cluster.config import AerieConfig, parse, read_args
 from cluster.replica.placement import NodeResources, place
 from cluster.replica.plan_report import plan_lines
 from deploy.configs import PACKAGED
+from deploy.hub import with_downloads
 
 
 def checked(args: Mapping[str, Any], base: Path = PACKAGED) -> AerieConfig:
-    """The configuration, its checkpoints' config.json files read and matched too. base: where relative paths start.
-    Raises ConfigError."""
+    """The configuration, its checkpoints' config.json files read and matched too, after they are downloaded where they
+    are named by their names on the hub. base: where relative paths start. Raises ConfigError."""
     from cluster.checkpoints import with_checkpoints
 
-    return with_checkpoints(parse(args, base))
+    return with_checkpoints(parse(with_downloads(args, base), base))
 
 
 def checked_file(path: Path) -> AerieConfig:

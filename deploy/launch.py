@@ -19,6 +19,7 @@ from cluster.config import ConfigError, parse, read_args
 from deploy import haproxy_limits
 from deploy.configs import located, use_checked
 from deploy.haproxy import write_script
+from deploy.hub import with_downloads
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port
 
@@ -54,8 +55,9 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     Ray starts while checkpoints are read, in a process of its own, which takes the 200 MB of torch with it when it
     ends; what is found wrong before that ends the start before Ray's."""
     joins = address is not None or "RAY_ADDRESS" in os.environ
-    config = parse(read_args(path), path.resolve().parent)
-    content = located(path)
+    args = with_downloads(read_args(path), path.resolve().parent)
+    config = parse(args, path.resolve().parent)
+    content = located(path, args)
     options = dict(content.get("http_options") or {}) | ({} if port is None else {"port": port})
     content["http_options"] = options
     host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
