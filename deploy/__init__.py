@@ -6,7 +6,7 @@ model_options, model_config  a configuration made of a model's name and options;
 checks    `aerie plan`: what can be checked without a cluster
 doctor    `aerie doctor`: what is needed next on this machine
 guard     the process that signals go to in place of the server
-launch    `aerie serve`; watches: what it watches; nodes: `aerie start`
+launch    `aerie serve`; watches: what it watches; ray_output: what it does not print; nodes: `aerie start`
 haproxy   the proxy in front as a server runs it; haproxy_limits: what strangers may do to it
 app       what Serve's config files name
 offline   `LLM`: an engine in your own process

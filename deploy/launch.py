@@ -20,6 +20,7 @@ from deploy import haproxy_limits
 from deploy.configs import located, use_checked
 from deploy.haproxy import write_script
 from deploy.hub import with_downloads
+from deploy.ray_output import leave_out_ends, leave_out_token_line
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port
 
@@ -106,6 +107,7 @@ def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[
         _drain(drain_timeout_s)
         for watch in watches:
             watch.stop()
+        leave_out_ends()
         raise KeyboardInterrupt
 
     # After Ray's own handlers, which end the process with a stack trace.
@@ -153,6 +155,7 @@ def _start_ray(object_store_mb: int) -> RayWatch:
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few on a machine that has other work
+    leave_out_token_line()
     import ray
 
     # "local": by default it would join a cluster that `ray start` has made this host a node of.
