@@ -15,5 +15,9 @@ def leave_out_token_line() -> None:
 def leave_out_ends() -> None:
     """From here on print nothing of Ray's processes, because this one ends them: raylets would report each as lost."""
     from ray._private.ray_logging import global_worker_stdstream_dispatcher
+    from ray._private.worker import global_worker
 
     global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+    if global_worker.connected:
+        global_worker.threads_stopped.set()  # of the threads that print, one of which waits for the next report:
+        global_worker.gcs_error_subscriber.close()
