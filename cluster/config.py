@@ -260,7 +260,7 @@ def _folder(key: str, value: str, base: Path) -> str:
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{key}={value}: {path} has no config.json; relative paths start at {base}; give a "
-            "downloaded checkpoint's folder, present under the same path on every node"
+            "downloaded checkpoint's folder, present under the same path on every node, or OWNER/NAME on the hub"
         )
     return str(path)
 

@@ -2,14 +2,16 @@
 
 cli       the command `aerie`
 configs   which configuration a command means, and where the paths in it start; eagle.yaml and its neighbours lie here
-model_options, model_config  a configuration made of a model's name and options
-checks    `aerie plan` and `aerie doctor`: what can be checked without a cluster
+model_options, model_config  a configuration made of a model's name and options; hub: models by name
+checks    `aerie plan`: what can be checked without a cluster
+doctor    `aerie doctor`: what is needed next on this machine
 guard     the process that signals go to in place of the server
-launch    `aerie serve`; watches: what it watches; nodes: `aerie start`
+launch    `aerie serve`; watches: what it watches; ray_output: what it does not print; nodes: `aerie start`
 haproxy   the proxy in front as a server runs it, and what strangers may do to it
 app       what Serve's config files name
 offline   `LLM`: an engine in your own process
 evaluate  `aerie eval-draft`
+chat, bench  the commands that talk to a server: client: its HTTP API, server_options: which one
 models    the embedded pair
 kuberay   Kubernetes
 """

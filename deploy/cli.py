@@ -1,4 +1,4 @@
-"""The command `aerie`: serve, start, plan, doctor, config, and the training of targets and drafts.
+"""The command `aerie`: serve, start, plan, doctor, config, chat, bench, and the training of targets and drafts.
 
 Arguments are parsed first and modules imported after, so that `--help` and a mistyped option answer at once.
 """
@@ -36,6 +36,8 @@ def _command(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from deploy.bench.command import add_command as add_bench
+    from deploy.chat.command import add_command as add_chat
     from deploy.evaluate import add_command as add_eval_draft
     from deploy.model_options import add_options
     from speculative.training.cli import add_commands
@@ -59,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
     plan.add_argument("--checked-to", type=Path, help=argparse.SUPPRESS)  # a file for what checkpoints say
     plan.set_defaults(run=_plan)
-    doctor = commands.add_parser("doctor", help="check this machine and a config file; prints one line per check")
+    doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
     doctor.set_defaults(run=_doctor)
     config = commands.add_parser("config", help="print a packaged config file, to start your own from")
@@ -67,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(run=_config)
     add_commands(commands)
     add_eval_draft(commands, DEFAULT_CONFIG)
+    add_bench(commands)
+    add_chat(commands)
     return parser
 
 
@@ -140,7 +144,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from deploy.checks import run_doctor
+    from deploy.doctor.report import run_doctor
 
     return run_doctor(arguments.config)
 

@@ -5,6 +5,7 @@ they stood, so `aerie serve` hands it a copy with absolute paths, and what `serv
 folder of the packaged files. Everything that starts an engine from a file comes through here.
 """
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,16 @@ def find_config(given: str | Path) -> Path:
     )
 
 
-def located(path: Path) -> dict[str, Any]:
-    """The whole content of a Serve config file, its folders absolute. Raises ConfigError."""
+def located(path: Path, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The whole content of a Serve config file, its folders absolute. args: in the place of those that `read_args`
+    gives. Raises ConfigError."""
     read_args(path)
     content: dict[str, Any] = yaml.safe_load(path.read_text())
+    if args is not None:
+        _first(content)["args"] = copy.deepcopy(dict(args))
     for application in content["applications"]:
-        for section in _sections(application.get("args") or {} if isinstance(application, dict) else {}):
+        args = application.get("args") or {} if isinstance(application, dict) else {}
+        for section in path_sections(args).values():
             section["path"] = str(path.resolve().parent / Path(section["path"]).expanduser())
     return content
 
@@ -51,11 +56,15 @@ def located(path: Path) -> dict[str, Any]:
 def use_checked(content: dict[str, Any], found: Mapping[str, Any]) -> None:
     """Change the content of a file that was checked so that Serve need not check it again, and import torch for it.
     found: what the check found, keys of the section `model`."""
-    for application in content["applications"]:
-        if isinstance(application, dict) and application.get("import_path") == "deploy.app:build":
-            application["import_path"] = "deploy.app:build_checked"
-            application["args"]["model"] |= found
-            return  # the first is the one that `read_args` reads
+    application = _first(content)
+    application["import_path"] = "deploy.app:build_checked"
+    application["args"]["model"] |= found
+
+
+def _first(content: dict[str, Any]) -> dict[str, Any]:
+    """The application that `read_args` reads, of a file that it has read."""
+    applications: list[Any] = content["applications"]
+    return next(a for a in applications if isinstance(a, dict) and a.get("import_path") == "deploy.app:build")
 
 
 def starting_point(name: str) -> str:
@@ -65,13 +74,17 @@ def starting_point(name: str) -> str:
         raise ConfigError(f"{name}: no packaged configuration; there are {', '.join(packaged_names())}")
     path = PACKAGED / f"{name.removesuffix('.yaml')}.yaml"
     text = path.read_text()
-    for section in _sections(read_args(path)):
+    for section in path_sections(read_args(path)).values():
         if (PACKAGED / section["path"]).is_dir():
             text = text.replace(f"path: {section['path']}", f"path: {PACKAGED / section['path']}")
     return text
 
 
-def _sections(args: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of `args` that name a folder."""
-    sections = (args.get(name) for name in PATH_SECTIONS)
-    return [section for section in sections if isinstance(section, dict) and isinstance(section.get("path"), str)]
+def path_sections(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Those sections of `args` whose `path` is a text, by name."""
+    sections = {name: args.get(name) for name in PATH_SECTIONS}
+    return {
+        name: section
+        for name, section in sections.items()
+        if isinstance(section, dict) and isinstance(section.get("path"), str)
+    }

@@ -18,6 +18,8 @@ from cluster.config import ConfigError, parse, read_args
 from cluster.transport.folders import clear_abandoned, private_folder
 from deploy.configs import located, use_checked
 from deploy.haproxy import max_connections, with_own_words, write_script
+from deploy.hub import with_downloads
+from deploy.ray_output import leave_out_ends, leave_out_token_line
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port
 
@@ -53,8 +55,9 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     Ray starts while checkpoints are read, in a process of its own, which takes the 200 MB of torch with it when it
     ends; what is found wrong before that ends the start before Ray's."""
     joins = address is not None or "RAY_ADDRESS" in os.environ
-    config = parse(read_args(path), path.resolve().parent)
-    content = located(path)
+    args = with_downloads(read_args(path), path.resolve().parent)
+    config = parse(args, path.resolve().parent)
+    content = located(path, args)
     options = dict(content.get("http_options") or {}) | ({} if port is None else {"port": port})
     content["http_options"] = options
     host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
@@ -104,6 +107,7 @@ def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[
         _drain(drain_timeout_s)
         for watch in watches:
             watch.stop()
+        leave_out_ends()
         raise KeyboardInterrupt
 
     # After Ray's own handlers, which end the process with a stack trace.
@@ -151,6 +155,7 @@ def _start_ray(object_store_mb: int) -> RayWatch:
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few on a machine that has other work
+    leave_out_token_line()
     import ray
 
     # "local": by default it would join a cluster that `ray start` has made this host a node of.

@@ -1,5 +1,4 @@
-"""A configuration made of a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`; and models by
-their names on the hub."""
+"""A configuration made of a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`."""
 
 import argparse
 import json
@@ -8,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from cluster.config import ConfigError
 from deploy.configs import find_config, packaged_names
-
-PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # of a repository, what a checkpoint is made of here
+from deploy.hub import model_folder
 
 
 def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
@@ -49,24 +45,6 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     return Path(path)
 
 
-def model_folder(name: str, revision: str | None) -> Path:
-    """The folder of a model: itself, or where the hub's copy lies, downloaded if it is not there yet, with the hub's
-    own cache, token and environment. Raises ConfigError."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
-    except HFValidationError as error:
-        raise ConfigError(f"{name}: no such folder, and no name on the hub ({error})") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"{name}: cannot be downloaded ({reason}); without a network give a folder that holds config.json, "
-            "tokenizer.json and *.safetensors, or log in (`hf auth login`) where the model asks for it"
-        ) from None
-
-
 def _names_model(given: str) -> bool:
     """A folder with a checkpoint, or a name of the form OWNER/NAME that is no file."""
     path = Path(given).expanduser()
@@ -77,7 +55,7 @@ def _names_model(given: str) -> bool:
 
 
 def _served_name(given: str, folder: Path) -> str:
-    return folder.name if Path(given).expanduser().is_dir() else given
+    return folder.name if Path(given).expanduser().is_dir() else given.partition("@")[0]
 
 
 def _head_method(folder: Path) -> str:

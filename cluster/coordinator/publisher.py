@@ -19,20 +19,27 @@ class Stream:
 
     engine: the replica that called, which gets the summary.
     ingress: gets the tokens.
-    running_stats: as in `GenerateRequest`.
+    running_stats, token_origins: as in `GenerateRequest`.
     queued_s: when it was queued; infinity once it has run or is resumed, for those may wait for ever.
     num_resumes: worker groups it has lost.
     """
 
-    __slots__ = ("request_id", "engine", "ingress", "running_stats", "queued_s", "num_resumes")
+    __slots__ = ("request_id", "engine", "ingress", "running_stats", "token_origins", "queued_s", "num_resumes")
 
     def __init__(
-        self, request_id: str, engine: bytes, ingress: IngressLink, running_stats: bool, queued_s: float = math.inf
+        self,
+        request_id: str,
+        engine: bytes,
+        ingress: IngressLink,
+        running_stats: bool,
+        token_origins: bool = False,
+        queued_s: float = math.inf,
     ) -> None:
         self.request_id = request_id
         self.engine = engine
         self.ingress = ingress
         self.running_stats = running_stats
+        self.token_origins = token_origins
         self.queued_s = queued_s
         self.num_resumes = 0
 
@@ -94,6 +101,9 @@ class TokenPublisher:
                 ),
                 timings=RequestTimings(request.queue_s, stream.num_resumes),
             )
+        if stream.token_origins:
+            drafted = tuple(position < output.num_drafted for position in range(len(output.tokens)))
+            delta = msgspec.structs.replace(delta, drafted=drafted)
         stream.ingress.deltas.append(delta)
 
     def put_taken(self, stream: Stream) -> None:

@@ -173,7 +173,7 @@ class RequestStreams:
             logger.exception("request %s could not be queued", message.request_id)
             return Refusal("not_ready", f"{type(error).__name__}: {error}")
         queued_s = math.inf if message.resumed else self._clock()
-        stream = Stream(message.request_id, sender, ingress, message.running_stats, queued_s)
+        stream = Stream(message.request_id, sender, ingress, message.running_stats, message.token_origins, queued_s)
         self._streams[message.request_id] = stream
         self._publisher.put_taken(stream)
         return None

@@ -7,6 +7,7 @@ routes         the routes, a module for each group
 endpoint       one route: what comes in, what goes out, who answers
 openapi        the routes as an OpenAPI document
 docs_page      and that as a page for people
+page           the page at `/`
 schema         what travels, typed: requests and replies
 admission      how many generations are carried at a time
 requests       a checked body as prompts, sampling parameters and a grammar

@@ -23,6 +23,7 @@ from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
+from cluster.http.page.files import page_routes
 from cluster.http.parsers.detection import detect_parser
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.routes import generation, messages, models, prefix_cache, responses, status, tokenization
@@ -73,6 +74,8 @@ def build_app(
         route = Route(endpoint.path, answer, methods=[endpoint.method])
         route.methods = {endpoint.method}  # without the HEAD that Starlette adds to GET
         app.router.routes.append(route)
+
+    app.router.routes.extend(page_routes())
 
     @functools.cache
     def document() -> bytes:

@@ -23,10 +23,15 @@ class EngineClient(Protocol):
     """The way from an ingress to all engine replicas."""
 
     def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        running_stats: bool = False,
+        token_origins: bool = False,
     ) -> AsyncGenerator[TokenDelta, None]:
         """The request's tokens as they are made, an async generator. running_stats: with statistics in every delta, not
-        only in the last.
+        only in the last. token_origins: with `drafted` in every delta that has tokens.
 
         Raises `EngineRefused` before the first delta if no engine takes it. The last delta has `finish` set; an engine
         that fails after that point says so with finish="error", not with an exception. Closing the generator

@@ -13,13 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
+from cluster.http.page.files import PAGE_ROUTES
 from cluster.http.tracing import ARRIVED
 from cluster.logs import fields, request_id
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready"})  # probes carry no keys
+# Probes carry no keys, and the page asks for one.
+OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready"}) | PAGE_ROUTES
 QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # asked again and again: no line in the log
 
 

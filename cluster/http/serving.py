@@ -181,8 +181,9 @@ class GenerationResponse(Response):
         answer, parser = self._answers[index], self._parsers[index]
         prompt = self._request.prompts[choice.prompt]
         # Where a stop string may end the answer, the last delta read may be any.
-        running_stats = bool(self._request.stops)
-        deltas = self._edge.engine.generate(prompt, choice.sampling, f"{self._reply_id}-{index}", running_stats)
+        running_stats, origins = bool(self._request.stops), self._request.return_token_origins
+        name = f"{self._reply_id}-{index}"
+        deltas = self._edge.engine.generate(prompt, choice.sampling, name, running_stats, origins)
         trace = self._trace
         if trace is not None:
             trace.begin(index)

@@ -76,12 +76,14 @@ class _Stream:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._of_prompt: list[PromptLogprobs] = []
+        self._drafted: list[bool] = []
         self._last: TokenDelta | None = None
 
     def put(self, delta: TokenDelta) -> None:
         self._tokens.extend(delta.tokens)
         self._logprobs.extend(delta.logprobs or ())
         self._of_prompt.extend(delta.prompt_logprobs)
+        self._drafted.extend(delta.drafted)
         self._last = delta
         self.changed.set()
 
@@ -98,8 +100,14 @@ class _Stream:
         tokens, self._tokens = tuple(self._tokens), []
         logprobs, self._logprobs = tuple(self._logprobs), []
         of_prompt, self._of_prompt = tuple(self._of_prompt), []
+        drafted, self._drafted = tuple(self._drafted), []
         return msgspec.structs.replace(
-            last, request_id=request_id, tokens=tokens, logprobs=logprobs or None, prompt_logprobs=of_prompt
+            last,
+            request_id=request_id,
+            tokens=tokens,
+            logprobs=logprobs or None,
+            prompt_logprobs=of_prompt,
+            drafted=drafted,
         )
 
 
@@ -171,7 +179,12 @@ class RemoteEngines:
         self._num_probes = 0
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        running_stats: bool = False,
+        token_origins: bool = False,
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `EngineClient.generate`."""
         delivered: list[int] = []
@@ -190,6 +203,7 @@ class RemoteEngines:
                 reply_to=self._reply_to,
                 output=pack_i32(delivered),
                 running_stats=running_stats,
+                token_origins=token_origins,
                 resumed=was_taken,
             )
             call = self._calls.generate(msgspec.msgpack.encode(request))

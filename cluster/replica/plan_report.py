@@ -89,7 +89,8 @@ def cost_line(layout: Layout, costs: CostTable) -> str:
 def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
     """The last line of a start: what to try."""
     return (
-        f"ready in {seconds:.1f} s. Try: curl -s {url}/v1/chat/completions -H 'content-type: "
+        f"ready in {seconds:.1f} s. Chat on {url}/ or with `aerie chat {url}`. "
+        f"Try: curl -s {url}/v1/chat/completions -H 'content-type: "
         f'application/json\' -d \'{{"model": "{config.served_model_name}", "messages": '
         '[{"role": "user", "content": "Hello"}]}\''
     )

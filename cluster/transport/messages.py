@@ -24,6 +24,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         against sampling.max_tokens.
     resumed: an engine had taken it and was lost; it waits for one that restarts, and no queue is too full for it.
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
+    token_origins: say of every token whether it was drafted.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     reply_to: str
     output: bytes = b""
     running_stats: bool = False
+    token_origins: bool = False
     resumed: bool = False
 
 
@@ -75,6 +77,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: of more of the prompt, where they are asked for; before the first token.
     timings: in the deltas that have `cached_tokens`.
     attempt: 1 and more after the request went to another engine; counted by the ingress.
+    drafted: of each token whether it was drafted and accepted; empty unless `token_origins` asks for it.
     """
 
     request_id: str
@@ -87,6 +90,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     timings: RequestTimings | None = None
     attempt: int = 0
+    drafted: tuple[bool, ...] = ()
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.bench.finding import Report, table
+from deploy.bench.table import table
+from tests.bench.finding import Report
 from tests.bench.machine import BUSY_CORES, busy_cores, machine
 
 # Name -> module with `run(quick) -> Report`; imported when its turn comes.

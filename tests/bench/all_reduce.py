@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tests.bench.finding import table
+from deploy.bench.table import table
 from tests.bench.gpu_time import elapsed_us
 from tests.bench.round import commit, hardware
 from tests.support.ranks import RankError, run_ranks

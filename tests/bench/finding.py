@@ -1,6 +1,5 @@
 """What a part of the benchmark returns: figures with what is asked of them, and the lines to print."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,17 +32,3 @@ class Report:
     findings: dict[str, Finding]
     lines: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table; floats with three significant digits or none behind the point."""
-    texts = [[_cell(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in (list(head), *texts)) for i in range(len(head))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in (head, *texts)]
-    return [lines[0], "| " + " | ".join("-" * w for w in widths) + " |", *lines[1:]]
-
-
-def _cell(cell: object) -> str:
-    if not isinstance(cell, float):
-        return str(cell)
-    return f"{cell:.0f}" if abs(cell) >= 100 else f"{cell:.3g}"

@@ -21,13 +21,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.finding import table
+from deploy.bench.stream_client import request_bytes
+from deploy.bench.table import table
 from tests.bench.http_path import instant_config
 from tests.bench.legs import LEGS, Exchange, durations, summary
 from tests.bench.machine import machine
 from tests.bench.served import RunningServer, model_name, running
 from tests.bench.served_model import add_options, label, prompt_ids, server_config
-from tests.bench.sse_client import END, EVENT, chat_body, request_bytes, start_load
+from tests.bench.sse_client import END, EVENT, chat_body, start_load
 from tests.bench.stamps import REQUEST_ID, read, write_hook
 
 MAX_TOKENS = 4

@@ -22,12 +22,14 @@ from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
 from cluster.transport.encoding import decode, decode_tokens, encode
 from cluster.transport.messages import GenerateRequest
 from cluster.transport.sockets import Transport
+from deploy.bench.stream_client import request_bytes
+from deploy.bench.table import table
 from tests.bench.coordinator import TOKENS_PER_ROUND, TREE
-from tests.bench.finding import Finding, Report, table
+from tests.bench.finding import Finding, Report
 from tests.bench.instant_server import ROUND_S, PacedExecutor
 from tests.bench.machine import busy_seconds, on_cores
 from tests.bench.served import RunningServer, embedded_config, model_name, running
-from tests.bench.sse_client import chat_body, counted, first_event_s, request_bytes, start_load
+from tests.bench.sse_client import chat_body, counted, first_event_s, start_load
 from workers.config import PLAIN, RoundShapes, SchedulerConfig
 from workers.scheduling.plan import SamplingParams, pack_i32
 from workers.scheduling.scheduler import Scheduler

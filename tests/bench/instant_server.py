@@ -69,7 +69,7 @@ def main() -> None:
         launch._use_haproxy(folder)
     try:
         launch._start_ray(150)
-        launch._run(arguments.config, None)
+        launch._run(arguments.config, None, 30.0, [])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from deploy.bench.figures import percentile
 from tests.bench.stamps import NOTHING, Stamp
 
 About = Literal["traced", "name", "plan", "step", "step before", "client"]
@@ -154,14 +155,6 @@ def durations(stamps: Iterable[Stamp], exchanges: Sequence[Exchange]) -> list[di
         legs = list(ends)[1:]
         out.append({leg: (end - begin) / 1e3 for leg, begin, end in zip(legs, times, times[1:], strict=False)})
     return out
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between neighbours."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share
-    low = int(place)
-    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (place - low)
 
 
 def summary(requests: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:

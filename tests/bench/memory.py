@@ -4,7 +4,8 @@ import concurrent.futures
 
 import httpx
 
-from tests.bench.finding import Finding, Report, table
+from deploy.bench.table import table
+from tests.bench.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 
 LIMIT_GB = 6.0

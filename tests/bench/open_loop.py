@@ -7,7 +7,7 @@
 
 Poisson arrivals, lognormal lengths, prompts of random token ids, streamed greedy answers of a fixed length on
 /v1/completions; seed, rate and lengths decide the requests, so that every server gets the same. --vary starts a server
-for each value of a key of the configuration. A Markdown table (`tests.bench.open_loop_figures` defines its columns),
+for each value of a key of the configuration. A Markdown table (`deploy.bench.figures` defines its columns),
 then one JSON line. The plot: with one server latencies over rates, with several TTFT against ITL at the last rate, a
 point for each; --beside adds those of other servers from a file. On the loopback only, and never longer than seconds
 and drain allow.
@@ -16,13 +16,10 @@ and drain allow.
 import argparse
 import asyncio
 import contextlib
-import gc
 import ipaddress
-import itertools
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,90 +28,25 @@ from urllib.parse import urlsplit
 import httpx
 import yaml
 
-from tests.bench.arrivals import Arrival, Lengths, Traffic
+from deploy.bench.arrivals import Lengths, Traffic
+from deploy.bench.figures import Rate, latency_plot, markdown, read_others, trade
+from deploy.bench.load import Target, measure_rate, warm_up
+from deploy.bench.plot import line_plot
 from tests.bench.machine import machine
-from tests.bench.open_loop_figures import Rate, markdown, rate_figures, read_others, trade
-from tests.bench.plot import Point, line_plot
 from tests.bench.served import running
 from tests.bench.served_model import add_options, label, prompt_ids, server_config
-from tests.bench.sse_client import request_bytes
-from tests.bench.stream_client import Answered, Pool
 
-WARM_UP = 16  # requests, all at once, twice
-LEAD_S = 0.2  # from the start of the clock to the first arrival that may be due
 # Of prompts, then of answers: mean, sigma, cap.
 SMALL, LARGE = ((96, 0.8, 512), (32, 0.8, 128)), ((1024, 0.8, 4096), (256, 0.8, 1024))
 
 
-async def run_rate(
-    url: str, arrivals: Sequence[Arrival], model: str, drain_s: float, named: Sequence[str] = ()
-) -> tuple[list[Answered], float]:
-    """Send every request when it is due, wait up to drain_s for the rest after the last; answers in the order of
-    arrivals, and when the clock began. named: the requests' X-Request-Id, if they have one."""
-    where = urlsplit(url)
-    host, port = where.hostname, where.port
-    assert host is not None and port is not None
-    requests = [
-        request_bytes(port, _body(arrival, model), "completions", host, request_id)
-        for arrival, request_id in itertools.zip_longest(arrivals, named, fillvalue="")
-    ]
-    pool = Pool(host, port)
-    answers = [Answered() for _ in arrivals]
-    tasks: list[asyncio.Task[None]] = []
-    begin_s = time.perf_counter() + LEAD_S
-    for arrival, request, answered in zip(arrivals, requests, answers, strict=True):
-        await asyncio.sleep(max(0.0, begin_s + arrival.due_s - time.perf_counter()))
-        tasks.append(asyncio.create_task(_ask(pool, request, answered)))
-    if tasks:
-        await asyncio.wait(tasks, timeout=drain_s)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    pool.close()
-    return answers, begin_s
-
-
-async def _ask(pool: Pool, request: bytes, answered: Answered) -> None:
-    try:
-        await pool.ask(request, answered)
-    except asyncio.CancelledError:
-        answered.fault = "not done when the time was over"
-        raise
-    except (OSError, ValueError) as error:
-        answered.fault = f"{type(error).__name__}: {error}"[:300]
-
-
-def _body(arrival: Arrival, model: str) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": arrival.prompt,
-        "max_tokens": arrival.num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
 async def measure(url: str, traffic: Traffic, rates: Sequence[float], drain_s: float) -> list[Rate]:
     """All rates, one after the other, after a warm-up."""
-    model = served_model(url)
-    warm = [Arrival(0.0, arrival.prompt, min(64, arrival.num_tokens)) for arrival in traffic.arrivals(1000.0)[:WARM_UP]]
-    for prompts in (warm[:1], warm, warm[::-1]):
-        answers, _ = await run_rate(url, prompts, model, drain_s)
-        faults = sorted({answer.fault for answer in answers if answer.fault})
-        if faults:
-            raise RuntimeError(f"{url}: the warm-up failed: {faults[0]}")
+    target = Target(url, served_model(url))
+    await warm_up(target, traffic, drain_s)
     found = []
     for rate in rates:
-        arrivals = traffic.arrivals(rate)
-        gc.collect()
-        gc.disable()  # a collection among thousands of events would be measured as the server's
-        try:
-            answers, begin_s = await run_rate(url, arrivals, model, drain_s)
-        finally:
-            gc.enable()
-        found.append(rate_figures(rate, arrivals, answers, begin_s))
+        found.append(await measure_rate(target, traffic, rate, drain_s))
         print(f"{rate:g}/s: {json.dumps(found[-1])}", file=sys.stderr, flush=True)
     return found
 
@@ -161,12 +93,7 @@ def plot(results: dict[str, list[Rate]], others: dict[str, list[Rate]], rates: S
     """An SVG: of one server its latencies by rate, of several TTFT against ITL at the last rate."""
     if len(results) + len(others) == 1:
         (name, found), *_ = results.items()
-        kinds = (("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("ITL p99", "itl_ms", "p99"))
-        lines = {
-            title: [Point(rate["rate"], rate[kind][q]) for rate in found if rate[kind][q] is not None]
-            for title, kind, q in kinds
-        }
-        return line_plot(name, "requests per second", "ms", lines)
+        return latency_plot(name, found)
     lines = {
         "Aerie": trade(results, rates[-1]),
         **{name: trade({name: found}, rates[-1]) for name, found in others.items()},

@@ -19,11 +19,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.arrivals import Traffic
-from tests.bench.finding import table
-from tests.bench.legs import LEGS, Exchange, durations, percentile, summary
+from deploy.bench.arrivals import Traffic
+from deploy.bench.figures import percentile
+from deploy.bench.load import WARM_UP, Target, run_rate
+from deploy.bench.table import table
+from tests.bench.legs import LEGS, Exchange, durations, summary
 from tests.bench.machine import machine
-from tests.bench.open_loop import LARGE, SMALL, WARM_UP, lengths, run_rate, served_model
+from tests.bench.open_loop import LARGE, SMALL, lengths, served_model
 from tests.bench.served import running
 from tests.bench.served_model import add_options, label, prompt_ids, server_config
 from tests.bench.stamps import REQUEST_ID, Stamp, read, write_hook
@@ -94,15 +96,15 @@ def leg_table(found: dict[str, dict[str, float]]) -> list[str]:
 
 async def trace(url: str, folder: Path, traffic: Traffic, rates: Sequence[float], drain_s: float) -> dict[str, Any]:
     """Legs and steps of each rate, after a warm-up."""
-    model, number, results = served_model(url), 0, {}
+    target, number, results = Target(url, served_model(url)), 0, {}
     warm = traffic.arrivals(1000.0)[:WARM_UP]
     for _ in range(2):
-        await run_rate(url, warm, model, drain_s)
+        await run_rate(target, warm, drain_s)
     for rate in rates:
         arrivals = traffic.arrivals(rate)
         numbers = range(number, number + len(arrivals))
         number += len(arrivals)
-        answers, begin_s = await run_rate(url, arrivals, model, drain_s, [f"{REQUEST_ID}{n}" for n in numbers])
+        answers, begin_s = await run_rate(target, arrivals, drain_s, [f"{REQUEST_ID}{n}" for n in numbers])
         faults = [answer.fault for answer in answers if answer.fault]
         if faults:
             raise RuntimeError(f"{url}: {len(faults)} of {len(answers)} requests failed: {faults[0]}")

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.bench.sse_client import BODY_END, END, EVENT, request_bytes
+from deploy.bench.stream_client import request_bytes
+from tests.bench.sse_client import BODY_END, END, EVENT
 
 FLUSH_TRIES = 3
 FLUSH_PAUSE_S = 2.0

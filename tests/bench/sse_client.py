@@ -4,7 +4,6 @@ A process of its own (`start_load`): `num_streams` connections, each with one re
 """
 
 import asyncio
-import json
 import multiprocessing
 import os
 import socket
@@ -14,26 +13,11 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from deploy.bench.stream_client import request_bytes
+
 EVENT = b"data: "
 BODY_END = b"\r\n0\r\n\r\n"  # of a chunked one
 END = b"data: [DONE]\n\n" + BODY_END
-
-
-def request_bytes(
-    port: int,
-    body: dict[str, Any],
-    route: str = "chat/completions",
-    host: str = "127.0.0.1",
-    request_id: str = "",
-) -> bytes:
-    """A POST to /v1/`route`."""
-    raw = json.dumps(body).encode()
-    named = f"X-Request-Id: {request_id}\r\n" if request_id else ""
-    head = (
-        f"POST /v1/{route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        f"{named}Content-Length: {len(raw)}\r\n\r\n"
-    )
-    return head.encode() + raw
 
 
 def chat_body(model: str, text: str, max_tokens: int) -> dict[str, Any]:

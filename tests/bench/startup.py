@@ -20,7 +20,8 @@ from typing import Any
 
 import httpx
 
-from tests.bench.finding import Finding, Report, table
+from deploy.bench.table import table
+from tests.bench.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 from tests.bench.served_model import add_options, label, server_config
 

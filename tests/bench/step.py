@@ -2,8 +2,9 @@
 
 from typing import Any, cast
 
+from deploy.bench.table import table
 from tests.bench.coordinator import measure
-from tests.bench.finding import Finding, Report, table
+from tests.bench.finding import Finding, Report
 
 PAGE_SIZE, NUM_RANKS = 16, 2
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.bench.table import table
 from tests.bench.__main__ import PARTS, main
-from tests.bench.finding import Finding, table
+from tests.bench.finding import Finding
 from tests.bench.round import Setting, floor_ms
 from tests.bench.served import ROOT
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from cluster.http.text.tokenizer import ChatTokenizer
+from deploy.bench.figures import percentile
 from tests.bench import stamps
 from tests.bench.first_token import tables
-from tests.bench.legs import _POINTS, LEGS, START, Exchange, durations, percentile, summary
+from tests.bench.legs import _POINTS, LEGS, START, Exchange, durations, summary
 from tests.bench.served import ROOT
 from tests.bench.served_model import write_tokenizer
 from tests.bench.stamps import BORDERS, NOTHING, POINTS, REQUEST_ID, Border, Recorder, Stamp, read, wrapped, write_hook

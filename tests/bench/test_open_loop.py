@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.arrivals import Arrival, Lengths, Traffic
-from tests.bench.open_loop import check_loopback, plot, run_rate, varied
-from tests.bench.open_loop_figures import markdown, rate_figures, read_others
-from tests.bench.plot import Point, line_plot, ticks
+from deploy.bench.arrivals import Arrival, Lengths, Traffic
+from deploy.bench.figures import markdown, rate_figures, read_others
+from deploy.bench.load import Target, run_rate
+from deploy.bench.plot import Point, line_plot, ticks
+from deploy.bench.stream_client import Answered, BodyReader
+from tests.bench.open_loop import check_loopback, plot, varied
 from tests.bench.served import embedded_config
 from tests.bench.served_model import add_options, server_config
-from tests.bench.stream_client import Answered, BodyReader
 
 TRAFFIC = Traffic(
     Lengths(100, 0.8, 400), Lengths(20, 0.5, 60), seconds=2000, max_requests=3000, first_id=300, vocab=900
@@ -113,7 +114,7 @@ def _arrival(due_s: float) -> Arrival:
 async def test_answers_are_read_event_by_event() -> None:
     pieces = [HEAD, *(b"%x\r\n%s\r\n" % (len(event), event) for event in EVENTS), b"0\r\n\r\n"]
     async with _server([pieces, pieces]) as (url, bodies):
-        answers, begin_s = await run_rate(url, [_arrival(0.0), _arrival(0.5)], "m", 5.0)
+        answers, begin_s = await run_rate(Target(url, "m"), [_arrival(0.0), _arrival(0.5)], 5.0)
     for answered, due_s in zip(answers, (0.0, 0.5), strict=True):
         assert answered.fault == "" and answered.num_tokens == 7 and len(answered.event_s) == 2
         assert begin_s + due_s <= answered.sent_s < answered.event_s[0] < answered.event_s[1] < answered.end_s
@@ -129,7 +130,7 @@ async def test_faults_are_counted_and_named() -> None:
     answers = [[refusal], [HEAD, _chunked([failing, EVENTS[-1]])], [HEAD, b"5\r\nabc"]]
     arrivals = [_arrival(0.0), _arrival(0.3), _arrival(0.6)]
     async with _server(answers) as (url, _):
-        got, begin_s = await run_rate(url, arrivals, "m", 0.5)
+        got, begin_s = await run_rate(Target(url, "m"), arrivals, 0.5)
     assert [answered.fault for answered in got] == [
         '429: {"error":"is full"}',
         '{"message":"lost"}',
@@ -142,7 +143,7 @@ async def test_faults_are_counted_and_named() -> None:
 
 
 async def test_nobody_listening_is_a_fault() -> None:
-    answers, _ = await run_rate("http://127.0.0.1:9", [_arrival(0.0)], "m", 5.0)
+    answers, _ = await run_rate(Target("http://127.0.0.1:9", "m"), [_arrival(0.0)], 5.0)
     assert "refused" in answers[0].fault.lower()
 
 

@@ -36,7 +36,12 @@ class OfflineEngine:
         self._llm = llm
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        running_stats: bool = False,
+        token_origins: bool = False,
     ) -> AsyncGenerator[TokenDelta, None]:
         (completion,) = await asyncio.to_thread(self._llm._run, [prompt], sampling)
         tokens = completion.token_ids

@@ -90,6 +90,8 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert f"target      {installed}/deploy/models/target" in console
     for phase in ("placed, imported", "target loaded", "rank  node", f"Try: curl -s {url}/v1"):
         assert phase in console
+    alarming = [line for line in console.splitlines() if "WARN" in line or "ERROR" in line or "(raylet)" in line]
+    assert not alarming, "lines that are not ours to explain"
 
 
 def _when_draining(url: str) -> httpx.Response:

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.bench.arrivals import Traffic
-from tests.bench.sse_client import request_bytes
-from tests.bench.stream_client import Answered, Connection
+from deploy.bench.arrivals import Traffic
+from deploy.bench.stream_client import Answered, Connection, request_bytes
 from tests.load.scenario import Load
 
 CONNECT_LIMIT_S = 3.0

@@ -1,6 +1,6 @@
 """The scenarios of `make load`, as data. All serve the embedded pair; rates suit two cores."""
 
-from tests.bench.arrivals import Lengths
+from deploy.bench.arrivals import Lengths
 from tests.load.scenario import Expect, Fault, Hosts, Load, Scenario
 
 ONE = Hosts()

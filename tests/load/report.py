@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tests.bench.plot import ticks
+from deploy.bench.plot import ticks
 from tests.load.client import GOOD
 from tests.load.scenario import Scenario
 from tests.load.verdict import Figures, Observed

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tests.bench.arrivals import Lengths
+from deploy.bench.arrivals import Lengths
 
 Part = Literal["worker", "coordinator", "engine", "ingress", "proxy", "proxy's manager", "raylet", "group"]
 

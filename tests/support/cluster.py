@@ -156,6 +156,7 @@ class TestBed:
         max_tokens: int = 20,
         reply_to: str = "",
         running_stats: bool = False,
+        token_origins: bool = False,
         **sampling,
     ):
         params = SamplingParams(max_tokens=max_tokens, **sampling)
@@ -167,6 +168,7 @@ class TestBed:
                     params,
                     reply_to or self.ingress.endpoint,
                     running_stats=running_stats,
+                    token_origins=token_origins,
                 )
             )
         )

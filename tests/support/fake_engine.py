@@ -30,6 +30,7 @@ class Call:
     sampling: SamplingParams
     request_id: str
     running_stats: bool = False
+    token_origins: bool = False
 
 
 @dataclass
@@ -54,10 +55,15 @@ class FakeEngine:
     fault: str = ""
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        running_stats: bool = False,
+        token_origins: bool = False,
     ) -> AsyncGenerator[TokenDelta, None]:
         assert request_id not in {call.request_id for call in self.calls}, "request ids must be unique"
-        self.calls.append(Call(prompt, sampling, request_id, running_stats))
+        self.calls.append(Call(prompt, sampling, request_id, running_stats, token_origins))
         self.num_active += 1
         self.max_active = max(self.max_active, self.num_active)
         finished = False

@@ -183,9 +183,7 @@ class Worker:
             num_grammars=0 if self._grammars is None else self._grammars.num_prepared,
             elapsed_s=time.perf_counter() - pending.started_s,
             graphs=self.graphs,
-            prompt_logprobs=()
-            if pending.emitted.prompt is None
-            else _prompt_logprobs(pending.plan, pending.emitted.prompt),
+            prompt_logprobs=() if emitted.prompt is None else _prompt_logprobs(pending.plan, emitted.prompt),
         )
 
     def _batch(self, plan: StepPlan, entries: tuple[int, ...]) -> StepBatch:

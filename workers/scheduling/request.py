@@ -49,6 +49,8 @@ class Request:
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request after a step; `finish_reason` is set with its last ones. prompt_logprobs: of a chunk of
     its prompt, in an output of their own. A prompt that is computed again, after a preemption, brings them again.
+    num_drafted: how many of the tokens, from the first on, were drafted and accepted; what follows them is the target's
+    own.
 
     A msgspec struct because 128 of them are made per step: 0.2 us each, a frozen dataclass takes 1.2 us.
     """
@@ -58,6 +60,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    num_drafted: int = 0
 
 
 class UnfinishedError(Exception):

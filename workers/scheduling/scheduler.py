@@ -229,7 +229,7 @@ class Scheduler:
     def _plan_capture(self) -> StepPlan:
         """A capture has the ranks to itself: nothing is in flight, and nothing follows before its result."""
         nobody = np.empty(0, np.int64)
-        self._in_flight.append(InFlightStep(self._next_step, [], nobody, nobody, 0, 0, nobody, ""))
+        self._in_flight.append(InFlightStep(self._next_step, [], nobody, nobody, 0, 0, nobody, "", []))
         self.captures.in_flight = True
         self._next_step += 1
         return StepPlan(self.epoch, self._next_step - 1, b"", 0, 0, capture=True)

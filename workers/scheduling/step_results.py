@@ -70,7 +70,10 @@ class StepResults:
             if finish_code != FINISH_NONE:
                 reason = _FINISH[finish_code]
                 self._queues.finish(sequence, reason, committed_before[index], now)
-            outputs.append(RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason))
+            drafted = min(num_accepted, count) if num_accepted > 0 else 0  # fewer where a stop ended the round
+            outputs.append(
+                RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason, num_drafted=drafted)
+            )
         self._stats.num_draft_tokens += sum(num_drafted)
         self._count(result, step)
         return outputs

@@ -56,6 +56,7 @@ class ChatReply:
         )
         if self._context.request.return_token_ids:
             choice.token_ids = piece.tokens
+        choice.token_origins = self._context.origins(piece)
         return chunk_event(self._chunk(choice))
 
     def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
@@ -105,6 +106,7 @@ class ChatReply:
             finish_reason=delta.finish,
             stop_reason=piece.stop_reason,
             token_ids=piece.tokens if self._context.request.return_token_ids else UNSET,
+            token_origins=self._context.origins(piece),
         )
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:

@@ -19,6 +19,7 @@ from cluster.http.schema.response import (
     PromptToken,
     RequestMetrics,
     SpeculationMetrics,
+    TokenOrigin,
     Usage,
 )
 from cluster.http.text.tokenizer import ChatTokenizer
@@ -75,7 +76,14 @@ class ReplyContext:
     def only_text(self) -> bool:
         """Whether a piece's event carries nothing but text."""
         request = self.request
-        return not (request.return_token_ids or request.continuous_usage or request.logprobs >= 0)
+        more = request.return_token_ids or request.return_token_origins or request.continuous_usage
+        return not (more or request.logprobs >= 0)
+
+    def origins(self, piece: Piece) -> list[TokenOrigin] | UnsetType:
+        """How each token of a piece came, if the request asks for it."""
+        if not self.request.return_token_origins:
+            return UNSET
+        return [TokenOrigin(text, drafted) for text, drafted in zip(piece.texts, piece.drafted, strict=True)]
 
     def usage(self) -> Usage:
         """Tokens so far; cached tokens are left out while they are not known."""

@@ -44,6 +44,7 @@ class TextReply:
         choice = TextChunkChoice(index=index, text=delta.content, logprobs=self._logprobs(index, piece))
         if self._context.request.return_token_ids:
             choice.token_ids = piece.tokens
+        choice.token_origins = self._context.origins(piece)
         return chunk_event(self._chunk(choice))
 
     def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
@@ -88,6 +89,7 @@ class TextReply:
             finish_reason=delta.finish,
             stop_reason=piece.stop_reason,
             token_ids=piece.tokens if request.return_token_ids else UNSET,
+            token_origins=self._context.origins(piece),
             prompt_token_ids=request.prompts[prompt] if request.return_token_ids else UNSET,
             prompt_logprobs=self._context.prompt_logprobs(index),
         )

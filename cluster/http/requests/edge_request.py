@@ -60,6 +60,7 @@ class EdgeRequest:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
+    return_token_origins: bool
     tokens_as_ids: bool
     stream: bool
     include_usage: bool
@@ -220,6 +221,7 @@ def _request(
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
+        return_token_origins=bool(body.return_token_origins),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),

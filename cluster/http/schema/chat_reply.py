@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, Usage
+from cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, TokenOrigin, Usage
 
 
 class TopLogprob(Struct):
@@ -62,6 +62,7 @@ class ChatChoice(Struct):
     finish_reason: FinishReason
     stop_reason: str | int | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_origins: list[TokenOrigin] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -112,6 +113,7 @@ class ChatChunkChoice(Struct):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_origins: list[TokenOrigin] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

@@ -100,6 +100,7 @@ class _SamplingRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_token_origins: bool | None = None
     speculative: bool | None = None
     # The form of the answer; read by `cluster.http.requests.structured_output`.
     response_format: dict[str, Any] | None = None

@@ -31,6 +31,17 @@ class Usage(Struct):
     prompt_tokens_details: CachedTokens | UnsetType = UNSET
 
 
+class TokenOrigin(Struct):
+    """A token of the answer as the model wrote it, marks of thinking and calls included.
+
+    text: "" of one that is not shown, or leaves a character unfinished.
+    drafted: whether the draft proposed it and the target agreed; else it is the target's own.
+    """
+
+    text: str
+    drafted: bool
+
+
 class SpeculationMetrics(Struct):
     """Speculation in one answer.
 

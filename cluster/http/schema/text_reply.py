@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, Usage
+from cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, TokenOrigin, Usage
 
 
 class TextLogprobs(Struct):
@@ -26,6 +26,7 @@ class TextChoice(Struct):
     finish_reason: FinishReason
     stop_reason: str | int | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_origins: list[TokenOrigin] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
 
@@ -47,6 +48,7 @@ class TextChunkChoice(Struct):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_origins: list[TokenOrigin] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

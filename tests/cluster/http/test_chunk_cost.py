@@ -28,7 +28,12 @@ class _Ready:
         self._deltas = deltas
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str, running_stats: bool = False
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        running_stats: bool = False,
+        token_origins: bool = False,
     ) -> AsyncGenerator[TokenDelta, None]:
         for delta in self._deltas:
             yield delta

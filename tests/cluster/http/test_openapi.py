@@ -8,6 +8,7 @@ import pytest
 
 from cluster.http.app import build_app
 from cluster.http.middleware import OPEN_ROUTES
+from cluster.http.page.files import PAGE_ROUTES
 from cluster.transport.messages import EngineStats, FlushOutcome, SpeculationStats
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config, events, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
@@ -73,7 +74,7 @@ async def test_every_route_is_in_the_document() -> None:
     documented = {
         (path, method.upper()) for path, methods in (await _document())["paths"].items() for method in methods
     }
-    assert routes == documented | {("/openapi.json", "GET"), ("/docs", "GET")}
+    assert routes == documented | {(path, "GET") for path in (*PAGE_ROUTES, "/openapi.json", "/docs")}
 
 
 async def test_every_reference_leads_somewhere_and_every_schema_is_used() -> None:

@@ -140,7 +140,7 @@ async def test_right_keys_and_health_pass() -> None:
 @pytest.mark.parametrize(
     ("method", "route", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/none", 404, "not_found"),
         ("GET", "/v1", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
         ("GET", "/redoc", 404, "not_found"),

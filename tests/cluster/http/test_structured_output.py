@@ -4,9 +4,11 @@ is refused by which name."""
 import json
 from typing import Any
 
+import openai
+import pydantic
 import pytest
 
-from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, in_process
+from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process, served
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
 from workers.scheduling.plan import Grammar
 
@@ -105,3 +107,25 @@ async def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any],
             error = reply.json()["error"]
             assert (reply.status_code, error["param"]) == (400, param)
             assert message in error["message"]
+
+
+class _Named(pydantic.BaseModel):
+    name: str
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_openais_parse_gives_the_model_it_asks_for(stream: bool) -> None:
+    engine = FakeEngine(says('{"na', 'me": "A', 'nn"}'))
+    async with (
+        served(engine, max_model_len=2048) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-") as client,
+    ):
+        asked: Any = {"model": MODEL, "messages": HELLO["messages"], "response_format": _Named}
+        if stream:
+            async with client.chat.completions.stream(**asked) as events:
+                reply = await events.get_final_completion()
+        else:
+            reply = await client.chat.completions.parse(**asked)
+    assert reply.choices[0].message.parsed == _Named(name="Ann")
+    grammar = engine.calls[0].sampling.grammar
+    assert grammar is not None and json.loads(grammar.text)["required"] == ["name"]

@@ -1,4 +1,4 @@
-"""Lines in an SVG: what a bench shows in `docs/`, without a plotting library."""
+"""Lines in an SVG, without a plotting library."""
 
 import html
 import math

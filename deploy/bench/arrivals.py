@@ -1,5 +1,5 @@
 """Requests of an open loop: when each is due, its prompt, how long its answer is. Pure; used by
-`tests.bench.open_loop`."""
+`deploy.bench.load`."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""What an open loop's answers say: latencies by percentile, as a table and as a plot. Used by `tests.bench.open_loop`.
+"""What an open loop's answers say: latencies by percentile, as a table and as a plot. Used by `aerie bench` and
+the benchmarks.
 
 ttft  from when a request was due to its first event that carries a choice
 itl   between two such events of one answer, those of all answers together; an event may bring several tokens
@@ -13,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.arrivals import Arrival
-from tests.bench.finding import table
-from tests.bench.legs import percentile
-from tests.bench.plot import Point
-from tests.bench.stream_client import Answered
+from deploy.bench.arrivals import Arrival
+from deploy.bench.plot import Point, line_plot
+from deploy.bench.stream_client import Answered
+from deploy.bench.table import table
 
 Rate = dict[str, Any]  # the figures of one rate
 
@@ -51,6 +51,14 @@ def _ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: round(percentile(seconds, q) * 1e3, 3) if seconds else None for name, q in shares.items()}
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between neighbours."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share
+    low = int(place)
+    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (place - low)
+
+
 def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
     """A row for each server and rate."""
     kinds = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
@@ -74,6 +82,16 @@ def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
 
 def _pair(figures: Mapping[str, float | None]) -> str:
     return " / ".join("-" if figures[key] is None else f"{figures[key]:.4g}" for key in ("p50", "p99"))
+
+
+def latency_plot(name: str, rates: Sequence[Rate]) -> str:
+    """An SVG: one server's latencies by rate."""
+    kinds = (("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("ITL p99", "itl_ms", "p99"))
+    lines = {
+        title: [Point(rate["rate"], rate[kind][q]) for rate in rates if rate[kind][q] is not None]
+        for title, kind, q in kinds
+    }
+    return line_plot(name, "requests per second", "ms", lines)
 
 
 def trade(results: Mapping[str, Sequence[Rate]], rate: float) -> list[Point]:

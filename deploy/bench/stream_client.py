@@ -1,9 +1,12 @@
-"""Streamed answers over raw connections, each event with its time. Used by `tests.bench.open_loop`, which may have
+"""Streamed answers over raw connections, each event with its time. Used by `deploy.bench.load`, which may have
 hundreds at once: an answer costs a callback per read and no task."""
 
 import asyncio
+import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -21,6 +24,25 @@ class Event(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(Event).decode
+
+
+def request_bytes(
+    port: int,
+    body: Mapping[str, Any],
+    route: str = "chat/completions",
+    host: str = "127.0.0.1",
+    request_id: str = "",
+    key: str = "",
+) -> bytes:
+    """A POST to /v1/`route`. key: the server's API key, "" for none."""
+    raw = json.dumps(body).encode()
+    named = f"X-Request-Id: {request_id}\r\n" if request_id else ""
+    named += f"Authorization: Bearer {key}\r\n" if key else ""
+    head = (
+        f"POST /v1/{route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        f"{named}Content-Length: {len(raw)}\r\n\r\n"
+    )
+    return head.encode() + raw
 
 
 @dataclass
@@ -176,9 +198,10 @@ class Connection(asyncio.Protocol):
 class Pool:
     """Connections to one server; one that is idle is used again."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, encrypted: bool = False) -> None:
         self._host = host
         self._port = port
+        self._encrypted = encrypted
         self._idle: list[Connection] = []
 
     async def ask(self, request: bytes, answered: Answered) -> None:
@@ -202,5 +225,5 @@ class Pool:
             if connection.is_open:
                 return connection
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self._host, self._port)
+        _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._encrypted or None)
         return connection

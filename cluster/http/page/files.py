@@ -1,0 +1,49 @@
+"""The page's files as routes. They are open where there are API keys: the page asks for one, and what it then asks for
+is not."""
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_FOLDER = Path(__file__).parent
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# path -> file
+_FILES = {"/": "page.html"} | {
+    f"/page/{name}": name
+    for name in ("page.css", "icon.svg", "page.js", "api.js", "answer.js", "engines.js", "figures.js")
+}
+PAGE_ROUTES = frozenset(_FILES)
+_HEADERS = {
+    # Nothing from elsewhere, nothing inline, nothing sent elsewhere, in nobody's frame.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # a browser asks again after an upgrade; the files are small
+}
+
+
+def page_routes() -> list[Route]:
+    """One for each file, read here."""
+    return [_route(path, name) for path, name in _FILES.items()]
+
+
+def _route(path: str, name: str) -> Route:
+    file = _FOLDER / name
+    content, headers = file.read_bytes(), {**_HEADERS, "content-type": _TYPES[file.suffix]}
+
+    async def answer(http: Request) -> Response:
+        return Response(content, headers=headers)
+
+    route = Route(path, answer, methods=["GET"])
+    route.methods = {"GET"}  # without the HEAD that Starlette adds, as all others
+    return route

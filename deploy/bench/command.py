@@ -1,0 +1,184 @@
+"""`aerie bench`: the figures of a server that runs, at each of several rates."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.server_options import add_options
+
+if TYPE_CHECKING:
+    from deploy.bench.arrivals import Lengths, Traffic
+    from deploy.bench.figures import Rate
+    from deploy.bench.load import Target
+    from deploy.client import Server
+
+# Of prompts, then of answers: what is asked for if the model is long enough for it.
+MEANS, CAPS = (1024, 256), (4096, 1024)
+LOWEST_ID, DEFAULT_VOCAB = 300, 16000  # below and above them are special tokens and bytes, of most tokenizers
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers `bench`; sets `run`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="load on a server: latencies at each of several rates",
+        description="Poisson arrivals that wait for nobody, lognormal lengths, prompts of random token ids, streamed "
+        "greedy answers of a fixed length on /v1/completions. Seed, rate and lengths decide the requests, so that "
+        "every server gets the same. Prints a table, and JSON objects one a rate with --json.",
+    )
+    add_options(parser)
+    parser.add_argument("--rates", default="1,2,4", help="requests per second, one after another (default: 1,2,4)")
+    parser.add_argument("--secs", type=float, default=20.0, help="of arrivals at each rate (default: 20)")
+    parser.add_argument("--drain-s", type=float, default=60.0, help="after the last arrival, then cancel (default: 60)")
+    parser.add_argument("--max-requests", type=int, default=5000, help="at each rate (default: 5000)")
+    for side, name in (("in", "prompts"), ("out", "answers")):
+        parser.add_argument(f"--{side}-mean", type=float, help=f"tokens of {name} (default: by the model's length)")
+        parser.add_argument(f"--{side}-sigma", type=float, default=0.8, help="of their logarithm (default: 0.8)")
+        parser.add_argument(f"--{side}-cap", type=int, help="at most (default: by the model's length)")
+    parser.add_argument("--vocab", type=int, help=f"prompt ids are below this (default: the model's, {DEFAULT_VOCAB})")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm", type=int, default=16, help="requests at once before the first rate (default: 16)")
+    parser.add_argument("--extra", default="{}", metavar="JSON", help="goes into every request's body")
+    parser.add_argument("--name", default="", help="of the server in the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="latencies over rates")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="figures, an object a line (-: standard output)")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """1 if a request failed. Raises ConfigError."""
+    from cluster.config import ConfigError
+    from deploy.bench.figures import latency_plot, markdown
+    from deploy.bench.load import Target
+    from deploy.client import given_server
+
+    if arguments.plot is not None and arguments.plot.suffix != ".svg":
+        raise ConfigError(f"--plot {arguments.plot}: must end in .svg")
+    rates = _rates(arguments.rates)
+    extra = _extra(arguments.extra)
+    server = given_server(arguments)
+    card = server.model(arguments.model)
+    traffic = traffic_for(arguments, card.get("max_model_len"), server)
+    target = Target(server.url, card["id"], extra, server.key)
+    name = arguments.name or server.url
+    try:
+        found = asyncio.run(measure(target, traffic, rates, arguments.drain_s, arguments.warm))
+    except RuntimeError as error:  # of the warm-up
+        raise ConfigError(str(error)) from None
+    print(*markdown({name: found}), sep="\n")
+    for rate in found:
+        if rate["errors"]:
+            print(f"{rate['rate']:g}/s: {rate['errors']} failed: {'; '.join(rate['first_errors'])}", file=sys.stderr)
+    if arguments.json is not None:
+        lines = "".join(json.dumps({"name": name, "seed": arguments.seed, **rate}) + "\n" for rate in found)
+        if str(arguments.json) == "-":
+            print(lines, end="")
+        else:
+            arguments.json.write_text(lines)
+    if arguments.plot is not None:
+        arguments.plot.write_text(latency_plot(name, found))
+    return 1 if any(rate["errors"] for rate in found) else 0
+
+
+async def measure(
+    target: Target, traffic: Traffic, rates: Sequence[float], drain_s: float, num_warm: int
+) -> list[Rate]:
+    """All rates, one after the other, after a warm-up, with a bar each on a terminal's standard error. Raises
+    RuntimeError if the warm-up fails."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from deploy.bench.load import measure_rate, warm_up
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    found = []
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bars:
+        if num_warm > 0:
+            bar = bars.add_task("warm-up", total=None, note="")
+            await warm_up(target, traffic, drain_s, num_warm)
+            bars.update(bar, total=1, completed=1)
+        for rate in rates:
+            bar = bars.add_task(f"{rate:g}/s", total=len(traffic.arrivals(rate)), note="")
+            started_s = time.monotonic()
+
+            def show(num_ended: int, num_failed: int, bar: Any = bar) -> None:
+                note = f"[red]{num_failed} failed[/red]" if num_failed else ""
+                bars.update(bar, completed=num_ended, note=note)
+
+            found.append(await measure_rate(target, traffic, rate, drain_s, show))
+            note = f"TTFT p50 {found[-1]['ttft_ms']['p50']} ms, {found[-1]['tokens_per_s']} tokens/s"
+            bars.update(bar, note=f"{note}, {time.monotonic() - started_s:.0f} s")
+    return found
+
+
+def traffic_for(arguments: argparse.Namespace, max_model_len: int | None, server: Server) -> Traffic:
+    """What the options ask for; lengths that they leave open suit the model's. Raises ConfigError."""
+    from cluster.config import ConfigError
+    from deploy.bench.arrivals import Traffic
+
+    whole = max_model_len or sum(CAPS)
+    prompts = _lengths("in", arguments, MEANS[0], min(CAPS[0], whole * 3 // 4))
+    answers = _lengths("out", arguments, MEANS[1], min(CAPS[1], whole // 4))
+    if prompts.cap + answers.cap > whole:
+        raise ConfigError(
+            f"--in-cap {prompts.cap} and --out-cap {answers.cap}: together at most {whole}, the model's length"
+        )
+    vocab = arguments.vocab or min(DEFAULT_VOCAB, _vocab_size(server))
+    first = min(LOWEST_ID, vocab // 4)
+    if arguments.secs <= 0 or arguments.max_requests < 1 or vocab < 2:
+        raise ConfigError("--secs, --max-requests, --vocab: must be above 0, at least 1, at least 2")
+    return Traffic(prompts, answers, arguments.secs, arguments.max_requests, first, vocab, arguments.seed)
+
+
+def _lengths(side: str, arguments: argparse.Namespace, mean: float, cap: int) -> Lengths:
+    from cluster.config import ConfigError
+    from deploy.bench.arrivals import Lengths
+
+    cap = getattr(arguments, f"{side}_cap") or cap
+    mean = getattr(arguments, f"{side}_mean") or min(mean, cap / 4)
+    sigma = getattr(arguments, f"{side}_sigma")
+    if cap < 1 or mean <= 0 or sigma < 0:
+        raise ConfigError(f"--{side}-cap, --{side}-mean, --{side}-sigma: must be at least 1, above 0, at least 0")
+    return Lengths(max(1.0, mean), sigma, cap)
+
+
+def _vocab_size(server: Server) -> int:
+    """Of the model, where the server tells it."""
+    from deploy.client import AnswerError
+
+    try:
+        return int(server.get("/tokenizer_info")["vocab_size"])
+    except (AnswerError, KeyError, TypeError, ValueError):
+        return DEFAULT_VOCAB
+
+
+def _rates(text: str) -> list[float]:
+    from cluster.config import ConfigError
+
+    try:
+        rates = [float(rate) for rate in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < 1e5 for rate in rates):
+        raise ConfigError(f"--rates {text}: must be numbers above 0, such as 1,2.5,4")
+    return rates
+
+
+def _extra(text: str) -> dict[str, Any]:
+    from cluster.config import ConfigError
+
+    try:
+        extra = json.loads(text)
+    except ValueError:
+        extra = None
+    if not isinstance(extra, dict):
+        raise ConfigError(f"--extra {text}: must be a JSON object")
+    return extra

@@ -1,0 +1,127 @@
+"""Sends an open loop's requests and keeps their answers' times: Poisson arrivals of token ids on /v1/completions,
+greedy answers of a fixed length. Used by `aerie bench` and `tests.bench.open_loop`."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from deploy.bench.arrivals import Arrival, Traffic
+from deploy.bench.figures import Rate, rate_figures
+from deploy.bench.stream_client import Answered, Pool, request_bytes
+
+WARM_UP = 16  # requests, all at once, twice
+LEAD_S = 0.2  # from the start of the clock to the first arrival that may be due
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked.
+
+    url: without a path.
+    extra: goes into every request's body.
+    key: the API key, "" for none.
+    """
+
+    url: str
+    model: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    key: str = ""
+
+
+Progress = Callable[[int, int], None]  # of an answer that has ended: how many have, and how many of these failed
+
+
+def _unwatched(num_ended: int, num_failed: int) -> None:
+    pass
+
+
+async def run_rate(
+    target: Target,
+    arrivals: Sequence[Arrival],
+    drain_s: float,
+    named: Sequence[str] = (),
+    progress: Progress = _unwatched,
+) -> tuple[list[Answered], float]:
+    """Send every request when it is due, wait up to drain_s for the rest after the last; answers in the order of
+    arrivals, and when the clock began. named: the requests' X-Request-Id, if they have one."""
+    where = urlsplit(target.url)
+    encrypted = where.scheme == "https"
+    host, port = where.hostname or "", where.port or (443 if encrypted else 80)
+    requests = [
+        request_bytes(port, _body(arrival, target), "completions", host, request_id, target.key)
+        for arrival, request_id in zip(arrivals, named or [""] * len(arrivals), strict=True)
+    ]
+    pool = Pool(host, port, encrypted)
+    answers = [Answered() for _ in arrivals]
+    tasks: list[asyncio.Task[None]] = []
+    ended = failed = 0
+
+    async def ask(request: bytes, answered: Answered) -> None:
+        nonlocal ended, failed
+        await _ask(pool, request, answered)
+        ended, failed = ended + 1, failed + bool(answered.fault)
+        progress(ended, failed)
+
+    begin_s = time.perf_counter() + LEAD_S
+    for arrival, request, answered in zip(arrivals, requests, answers, strict=True):
+        await asyncio.sleep(max(0.0, begin_s + arrival.due_s - time.perf_counter()))
+        tasks.append(asyncio.create_task(ask(request, answered)))
+    if tasks:
+        await asyncio.wait(tasks, timeout=drain_s)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    pool.close()
+    return answers, begin_s
+
+
+async def warm_up(target: Target, traffic: Traffic, drain_s: float, num_requests: int = WARM_UP) -> None:
+    """Raises RuntimeError with the first fault."""
+    arrivals = traffic.arrivals(1000.0)[:num_requests]
+    warm = [Arrival(0.0, arrival.prompt, min(64, arrival.num_tokens)) for arrival in arrivals]
+    for part in (warm[:1], warm, warm[::-1]):
+        answers, _ = await run_rate(target, part, drain_s)
+        faults = sorted({answer.fault for answer in answers if answer.fault})
+        if faults:
+            raise RuntimeError(f"{target.url}: the warm-up failed: {faults[0]}")
+
+
+async def measure_rate(
+    target: Target, traffic: Traffic, rate: float, drain_s: float, progress: Progress = _unwatched
+) -> Rate:
+    """The figures of one rate."""
+    arrivals = traffic.arrivals(rate)
+    gc.collect()
+    gc.disable()  # a collection among thousands of events would be measured as the server's
+    try:
+        answers, begin_s = await run_rate(target, arrivals, drain_s, progress=progress)
+    finally:
+        gc.enable()
+    return rate_figures(rate, arrivals, answers, begin_s)
+
+
+async def _ask(pool: Pool, request: bytes, answered: Answered) -> None:
+    try:
+        await pool.ask(request, answered)
+    except asyncio.CancelledError:
+        answered.fault = "not done when the time was over"
+        raise
+    except (OSError, ValueError) as error:
+        answered.fault = f"{type(error).__name__}: {error}"[:300]
+
+
+def _body(arrival: Arrival, target: Target) -> dict[str, Any]:
+    return {
+        "model": target.model,
+        "prompt": arrival.prompt,
+        "max_tokens": arrival.num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **target.extra,
+    }

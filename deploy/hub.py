@@ -1,0 +1,107 @@
+"""Models by their names on the hub: OWNER/NAME, or OWNER/NAME@REVISION, in the place of a folder.
+
+Downloads are huggingface_hub's own: its cache, progress bars, token (`hf auth login`, HF_TOKEN), mirror (HF_ENDPOINT)
+and offline mode (HF_HUB_OFFLINE).
+"""
+
+import copy
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.config import ConfigError
+from deploy.configs import path_sections
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # of a repository, what a checkpoint is made of here
+FOLDERS = "models"  # where packaged configurations keep what is to be downloaded; nobody's name on the hub
+
+
+def is_hub_name(path: str, base: Path) -> bool:
+    """Whether `path` can only be a name on the hub: OWNER/NAME, and there is no OWNER beside the file."""
+    owner, slash, name = path.partition("/")
+    if not slash or "/" in name or path.startswith((".", "~", "/")) or not name or owner == FOLDERS:
+        return False
+    return not (base / owner).exists()
+
+
+def with_downloads(args: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """`args` of a config file in the folder `base` with folders in the place of names on the hub, downloaded if they
+    are not there yet; the model is served under its name. Raises ConfigError."""
+    found = copy.deepcopy(dict(args))
+    for key, section in path_sections(found).items():
+        given = section["path"]
+        if not is_hub_name(given, base):
+            continue
+        try:
+            section["path"] = str(model_folder(given, None))
+        except ConfigError as error:
+            raise ConfigError(f"{key}.path={error}; a relative path would start at {base}") from None
+        if key == "model":
+            ingress = found.setdefault("ingress", {})
+            if isinstance(ingress, dict) and not ingress.get("served_model_name"):
+                ingress["served_model_name"] = given.partition("@")[0]
+    return found
+
+
+def model_folder(given: str, revision: str | None) -> Path:
+    """The folder of a model: itself, or where the hub's copy lies, downloaded if it is not there yet. revision: branch,
+    tag or commit, if `given` has none. Raises ConfigError that says what is missing and where a folder goes."""
+    folder = Path(given).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    name, _, wanted = given.partition("@")
+    return _downloaded(given, name, wanted or revision)
+
+
+@functools.cache
+def _downloaded(given: str, name: str, revision: str | None) -> Path:
+    """Once a process: a start asks several times."""
+    # Half a second to import, for those who need it.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+    except HFValidationError as error:
+        raise ConfigError(f"{given}: no such folder, and no name on the hub ({error})") from None
+    except GatedRepoError:
+        remedy = "accept its terms on its page there, then log in (`hf auth login`, or HF_TOKEN)"
+        raise ConfigError(f"{given}: {constants.ENDPOINT} does not give it to this user: {remedy}") from None
+    except RevisionNotFoundError:
+        raise ConfigError(f"{given}: {constants.ENDPOINT} has no revision {revision or 'main'} of it") from None
+    except RepositoryNotFoundError:
+        remedy = "check the name; a private one needs `hf auth login`, or HF_TOKEN"
+        raise ConfigError(f"{given}: no such folder, and {constants.ENDPOINT} has no such model: {remedy}") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{given}: cannot be downloaded from {constants.ENDPOINT} ({reason}), and {constants.HF_HUB_CACHE} has no "
+            "copy; without a network put config.json, the tokenizer's files and *.safetensors into a folder and give "
+            "its path"
+        ) from None
+    missing = missing_files(folder)
+    if missing:
+        raise ConfigError(
+            f"{given}: {folder} has no {', '.join(missing)}; a download that broke off goes on when the hub can be "
+            "reached, and a repository without them is no checkpoint in safetensors"
+        )
+    return folder
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a checkpoint's folder needs and does not have: config.json, and the weights that its index names."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return missing + sorted(name for name in names if not (folder / name).is_file())
+    return missing if any(folder.glob("*.safetensors")) else [*missing, "*.safetensors"]
