@@ -159,15 +159,6 @@ class AerieConfig(BaseModel):
         wanted = self.engine.spare_workers
         return self.model.device == "cuda" if wanted == "auto" else wanted
 
-    @property
-    def max_ongoing_requests(self) -> int:
-        """Calls one engine replica holds: more than its scheduler takes and all ingresses send, so that the scheduler's
-        refusal (429 with a reason) is what a client sees, and never a silent queue inside Serve."""
-        queued = self.scheduler.most_slots + self.scheduler.max_waiting
-        ingresses = 2 if self.ingress.num_replicas == "auto" else self.ingress.num_replicas
-        sent = ingresses * self.ingress.max_concurrent_requests
-        return max(queued, sent) + 16
-
 
 def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
     """The checked configuration of a Serve application's `args`; relative paths start at `base`.

@@ -33,7 +33,6 @@ def application(
         engine_class,
         name="Engine",
         num_replicas=config.parallel.replicas,
-        max_ongoing_requests=config.max_ongoing_requests,
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
         ray_actor_options={"num_cpus": ENGINE_CPUS},

@@ -2,7 +2,6 @@
 
 engine             the Serve deployment: one call per request
 supervisor         starts coordinator and worker group, watches them, restarts them
-coordinator_link   the replica's end towards its coordinator
 coordinator_actor  the Ray actor around `cluster.coordinator`
 worker_group       one epoch of workers: started, watched and killed together
 worker_actor       the Ray actor of one rank

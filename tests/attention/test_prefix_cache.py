@@ -15,7 +15,7 @@ def tokens_of(*values):
 
 def insert(cache, allocator, tokens):
     """Computes and inserts all pages of `tokens` as a request that matched nothing would; nobody holds them after."""
-    pages = allocator.allocate(len(tokens) // cache._page_size)
+    pages = allocator.allocate(len(tokens) // cache.page_size)
     kept = cache.insert(tokens, pages)
     allocator.release(pages)
     return pages, kept

@@ -48,13 +48,6 @@ def test_a_draft_that_comes_with_its_target_needs_no_path(base: Path) -> None:
         parse(_args(speculative={"method": "eagle3"}), base)
 
 
-def test_replica_takes_more_calls_than_are_ever_sent(base: Path) -> None:
-    scheduler = {"max_running": 7, "max_waiting": 1100}
-    assert parse(_args(scheduler=scheduler), base).max_ongoing_requests > 1107
-    ingress = {"num_replicas": 3, "max_concurrent_requests": 600}
-    assert parse(_args(scheduler=scheduler, ingress=ingress), base).max_ongoing_requests > 1800
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
