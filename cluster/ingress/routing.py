@@ -152,7 +152,7 @@ def choose(
     best = [candidate for candidate in candidates if candidate.rank == rank]
     least_s = min(candidate.cost_s for candidate in best)
     near = [candidate.name for candidate in best if candidate.cost_s <= least_s * (1 + TIE_SHARE) + TIE_S]
-    two = near if len(near) <= 2 else chance.sample(near, 2)
+    two = chance.sample(near, min(2, len(near)))
     return min(two, key=lambda name: views[name].num_active)
 
 

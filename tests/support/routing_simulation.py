@@ -206,7 +206,14 @@ class Simulation:
     """clients: of each engine, on average. num_ingresses: which know of each other's requests from the engines only."""
 
     def __init__(
-        self, policy: Policy, trace: Trace, num_engines: int, clients: int, seed: int, engine: Engine, num_ingresses: int = 2
+        self,
+        policy: Policy,
+        trace: Trace,
+        num_engines: int,
+        clients: int,
+        seed: int,
+        engine: Engine,
+        num_ingresses: int = 2,
     ) -> None:
         self._clock = Clock()
         self._policy = policy
