@@ -97,9 +97,12 @@ class IngressConfig(EdgeConfig):
 
     num_replicas: how many; each takes the rest of this section, see `EdgeConfig`. "auto": 2, so that one may die, where
         the cluster has `CORES_FOR_TWO`.
+    routing: of several engines, "first_token" asks that from which a request's first token is expected first, by
+        cached prefixes and load; "least_loaded" that with the fewest requests.
     """
 
     num_replicas: int | Literal["auto"] = "auto"
+    routing: Literal["first_token", "least_loaded"] = "first_token"
 
     def resolved(self, cores: float) -> "IngressConfig":
         """With a number in place of "auto"; cores: of the cluster."""

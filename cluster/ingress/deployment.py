@@ -46,7 +46,7 @@ class Ingress:
         inbox = TokenInbox()
         resume = config.engine.on_worker_loss == "resume"
         coordinators = Coordinators(application)
-        self._links = EngineLinks(self._context, self._transport, coordinators.endpoints)
+        self._links = EngineLinks(self._context, self._transport, coordinators.endpoints, config.ingress.routing)
         self._engines = RemoteEngines(self._links, coordinators, inbox, endpoint, resume, config.engine.start_timeout_s)
         self._listener = Listener(socket, lambda raw: inbox.deliver(decode_tokens(raw)))
         self._edge = edge_config(config)

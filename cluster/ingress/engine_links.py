@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from cluster.ingress.engine_link import Answer, EngineLink
-from cluster.ingress.routing import Prompt, choose
+from cluster.ingress.routing import Prompt, Routing, choose
 from cluster.transport.channel import Context
 from cluster.transport.messages import GenerateRequest, Probe
 from cluster.transport.sockets import Transport
@@ -31,6 +31,7 @@ class EngineLinks:
 
     find: endpoints of the inboxes of all living coordinators by name, "" of one that takes no requests yet; those of
         the names handed in need not be asked for.
+    routing: how engines are chosen.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class EngineLinks:
         context: Context,
         transport: Transport,
         find: Find,
+        routing: Routing = "first_token",
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
         self._transport = transport
         self._find = find
+        self._routing = routing
         self._clock = clock
         self._chance = random.Random(seed)
         self._links: dict[str, EngineLink] = {}
@@ -60,7 +63,7 @@ class EngineLinks:
         deadline_s = self._clock() + wait_s
         while True:
             views = {name: link.view for name, link in self._links.items()}
-            name = choose(views, prompt, self._clock(), self._chance, avoid)
+            name = choose(views, prompt, self._clock(), self._chance, avoid, self._routing)
             remaining_s = deadline_s - self._clock()
             if name is not None or remaining_s <= 0:
                 return name

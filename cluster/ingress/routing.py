@@ -7,14 +7,16 @@ as old as the last state, so a choice may be wrong; then a request waits longer 
 
 import random
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from attention.kv_cache.prefix_digests import prompt_digests, split_digests
 from cluster.transport.messages import EngineState
+
+Routing = Literal["first_token", "least_loaded"]
 
 SILENT_S = 2.0  # an engine tells its state twice a second; one that does not may be lost
 PROMISE_S = 10.0  # for which pages that a request will leave count as cached, until the engine tells of them or not
@@ -126,38 +128,38 @@ class EngineView:
         return prompt.digests(state.page_size, state.lookahead)[state.stride - 1 :: state.stride]
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    rank: int
-    cost_s: float
-    name: str
-
-
 def choose(
-    views: dict[str, EngineView], prompt: Prompt, now: float, chance: random.Random, avoid: frozenset[str] = frozenset()
+    views: Mapping[str, EngineView],
+    prompt: Prompt,
+    now: float,
+    chance: random.Random,
+    avoid: frozenset[str] = frozenset(),
+    routing: Routing = "first_token",
 ) -> str | None:
     """The name of the engine that a request goes to, or None if there is none that takes any.
 
     Those that would answer are asked before those that have a fault, are silent, or are drained. Of those the one with
-    the earliest first token; where several are about as early, the less loaded of two that chance takes of them.
-    avoid: engines that did not take this request."""
-    candidates = [
-        _Candidate(rank, view.first_token_s(prompt), name)
-        for name, view in views.items()
-        if name not in avoid and (rank := _rank(view, now)) is not None
-    ]
-    if not candidates:
+    the earliest first token; where several are about as early, the less loaded of two that chance takes of them. Or
+    that with the fewest requests, whatever it has cached. avoid: engines that did not take this request."""
+    ranks = {name: rank for name, view in views.items() if name not in avoid and (rank := _rank(view, now)) is not None}
+    if not ranks:
         return None
-    rank = min(candidate.rank for candidate in candidates)
-    best = [candidate for candidate in candidates if candidate.rank == rank]
-    least_s = min(candidate.cost_s for candidate in best)
-    near = [candidate.name for candidate in best if candidate.cost_s <= least_s * (1 + TIE_SHARE) + TIE_S]
+    first = min(ranks.values())
+    best = [name for name, rank in ranks.items() if rank == first]
+    if len(best) == 1:
+        return best[0]
+    if routing == "least_loaded":
+        fewest = min(views[name].num_active for name in best)
+        return chance.choice([name for name in best if views[name].num_active == fewest])
+    expected_s = {name: views[name].first_token_s(prompt) for name in best}
+    late_s = min(expected_s.values()) * (1 + TIE_SHARE) + TIE_S
+    near = [name for name in best if expected_s[name] <= late_s]
     two = chance.sample(near, min(2, len(near)))
     return min(two, key=lambda name: views[name].num_active)
 
 
 def _rank(view: EngineView, now: float) -> int | None:
-    """0: sends what it is asked; None: takes nothing, ever."""
+    """0: would answer, the others less and less surely; None: takes nothing, ever."""
     state = view.state
     if state is None or state.is_leaving or state.status == "dead":
         return None

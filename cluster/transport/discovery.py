@@ -1,6 +1,6 @@
 """Coordinators by name: how ingresses, and whoever drains a server, find them through Ray.
 
-A Serve handle reaches one engine replica only; what concerns all of them is asked of the coordinators themselves.
+Ingresses open a link to each; what concerns all of them is asked of their actors.
 """
 
 import contextlib

@@ -186,8 +186,9 @@ def by_first_token(views: dict[str, EngineView], prompt: Prompt, now: float, cha
 
 def by_load(views: dict[str, EngineView], prompt: Prompt, now: float, chance: random.Random) -> str:
     """The engine with the fewest requests, by the same knowledge."""
-    fewest = min(view.num_active for view in views.values())
-    return chance.choice([name for name, view in views.items() if view.num_active == fewest])
+    name = choose(views, prompt, now, chance, routing="least_loaded")
+    assert name is not None
+    return name
 
 
 @dataclass(frozen=True)
