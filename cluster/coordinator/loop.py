@@ -198,6 +198,7 @@ class CoordinatorLoop:
             self._clock() - self._last_step_s,
             self.health().heartbeat_age_s,
             () if self._worker_group is None else self._worker_group.last_heartbeat,
+            self.streams.slot_wait_s(),
         )
 
     def flush_cache(self) -> FlushOutcome:

@@ -99,6 +99,8 @@ class EngineLinks:
             try:
                 self._drop_lost()
                 await self._look()
+            except TimeoutError:
+                pass  # the links that there are stay; who looked has said so
             except Exception:
                 logger.exception("the engines could not be looked for")
             self._wanted.clear()

@@ -63,12 +63,13 @@ class EngineView:
         self._next_sequence = 0
         self._num_sent = 0
         self._untold: deque[tuple[int, int]] = deque()  # number of a request that was sent, prompt tokens to compute
+        self._untold_tokens = 0
 
     def heard(self, state: EngineState, now: float) -> bool:
         """Take what it tells. False if messages before were lost, so that it must begin anew."""
         self.state, self.heard_s, self.is_suspect = state, now, False
         while self._untold and self._untold[0][0] <= state.num_received:
-            self._untold.popleft()
+            self._untold_tokens -= self._untold.popleft()[1]
         if state.sequence == 0:
             self._cached.clear()
         elif state.sequence != self._next_sequence:
@@ -89,7 +90,9 @@ class EngineView:
         self._num_sent += 1
         if self.state is None:
             return
-        self._untold.append((self._num_sent, prompt.num_tokens - self.num_cached(prompt)))
+        num_tokens = prompt.num_tokens - self.num_cached(prompt)
+        self._untold.append((self._num_sent, num_tokens))
+        self._untold_tokens += num_tokens
         for digest in self._digests(prompt):
             self._promised.pop(digest, None)
             self._promised[digest] = now + PROMISE_S
@@ -103,23 +106,28 @@ class EngineView:
     def num_cached(self, prompt: Prompt) -> int:
         """Tokens of a prompt that it has cached, or will have."""
         digests = self._digests(prompt)
-        low, high = 0, len(digests)  # a page is cached only with those before it
+        if not digests or self.state is None or not self._has(digests[0]):
+            return 0
+        low, high = 1, len(digests)  # a page is cached only with those before it
         while low < high:
             middle = (low + high) // 2
-            if digests[middle] in self._cached or digests[middle] in self._promised:
+            if self._has(digests[middle]):
                 low = middle + 1
             else:
                 high = middle
-        return 0 if self.state is None else low * self.state.stride * self.state.page_size
+        return low * self.state.stride * self.state.page_size
 
     def first_token_s(self, prompt: Prompt) -> float:
         """Until its first token, from now: what is to be computed before and of it, at the engine's speed, and the wait
         for a slot."""
         state = self.state
         assert state is not None
-        pending = state.backlog_tokens + sum(tokens for _, tokens in self._untold)
+        pending = state.backlog_tokens + self._untold_tokens
         speed = state.prefill_tokens_per_s or USUAL_TOKENS_PER_S
         return (pending + prompt.num_tokens - self.num_cached(prompt)) / speed + state.wait_s
+
+    def _has(self, digest: bytes) -> bool:
+        return digest in self._cached or digest in self._promised
 
     def _digests(self, prompt: Prompt) -> list[bytes]:
         state = self.state

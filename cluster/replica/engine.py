@@ -19,6 +19,7 @@ from ray.serve.context import _get_global_client
 from cluster.config import AerieConfig
 from cluster.logs import use_json_logs
 from cluster.replica.plan_report import ready_line
+from cluster.replica.scaling import engine_load
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_actor import Worker
 from cluster.replica.worker_group import WorkerGroupError, WorkerGroupPlan
@@ -64,6 +65,14 @@ class Engine:
         since = self._supervisor.down_since
         if since is not None and time.monotonic() - since > self._limit_s:
             raise RuntimeError("the workers could not be restarted")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve asks for where the number of replicas follows the load; see `cluster.replica.scaling`."""
+        stats = self._supervisor.last_stats
+        if stats is None:
+            return {"load": 0.0}
+        num_requests = stats.num_running + stats.num_waiting
+        return {"load": engine_load(num_requests, stats.num_slots, stats.backlog_s, stats.slot_wait_s)}
 
     async def __del__(self) -> None:
         # Serve awaits this when it stops the replica, and kills it after graceful_shutdown_timeout_s.

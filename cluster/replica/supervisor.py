@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+import msgspec
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -18,6 +19,7 @@ from cluster.replica.placement import ENGINE_CPUS
 from cluster.replica.plan_report import cost_line, rank_lines
 from cluster.replica.worker_group import Report, Spares, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
 from cluster.transport.discovery import NAMESPACE
+from cluster.transport.messages import EngineStats
 
 T = TypeVar("T")
 
@@ -56,6 +58,11 @@ class Supervisor:
         self._former: WorkerGroup | None = None
         self._spares: Spares | None = None
         self._last_stats = b""  # of the coordinator, as old as WATCH_PERIOD_S: its counters outlive it
+
+    @property
+    def last_stats(self) -> EngineStats | None:
+        """What the coordinator said last, up to WATCH_PERIOD_S ago; None before it has."""
+        return msgspec.msgpack.decode(self._last_stats, type=EngineStats) if self._last_stats else None
 
     async def start(self) -> None:
         """The first start: no second attempt, because its failure is mostly a matter of configuration."""

@@ -206,6 +206,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     status: "starting", "ready", "recovering" (workers are being restarted), "draining" or "dead".
     detail: why, for the operator.
     kv_usage: 0 to 1.
+    num_slots: requests that can run at once.
     heartbeat_age_s: of each rank, seconds.
     rank_steps, rank_step_s: of each rank, steps that it has finished since it was started, and seconds that they took.
     scheduler: None of an engine that has no scheduler yet, or could not be asked.
@@ -220,6 +221,13 @@ class EngineStats(msgspec.Struct, frozen=True):
         float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge", across="mean")
     ] = 0.0
     num_pages: int = 0
+    num_slots: int = 1
+    backlog_s: Annotated[
+        float, Metric("aerie:backlog_seconds", "Time that pending prompts take", "gauge", across="max")
+    ] = 0.0
+    slot_wait_s: Annotated[
+        float, Metric("aerie:slot_wait_seconds", "Time until what waits has a slot", "gauge", across="max")
+    ] = 0.0
     last_step_age_s: Annotated[
         float,
         Metric(

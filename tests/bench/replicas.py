@@ -3,7 +3,8 @@
     python -m tests.bench.replicas                   # 4 engines of the embedded pair, prompts that share prefixes
     python -m tests.bench.replicas --prefixes 0      # prompts that have nothing in common
 
-`ingress.routing: least_loaded` and `first_token` in turn, on one `aerie serve` each. There are more prefixes than one
+`ingress.routing: least_loaded` and `first_token` in turn, each on a Ray of its own that takes this machine for one with
+enough cores. There are more prefixes than one
 engine's cache holds, and fewer than all engines' together. Clients are closed loops: each sends its next request when
 the last one has ended. What engines of one machine cost each other is the same for both.
 """
@@ -19,12 +20,14 @@ from typing import Any
 import httpx
 
 from tests.bench.finding import table
-from tests.bench.served import RunningServer, embedded_config, model_name, running
+from tests.bench.served import ROOT, embedded_config
+from tests.e2e.serving import Server, engine_stats, ray_cluster, serving
 
 POLICIES = ("least_loaded", "first_token")
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 600, 1400  # whole words of the embedded tokenizer
 OWN_TOKENS = 16
 PAGE_SIZE = 16
+START_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,15 @@ class Work:
     seconds: float = 40.0
     seed: int = 1
 
-    def config(self, policy: str) -> dict[str, Any]:
-        """deploy/eagle.yaml with engines of one worker each, whose caches hold two fifths of the prefixes."""
-        content = embedded_config()
-        (application,) = content["applications"]
-        args = application["args"]
+    def args(self, policy: str) -> dict[str, Any]:
+        """deploy/eagle.yaml's, with engines of one worker each, whose caches hold two fifths of the prefixes."""
+        args: dict[str, Any] = embedded_config()["applications"][0]["args"]
         args["parallel"] = {"tensor_parallel": 1, "replicas": self.engines}
         pages = (self.prefix_tokens + OWN_TOKENS + 4 * self.answer_tokens) // PAGE_SIZE + 1
         args["cache"] = {"page_size": PAGE_SIZE, "num_pages": pages * max(4, self.prefixes * 2 // 5)}
         args["scheduler"] = {**args["scheduler"], "max_running": 4}
         args["ingress"] = {"num_replicas": 1, "routing": policy}
-        return content
+        return args
 
     def prompts(self, chance: random.Random) -> list[list[int]]:
         return [_tokens(chance, self.prefix_tokens) for _ in range(self.prefixes)]
@@ -104,17 +105,25 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[float, di
     return first_s, usage
 
 
-async def _load(work: Work, server: RunningServer) -> Seen:
-    seen, model = Seen(), model_name(server)
+async def _load(work: Work, server: Server) -> Seen:
+    seen, model = Seen(), server.model
     begin_s = time.perf_counter() + work.warm_up_s
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
         await asyncio.gather(*(_client(work, http, model, n, begin_s, seen) for n in range(work.clients)))
     return seen
 
 
+def _wait_for_engines(count: int) -> None:
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while sum(stats.status == "ready" for stats in engine_stats()) < count:
+        assert time.monotonic() < deadline_s, f"{count} engines were not ready after {START_LIMIT_S:g} s"
+        time.sleep(0.5)
+
+
 def measure(work: Work, policy: str) -> tuple[object, ...]:
     """A row of the table."""
-    with running("deploy.cli serve", work.config(policy), ready_limit_s=400.0) as server:
+    with ray_cluster(2 * work.engines) as port, serving(port, work.args(policy), ROOT / "deploy") as server:
+        _wait_for_engines(work.engines)
         seen = asyncio.run(_load(work, server))
     first_ms = sorted(seconds * 1e3 for seconds in seen.first_s)
     return (

@@ -147,7 +147,7 @@ BORDERS = (
     Border("cluster.http.text.tokenizer:ChatTokenizer.encode", _of_traced, left="tokenized"),
     Border("cluster.http.serving:GenerationResponse.__init__", _reply, left="request_made"),
     Border("cluster.ingress.engine_links:EngineLinks.choose", _of_traced, entered="choice_begun", left="chosen"),
-    Border("cluster.ingress.engine_link:EngineLink.start", _of_traced, left="request_sent"),
+    Border("cluster.transport.listener:Listener.send", _of_traced, entered="request_sent"),
     Border(
         "cluster.coordinator.request_streams:RequestStreams._submit",
         _of_request,

@@ -8,6 +8,7 @@ import yaml
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args
 from cluster.http.config import EdgeConfig
+from cluster.parallel import ReplicasConfig
 
 
 @pytest.fixture
@@ -46,6 +47,21 @@ def test_a_draft_that_comes_with_its_target_needs_no_path(base: Path) -> None:
         assert config.speculative is not None and config.speculative.path == str(base / path)
     with pytest.raises(ConfigError, match=r"speculative.path: is missing"):
         parse(_args(speculative={"method": "eagle3"}), base)
+
+
+def test_replicas_are_a_number_or_a_range(base: Path) -> None:
+    parallel = parse(_args(parallel={"replicas": {"min": 2, "max": 5, "up_after_s": 1.5}}), base).parallel
+    assert parallel.replicas == ReplicasConfig(2, 5, 1.5) and parallel.min_replicas == 2
+    assert parse(_args(parallel={"replicas": 3}), base).parallel.min_replicas == 3
+    for given, message in (
+        ({"min": 3, "max": 2}, "parallel.replicas.min=3, max=2: min must be at least 1, and max not below it"),
+        ({"min": 1, "max": 2, "down_after_s": -1}, "parallel.replicas.down_after_s=-1.0: must be at least 0 seconds"),
+        ({"min": 1, "max": 2, "up_after": 1}, r"parallel.replicas.up_after: unknown key; did you mean"),
+        ({"min": "one", "max": 2}, "^parallel.replicas.min='one': input should be a valid integer$"),
+        (0, "parallel.replicas=0: must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(_args(parallel={"replicas": given}), base)
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     with ray_cluster() as port, serving(port, _args(), folder, scripted=True) as running:
-        deadline = time.monotonic() + 60
-        while sum(stats.status == "ready" for stats in engine_stats()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        _wait_for_engines(2)
         time.sleep(1.5)  # until the ingress has found both
         yield running
 
@@ -85,10 +82,10 @@ def test_prompts_of_one_beginning_go_to_one_engine_and_others_to_both(server: Se
 class Load:
     """Clients that ask again and again until the `with` ends; wrong: answers that were not as they should be."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, num_clients: int = 4) -> None:
         self._server = server
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(4)]
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(num_clients)]
         self.num_right = 0
         self.wrong: list[object] = []
 
@@ -127,13 +124,10 @@ def test_one_of_two_engines_dies_and_no_request_fails(server: Server, victim: st
         load.wait(40)
     assert not load.wrong
     server.wait_healthy()
-    deadline = time.monotonic() + 60
-    while sum(stats.status == "ready" for stats in engine_stats()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    _wait_for_engines(2)
 
 
-def test_an_update_replaces_both_engines_and_no_request_fails(server: Server, folder: Path) -> None:
+def _update(args: dict[str, Any], folder: Path) -> None:
     from ray import serve
 
     from cluster.checkpoints import with_checkpoints
@@ -142,12 +136,37 @@ def test_an_update_replaces_both_engines_and_no_request_fails(server: Server, fo
     from deploy.app import cluster_nodes
     from tests.e2e.scripted_rank import ScriptedEngine
 
+    config = with_checkpoints(parse(args, folder))
+    serve.run(application(config, cluster_nodes(), ScriptedEngine), name="aerie", route_prefix="/")
+
+
+def test_an_update_replaces_both_engines_and_no_request_fails(server: Server, folder: Path) -> None:
     before = {stats.engine_id for stats in engine_stats()}
-    config = with_checkpoints(parse(_args(queue_timeout_s=200.0), folder))
     with Load(server) as load:
         load.wait(8)
-        serve.run(application(config, cluster_nodes(), ScriptedEngine), name="aerie", route_prefix="/")
+        _update(_args(queue_timeout_s=200.0), folder)
         load.wait(20)
     assert not load.wrong
     after = {stats.engine_id for stats in engine_stats() if stats.status == "ready"}
     assert len(after) == 2 and not after & before
+
+
+def test_an_engine_comes_with_the_load_and_drains_when_it_is_gone(server: Server, folder: Path) -> None:
+    replicas = {"min": 1, "max": 2, "up_after_s": 1.0, "down_after_s": 4.0}
+    args = _args() | {"parallel": {"replicas": replicas}, "scheduler": {"max_running": 4, "max_waiting": 24}}
+    _update(args, folder)
+    _wait_for_engines(1)
+    with Load(server, 6) as load:
+        _wait_for_engines(2)
+        load.wait(40)
+    with Load(server, 1) as light:
+        _wait_for_engines(1)
+        light.wait(5)
+    assert not load.wrong and not light.wrong
+
+
+def _wait_for_engines(count: int) -> None:
+    deadline = time.monotonic() + 90
+    while len(stats := engine_stats()) != count or any(each.status != "ready" for each in stats):
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.2)

@@ -37,6 +37,8 @@ EXPORTED = {
     "aerie:worker_restarts": "counter",
     "aerie:step_seconds": "histogram",
     "aerie:last_step_age_seconds": "gauge",
+    "aerie:backlog_seconds": "gauge",
+    "aerie:slot_wait_seconds": "gauge",
     "aerie:engines": "gauge status",
     "aerie:heartbeat_age_seconds": "gauge engine rank",
     "aerie:rank_steps": "counter engine rank",
