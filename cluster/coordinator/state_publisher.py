@@ -59,12 +59,11 @@ class StatePublisher:
             cache.watch(self._stride)
         subscriber = self._subscribers.get(sender)
         if subscriber is None or message.whole:
-            num_received = 0 if subscriber is None else subscriber.num_received
             subscriber = self._subscribers[sender] = _Subscriber()
-            subscriber.num_received = num_received
             if cache is not None:
                 subscriber.untold = dict.fromkeys(cache.digests(), True)
         subscriber.renewed_s = self._clock()
+        subscriber.num_received = message.num_sent  # they came before it, on the same connection
         self.changed()
 
     def received(self, sender: bytes) -> None:

@@ -61,7 +61,7 @@ class EngineLink:
 
     def subscribe(self, whole: bool = False) -> None:
         """Go on hearing the engine's state; to be called every few seconds."""
-        self._listener.send(encode(Subscribe(whole)))
+        self._listener.send(encode(Subscribe(whole, self.view.num_sent)))
 
     def start(self, message: GenerateRequest | Probe) -> "asyncio.Future[Answer]":
         """Hand a request over; the future is how it ends, or raises EngineLostError. Cancelling it aborts the
@@ -93,7 +93,9 @@ class EngineLink:
 
     def _ended(self, request_id: str, call: "asyncio.Future[Answer]") -> None:
         del self._calls[request_id]
-        if call.cancelled() and not self.lost:
+        if not call.cancelled():
+            call.exception()  # looked at, whether or not its reader still is there
+        elif not self.lost:
             self._listener.send(encode(Abort(request_id)))
 
     def _check(self) -> None:

@@ -51,6 +51,7 @@ class EngineView:
 
     state: what it told last; None before it has.
     heard_s: when it last told anything.
+    num_sent: requests that went there.
     is_suspect: it has not taken a request in time, and not told anything since.
     """
 
@@ -61,7 +62,7 @@ class EngineView:
         self._cached: set[bytes] = set()
         self._promised: dict[bytes, float] = {}  # by digest until when
         self._next_sequence = 0
-        self._num_sent = 0
+        self.num_sent = 0
         self._untold: deque[tuple[int, int]] = deque()  # number of a request that was sent, prompt tokens to compute
         self._untold_tokens = 0
 
@@ -87,11 +88,11 @@ class EngineView:
 
     def sent(self, prompt: Prompt, now: float) -> None:
         """A request goes there now."""
-        self._num_sent += 1
+        self.num_sent += 1
         if self.state is None:
             return
         num_tokens = prompt.num_tokens - self.num_cached(prompt)
-        self._untold.append((self._num_sent, num_tokens))
+        self._untold.append((self.num_sent, num_tokens))
         self._untold_tokens += num_tokens
         for digest in self._digests(prompt):
             self._promised.pop(digest, None)

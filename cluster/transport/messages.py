@@ -144,9 +144,11 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True):
     """An ingress wants an engine's `EngineState` from now on; who does not repeat it every few seconds is forgotten.
 
     whole: begin anew, because it knows nothing or has lost a message.
+    num_sent: requests that it has sent on this connection before.
     """
 
     whole: bool
+    num_sent: int = 0
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):

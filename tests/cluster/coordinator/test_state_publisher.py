@@ -99,10 +99,22 @@ def test_each_subscriber_is_told_how_many_of_its_requests_the_load_includes() ->
         rig.publisher.subscribe(sender, Subscribe(True))
     rig.publisher.received(b"x")
     rig.publish()
-    rig.publisher.subscribe(b"x", Subscribe(True))
+    rig.publisher.subscribe(b"x", Subscribe(True, num_sent=1))
     rig.publish()
     assert [state.num_received for state in rig.sent[b"x"]] == [1, 1], "a request counts whatever else is told anew"
     assert rig.sent[b"x"][1].sequence == 0 and rig.sent[b"y"][-1].num_received == 0
+
+
+def test_who_was_forgotten_and_comes_back_has_no_request_missing() -> None:
+    rig = Rig()
+    rig.publisher.subscribe(b"x", Subscribe(True))
+    rig.clock.now = LEASE_S + 1
+    rig.publisher.check_leases()
+    rig.publisher.received(b"x")
+    rig.publisher.subscribe(b"x", Subscribe(False, num_sent=1))
+    rig.publisher.received(b"x")
+    rig.publish()
+    assert [(state.sequence, state.num_received) for state in rig.sent[b"x"]] == [(0, 2)]
 
 
 def test_who_does_not_renew_is_forgotten() -> None:
