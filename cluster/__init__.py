@@ -6,7 +6,8 @@ From the bottom up; each imports only what stands above it (tests/cluster/test_r
     transport    what travels between the processes, and on what sockets
     http         OpenAI's API over any engine; no Ray
     coordinator  the scheduler's loop: requests in, plans to the ranks, tokens out; no Ray
-    config       the configuration of one application
+    parallel     the configuration of engines: how many, of how many workers, where
+    config       the whole configuration of one application
     assembly     the parts of one engine, made from the configuration
     checkpoints  the configuration checked against the checkpoints it names
     replica      one engine: its coordinator and its worker group on Ray, started, watched, restarted

@@ -19,38 +19,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from attention.config import CacheConfig, DraftAttention, TargetAttention
 from cluster.http.config import EdgeConfig
 from cluster.http.tracing import TracingConfig
+from cluster.parallel import ParallelConfig
 from speculative.config import SpeculativeConfig
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
-Strategy = Literal["auto", "STRICT_PACK", "PACK", "STRICT_SPREAD"]
 CORES_FOR_TWO = 8  # ingresses: each wants up to a core
 OnWorkerLoss = Literal["resume", "error"]
 
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message has one line per fault, each with its remedy."""
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How many engines, of how many workers, and where.
-
-    tensor_parallel: workers of one engine, each with one GPU (or one CPU process).
-    replicas: engines.
-    strategy: placement of an engine's workers: STRICT_PACK (one node), PACK (as few nodes as fit), auto (STRICT_PACK if
-        any node is large enough, else PACK).
-    autoscaling: nodes may still come, so an engine that does not fit now waits.
-    """
-
-    tensor_parallel: int = 1
-    replicas: int = 1
-    strategy: Strategy = "auto"
-    autoscaling: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "replicas"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -98,9 +76,12 @@ class IngressConfig(EdgeConfig):
 
     num_replicas: how many; each takes the rest of this section, see `EdgeConfig`. "auto": 2, so that one may die, where
         the cluster has `CORES_FOR_TWO`.
+    routing: of several engines, "first_token" asks that from which a request's first token is expected first, by
+        cached prefixes and load; "least_loaded" that with the fewest requests.
     """
 
     num_replicas: int | Literal["auto"] = "auto"
+    routing: Literal["first_token", "least_loaded"] = "first_token"
 
     def resolved(self, cores: float) -> "IngressConfig":
         """With a number in place of "auto"; cores: of the cluster."""
@@ -160,15 +141,6 @@ class AerieConfig(BaseModel):
         """Whether engines keep spare workers; `model.device` is not "auto" any more."""
         wanted = self.engine.spare_workers
         return self.model.device == "cuda" if wanted == "auto" else wanted
-
-    @property
-    def max_ongoing_requests(self) -> int:
-        """Calls one engine replica holds: more than its scheduler takes and all ingresses send, so that the scheduler's
-        refusal (429 with a reason) is what a client sees, and never a silent queue inside Serve."""
-        queued = self.scheduler.most_slots + self.scheduler.max_waiting
-        ingresses = 2 if self.ingress.num_replicas == "auto" else self.ingress.num_replicas
-        sent = ingresses * self.ingress.max_concurrent_requests
-        return max(queued, sent) + 16
 
 
 def parse(args: Mapping[str, Any], base: Path) -> AerieConfig:
@@ -294,6 +266,9 @@ def _sentences(faults: Iterable[Any]) -> Iterator[str]:
         key = ".".join(part for part in parts if not part.endswith("Config") and not _is_type(part))
         found.setdefault(key, []).append(fault)
     for key, of_key in found.items():
+        if isinstance(of_key[0]["input"], Mapping) and any(other.startswith(f"{key}.") for other in found):
+            continue  # a section where a number might stand: what is wrong in it is said
+        of_key.sort(key=lambda fault: fault["type"] != "value_error")
         if of_key[0]["type"] == "missing":
             yield f"{key}: is missing"
         elif of_key[0]["type"] == "value_error":

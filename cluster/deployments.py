@@ -2,14 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cluster.config import AerieConfig
 from cluster.ingress.deployment import Ingress
+from cluster.parallel import ReplicasConfig
 from cluster.replica.engine import Engine
 from cluster.replica.placement import ENGINE_CPUS, NodeResources, place
+from cluster.replica.scaling import desired_replicas
 
 INGRESS_CPUS = 0.1
 # Serve's own limits are outer guards: the ingress admits, refuses and times out in OpenAI's form before they act.
@@ -17,6 +21,8 @@ INGRESS_MAX_ONGOING = 100_000
 # A replica that does not answer Serve three times in a row is replaced: after 15 s at most.
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 4.0
+
+LOAD_PERIOD_S = 2.0  # of what replicas say of their load, and twice as long a mean of it counts
 
 
 def application(
@@ -32,8 +38,7 @@ def application(
     engine = serve.deployment(
         engine_class,
         name="Engine",
-        num_replicas=config.parallel.replicas,
-        max_ongoing_requests=config.max_ongoing_requests,
+        **_replicas(config.parallel.replicas),
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
         ray_actor_options={"num_cpus": ENGINE_CPUS},
@@ -53,3 +58,20 @@ def application(
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
     ).bind(config, engine, one_node)
+
+
+def _replicas(replicas: int | ReplicasConfig) -> dict[str, Any]:
+    """As `serve.deployment` takes it."""
+    if isinstance(replicas, int):
+        return {"num_replicas": replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=replicas.min,
+        max_replicas=replicas.max,
+        initial_replicas=replicas.min,
+        metrics_interval_s=LOAD_PERIOD_S,
+        look_back_period_s=2 * LOAD_PERIOD_S,
+        upscale_delay_s=replicas.up_after_s,
+        downscale_delay_s=replicas.down_after_s,
+        policy=AutoscalingPolicy(policy_function=desired_replicas),
+    )
+    return {"autoscaling_config": scaling}

@@ -2,6 +2,7 @@
 
 page_allocator   who holds which page (pure Python)
 prefix_cache     which pages an earlier prompt with the same beginning left (pure Python)
+prefix_digests   names for beginnings of prompts, of which prefix caches tell each other (pure Python)
 layout           how layers keep their KV: the interface
 heads            the layout of keys and values by heads
 latent           the layout of latent rows, one for all heads

@@ -64,10 +64,11 @@ class Coordinator:
         """The worker group is lost or about to be killed; what ran on it is resumed or ended, as the settings say."""
         self._call(lambda: self._loop.detach(reason))
 
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests and wait until all others have ended; False if that took longer than `timeout_s`."""
+    def drain(self, timeout_s: float | None = None, is_leaving: bool = False) -> bool:
+        """Refuse new requests and wait until all others have ended; False if that took longer than `timeout_s`.
+        is_leaving: another engine takes its place."""
         idle = threading.Event()
-        self._call(lambda: self._loop.start_draining(idle.set))
+        self._call(lambda: self._loop.start_draining(idle.set, is_leaving))
         return idle.wait(timeout_s)
 
     def fail_all(self, reason: str) -> None:

@@ -99,7 +99,7 @@ class CoordinatorLoop:
         self._outputs: list[RequestOutput] = []
         self._worker_group: WorkerLinks | None = None
         self._last_epoch = 0
-        self._on_idle: Callable[[], None] | None = None
+        self._on_idle: list[Callable[[], None]] = []
         self._last_turn_s = self._last_step_s = clock()
         self._housekeeping_due_s = self._last_turn_s + HOUSEKEEPING_S
         self._plan_timing = PlanTiming(settings.max_in_flight)
@@ -110,16 +110,20 @@ class CoordinatorLoop:
 
         The next plan leaves before the last result's tokens do: the ranks wait for the one, clients can wait for the
         other. No turn lasts longer than until the next housekeeping or the time to send a plan, and none spins."""
-        self.reactor.turn(max(0.0, min(self._housekeeping_due_s, self._plan_due_s) - self._clock()))
+        due_s = min(self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s)
+        self.reactor.turn(max(0.0, due_s - self._clock()))
         now = self._last_turn_s = self._clock()
         if now >= self._housekeeping_due_s:
             self._housekeeping_due_s = now + HOUSEKEEPING_S
             self._housekeep(now)
         self._send_plans()
         self._publish()
-        if self._on_idle is not None and self.streams.is_empty:
-            self._on_idle()
-            self._on_idle = None
+        if now >= self.streams.states.due_s:
+            self._tell_state()
+        if self._on_idle and self.streams.is_empty:
+            for on_idle in self._on_idle:
+                on_idle()
+            self._on_idle.clear()
 
     def attach(self, endpoints: Sequence[str], epoch: int, costs: CostTable | None, places: Sequence[str] = ()) -> None:
         """Take a worker group into use, in place of a former one. costs: of its steps, if they were measured. places:
@@ -144,6 +148,7 @@ class CoordinatorLoop:
         self._last_epoch = epoch
         if self.status != "draining":
             self.status, self._detail = "ready", ""
+        self._tell_state()
 
     def detach(self, reason: str) -> None:
         """Detach the worker group: what ran on it goes back to the queue, or ends with an error."""
@@ -155,14 +160,17 @@ class CoordinatorLoop:
         if self.status != "draining":
             self.status = "recovering"
         self._publish()
+        self._tell_state()
         max_resumes = self._settings.max_resumes if self._settings.on_worker_loss == "resume" else 0
         self.streams.lost_workers(self._scheduler.requeue_all(self._scheduler.epoch), max_resumes, reason)
 
-    def start_draining(self, on_idle: Callable[[], None]) -> None:
-        """Refuse new requests; call `on_idle` once there are none."""
+    def start_draining(self, on_idle: Callable[[], None], is_leaving: bool) -> None:
+        """Refuse new requests; call `on_idle` once there are none. is_leaving: another engine takes its place."""
         self.status = "draining"
         self.streams.is_draining = True
-        self._on_idle = on_idle
+        self.streams.is_leaving = self.streams.is_leaving or is_leaving
+        self._on_idle.append(on_idle)
+        self._tell_state()
 
     def end(self, reason: str) -> None:
         """Fail what is unfinished, stop the ranks, close everything."""
@@ -190,6 +198,7 @@ class CoordinatorLoop:
             self._clock() - self._last_step_s,
             self.health().heartbeat_age_s,
             () if self._worker_group is None else self._worker_group.last_heartbeat,
+            self.streams.slot_wait_s(),
         )
 
     def flush_cache(self) -> FlushOutcome:
@@ -231,11 +240,16 @@ class CoordinatorLoop:
         if result.epoch == self._scheduler.epoch:
             self._plan_timing.answered(self._clock(), result.elapsed_s)
         self._outputs += self._scheduler.apply(result)
+        self.streams.states.changed()
         self._last_step_s = self._clock()
 
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, []
         self.streams.publish(outputs)
+
+    def _tell_state(self) -> None:
+        streams = self.streams
+        streams.states.publish(self.status, self._fault(), streams.is_leaving, streams.slot_wait_s())
 
     def _fault(self) -> str:
         """Why a request would not run now, or "". A rank at work may be silent for as long as its step takes."""
@@ -251,6 +265,8 @@ class CoordinatorLoop:
     def _housekeep(self, now: float) -> None:
         self.streams.check_connections()
         self.streams.check_waiting()
+        self.streams.states.check_leases()
+        self.streams.states.changed()  # told now and then whatever happens, so that silence means something
         if self._worker_group is not None:
             self._worker_group.check_heartbeats(now, self._settings.step_timeout_s)
         if self._worker_group is not None and self._scheduler.captures.graphs == GraphCount():

@@ -17,26 +17,26 @@ CONNECT_TIMEOUT_S = 10.0
 class Stream:
     """Where a request's tokens go.
 
-    engine: the replica that called, which gets the summary.
-    ingress: gets the tokens.
+    asker: the ingress's connection on which it came, which gets the summary.
+    ingress: its other one, which gets the tokens.
     running_stats, token_origins: as in `GenerateRequest`.
     queued_s: when it was queued; infinity once it has run or is resumed, for those may wait for ever.
     num_resumes: worker groups it has lost.
     """
 
-    __slots__ = ("request_id", "engine", "ingress", "running_stats", "token_origins", "queued_s", "num_resumes")
+    __slots__ = ("request_id", "asker", "ingress", "running_stats", "token_origins", "queued_s", "num_resumes")
 
     def __init__(
         self,
         request_id: str,
-        engine: bytes,
+        asker: bytes,
         ingress: IngressLink,
         running_stats: bool,
         token_origins: bool = False,
         queued_s: float = math.inf,
     ) -> None:
         self.request_id = request_id
-        self.engine = engine
+        self.asker = asker
         self.ingress = ingress
         self.running_stats = running_stats
         self.token_origins = token_origins

@@ -1,4 +1,4 @@
-"""The coordinator's side towards clients: requests in from engine replicas, tokens and ends out.
+"""The coordinator's side towards clients: requests in from ingresses, tokens and ends out.
 
 Used by `cluster.coordinator.loop`, in its thread.
 """
@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from cluster.coordinator.publisher import Stream, TokenPublisher
 from cluster.coordinator.queue_speed import QueueSpeed
+from cluster.coordinator.state_publisher import StatePublisher
 from cluster.transport.channel import Context, Inbox, IngressLink
 from cluster.transport.encoding import BadMessageError, decode
-from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Probe, Refusal, Refused
+from cluster.transport.messages import Abort, GenerateRequest, GenerateSummary, Probe, Refusal, Refused, Subscribe
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
 from workers.scheduling.plan import unpack_i32
@@ -24,10 +25,11 @@ _MAX_MESSAGES_PER_TURN = 64  # so that a flood of requests does not hold up the 
 
 
 class RequestStreams:
-    """A request that the scheduler has taken has one stream here until its end was sent to its ingress and its engine
-    replica; exactly one end is sent.
+    """A request that the scheduler has taken has one stream here until its end was sent to its ingress, on
+    both ways; exactly one end is sent.
 
-    is_draining: set it to refuse new requests.
+    is_draining: set it to refuse new requests. is_leaving: and this too, if another engine takes this one's place.
+    states: for the same ingresses.
     queue_timeout_s: a request that would wait longer is refused, and one that has is given up.
     fault: why no request would get through now, or "".
     """
@@ -44,6 +46,7 @@ class RequestStreams:
         fault: Callable[[], str] = lambda: "",
     ) -> None:
         self.is_draining = False
+        self.is_leaving = False
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._fault = fault
@@ -53,6 +56,7 @@ class RequestStreams:
         self._streams: dict[str, Stream] = {}
         self._inbox = Inbox(context, transport, f"{engine_id}-inbox")
         reactor.watch(self._inbox.socket, self._read_inbox)
+        self.states = StatePublisher(engine_id, scheduler, clock, self._inbox.send)
         self._publisher = TokenPublisher(
             context, transport, reactor, engine_id, scheduler.num_draft_tokens, clock, self._ingress_gone
         )
@@ -116,7 +120,7 @@ class RequestStreams:
             self._scheduler.abort(stream.request_id, FinishReason.ERROR)
             del self._streams[stream.request_id]
             message = f"waited {self._queue_timeout_s:g} s in the queue (engine.queue_timeout_s)"
-            self._inbox.send(stream.engine, Refused(stream.request_id, self._queue_full(message)))
+            self._inbox.send(stream.asker, Refused(stream.request_id, self._queue_full(message)))
 
     def close(self, linger_ms: int) -> None:
         """Close all sockets; messages still queued have `linger_ms` to leave."""
@@ -133,9 +137,10 @@ class RequestStreams:
             try:
                 message = decode(raw)
             except BadMessageError:
-                logger.exception("a message from an engine replica was dropped")
+                logger.exception("a message from an ingress was dropped")
                 continue
             if isinstance(message, GenerateRequest):
+                self.states.received(sender)
                 refusal = self._submit(sender, message)
                 if refusal is not None:
                     self._inbox.send(sender, Refused(message.request_id, refusal))
@@ -143,13 +148,15 @@ class RequestStreams:
                 self._answer_probe(sender, message)
             elif isinstance(message, Abort):
                 self._end(message.request_id, FinishReason.ABORT, None)
+            elif isinstance(message, Subscribe):
+                self.states.subscribe(sender, message)
             else:
-                logger.error("a %s from an engine replica was dropped", type(message).__name__)
+                logger.error("a %s from an ingress was dropped", type(message).__name__)
 
     def _submit(self, sender: bytes, message: GenerateRequest) -> Refusal | None:
         """Queue a request, or say why not. Nothing that one request holds may end the loop."""
         if self.is_draining:
-            return Refusal("not_ready", "the engine is draining")
+            return Refusal("leaving" if self.is_leaving else "not_ready", "the engine is draining")
         wait_s = None if message.resumed else self._speed.wait_s(self._waiting())
         if wait_s is not None and wait_s > self._queue_timeout_s:
             return self._queue_full(
@@ -186,11 +193,16 @@ class RequestStreams:
         except ValueError as error:
             fault = str(error)
         if fault:
-            self._inbox.send(sender, Refused(probe.request_id, Refusal("not_ready", fault)))
+            kind = "leaving" if self.is_leaving else "not_ready"
+            self._inbox.send(sender, Refused(probe.request_id, Refusal(kind, fault)))
             return
         stream = Stream(probe.request_id, sender, ingress, False)
         self._publisher.put_end(stream, FinishReason.STOP, None)
         self._send_summary(stream, None, FinishReason.STOP, None)
+
+    def slot_wait_s(self) -> float:
+        """Until what waits has been worked off, as far as it is known."""
+        return (self._speed.wait_s(self._waiting()) or 0.0) if self._scheduler.num_waiting else 0.0
 
     def _waiting(self) -> Iterator[tuple[int, int]]:
         """Prompt tokens and most answer tokens of each request that waits."""
@@ -211,7 +223,7 @@ class RequestStreams:
 
     def _send_summary(self, stream: Stream, request: Request | None, reason: FinishReason, error: str | None) -> None:
         num_output = len(request.output) if request is not None else 0
-        self._inbox.send(stream.engine, GenerateSummary(stream.request_id, reason.value, num_output, error))
+        self._inbox.send(stream.asker, GenerateSummary(stream.request_id, reason.value, num_output, error))
 
     def _ingress_gone(self, link: IngressLink, reason: str) -> None:
         for stream in [stream for stream in self._streams.values() if stream.ingress is link]:

@@ -16,9 +16,11 @@ def engine_stats(
     last_step_age_s: float,
     heartbeat_age_s: tuple[float, ...],
     heartbeats: Sequence[Heartbeat] = (),
+    slot_wait_s: float = 0.0,
 ) -> EngineStats:
     """One engine's state now. Call it in the thread that runs the scheduler."""
     stats, cache = scheduler.stats, scheduler.prefix_cache
+    speed = scheduler.prefill_tokens_per_s()
     return EngineStats(
         engine_id=engine_id,
         status=status,
@@ -27,6 +29,9 @@ def engine_stats(
         num_waiting=scheduler.num_waiting,
         kv_usage=scheduler.kv_usage,
         num_pages=scheduler.allocator.num_pages,
+        num_slots=scheduler.num_slots,
+        backlog_s=scheduler.backlog_tokens / speed if speed else 0.0,
+        slot_wait_s=slot_wait_s,
         last_step_age_s=last_step_age_s,
         prefix_queries=0 if cache is None else cache.num_queried_tokens,
         prefix_hits=0 if cache is None else cache.num_hit_tokens,

@@ -1,6 +1,12 @@
 """HTTP on Serve, in front of all engines.
 
-deployment      the Serve deployment, and what it takes from Serve and Ray
+deployment      the Serve deployment
+remote_engines  `cluster.http.engine_client.EngineClient`: a request's attempts, its tokens, probes; no Ray
+attempts        what became of a request's attempts, and whether another is worth it
+token_inbox     tokens of all requests, sorted into a stream for each
+engine_links    all engines that can be reached, and which of them gets a request; no Ray
+engine_link     the connection to one of them
+routing         the choice: what is known of each engine, and when a first token is expected from it
+coordinators    where they are, and what is asked of all at once, through Ray
 refreshed       a value that is fetched anew when somebody asks, who never waits long for it
-remote_engines  `cluster.http.engine_client.EngineClient` over Serve calls and one ZeroMQ socket; no Ray
 """

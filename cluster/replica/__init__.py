@@ -1,12 +1,12 @@
 """One engine on Ray: a Serve replica that owns a coordinator and a worker group, and replaces what fails.
 
-engine             the Serve deployment: one call per request
+engine             the Serve deployment
 supervisor         starts coordinator and worker group, watches them, restarts them
-coordinator_link   the replica's end towards its coordinator
 coordinator_actor  the Ray actor around `cluster.coordinator`
 worker_group       one epoch of workers: started, watched and killed together
 worker_actor       the Ray actor of one rank
 worker_loop        a rank's loop: plans in, results and heartbeats out; no Ray
 placement          bundles, strategy and the order of ranks, as plain values; no Ray
+scaling            how many engines the load wants, for Serve's autoscaling; no Ray
 plan_report        what the operator reads before and during a start
 """

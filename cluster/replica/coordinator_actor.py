@@ -34,8 +34,8 @@ class EagleCoordinator:
         self._worker_group_lost: asyncio.Queue[str] = asyncio.Queue()
         self._death: asyncio.Future[str] = self._loop.create_future()
 
-    async def open(self, layout: Layout, former: bytes = b"") -> str:
-        """Start the loop for engines of this layout; returns the inbox for `connect_engine`.
+    async def open(self, layout: Layout, former: bytes = b"") -> None:
+        """Start the loop for engines of this layout.
 
         former: `stats` of the coordinator whose place this one takes, for its counters."""
         engine = self._config.engine
@@ -57,7 +57,10 @@ class EagleCoordinator:
         )
         coordinator.start()
         self._coordinator = coordinator
-        return coordinator.endpoint
+
+    async def endpoint(self) -> str:
+        """The inbox for `connect_engine`; "" before `open`."""
+        return "" if self._coordinator is None else self._coordinator.endpoint
 
     async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None, places: list[str]) -> None:
         """Use a new worker group; the loss of a former one is not reported any more."""
@@ -100,6 +103,11 @@ class EagleCoordinator:
         if self._coordinator is not None and not await asyncio.to_thread(self._coordinator.drain, limit_s):
             reason = f"the server is shutting down, and engine.drain_timeout_s={limit_s:g} is over"
             await asyncio.to_thread(self._coordinator.fail_all, reason)
+
+    async def leave(self) -> None:
+        """Refuse new requests, because another engine takes this one's place, and wait until the others have ended."""
+        if self._coordinator is not None:
+            await asyncio.to_thread(self._coordinator.drain, self._config.engine.drain_timeout_s, True)
 
     async def loop_age_s(self) -> float:
         """Seconds since the last turn of the loop; answers even if it hangs."""

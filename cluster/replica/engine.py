@@ -1,8 +1,7 @@
 """`Engine`: the Serve deployment whose replica is one tensor-parallel group, with its coordinator.
 
-A request is one unary call of `generate` that lasts as long as the request, so that Serve's routing, queueing,
-cancellation and draining see it; its tokens go from the coordinator straight to the ingress. Starting, watching and
-restarting is `cluster.replica.supervisor`'s.
+Serve places, starts, watches and replaces it; requests and tokens travel between ingresses and its coordinator and do
+not come by here. Starting, watching and restarting what it consists of is `cluster.replica.supervisor`'s.
 """
 
 import asyncio
@@ -12,22 +11,20 @@ import time
 import traceback
 import uuid
 
-import msgspec
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
 from cluster.config import AerieConfig
 from cluster.logs import use_json_logs
-from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.plan_report import ready_line
+from cluster.replica.scaling import engine_load
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_actor import Worker
 from cluster.replica.worker_group import WorkerGroupError, WorkerGroupPlan
 from cluster.transport.discovery import coordinator_prefix
 from cluster.transport.folders import private_folder
 from cluster.transport.keys import make_transport
-from cluster.transport.messages import EngineAnswer, GenerateRequest, Probe, Refusal
 
 
 class Engine:
@@ -63,38 +60,24 @@ class Engine:
         _report(ready_line(config, await asyncio.to_thread(_root_url), time.monotonic() - started))
         self._supervision = asyncio.create_task(self._supervise())
 
-    async def generate(self, payload: bytes) -> bytes:
-        """Run one request (`GenerateRequest`) to its end; returns an `EngineAnswer`. Cancelling the call aborts it.
-
-        Raises EngineLostError if the coordinator dies meanwhile; the caller may resume elsewhere."""
-        request = msgspec.msgpack.decode(payload, type=GenerateRequest)
-        link = self._supervisor.link
-        if link is None and request.resumed:
-            link = await self._supervisor.next_link()  # a resumed stream waits for the restart; a new one is refused
-        return await self._run(link, request)
-
-    async def probe(self, payload: bytes) -> bytes:
-        """The same for a `Probe`."""
-        return await self._run(self._supervisor.link, msgspec.msgpack.decode(payload, type=Probe))
-
-    async def _run(self, link: CoordinatorLink | None, request: GenerateRequest | Probe) -> bytes:
-        if link is None:
-            refusal = Refusal(kind="not_ready", message="the engine is being restarted", retry_after_s=5.0)
-            return msgspec.msgpack.encode(EngineAnswer(refusal=refusal))
-        answer = await link.run(request)
-        if isinstance(answer, Refusal):
-            return msgspec.msgpack.encode(EngineAnswer(refusal=answer))
-        return msgspec.msgpack.encode(EngineAnswer(summary=answer))
-
     async def check_health(self) -> None:
         """Serve replaces the replica if this raises: not while it recovers, unless that takes two starts."""
         since = self._supervisor.down_since
         if since is not None and time.monotonic() - since > self._limit_s:
             raise RuntimeError("the workers could not be restarted")
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve asks for where the number of replicas follows the load; see `cluster.replica.scaling`."""
+        stats = self._supervisor.last_stats
+        if stats is None:
+            return {"load": 0.0}
+        num_requests = stats.num_running + stats.num_waiting
+        return {"load": engine_load(num_requests, stats.num_slots, stats.backlog_s, stats.slot_wait_s)}
+
     async def __del__(self) -> None:
-        # Serve awaits this when it stops the replica, after its calls have ended.
+        # Serve awaits this when it stops the replica, and kills it after graceful_shutdown_timeout_s.
         if hasattr(self, "_supervision"):
+            await self._supervisor.drain()
             self._supervision.cancel()
             self._supervisor.stop()
 

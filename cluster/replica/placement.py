@@ -71,7 +71,7 @@ def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
     strategy = parallel.strategy if parallel.strategy != "auto" else _pack(bundles, whole_engine, config, nodes)
     if not parallel.autoscaling:
         placed = _count_engines(bundles, strategy, nodes)
-        if placed < parallel.replicas:
+        if placed < parallel.min_replicas:
             raise ConfigError(_no_room(config, placed, strategy, whole_engine, nodes))
     return Placement(device=device, bundles=bundles, strategy=strategy)
 
@@ -95,7 +95,7 @@ def _pack(
     if config.parallel.autoscaling:
         return "STRICT_PACK" if any(_holds(node, whole_engine) for node in nodes) else "PACK"
     strict = _count_engines(bundles, "STRICT_PACK", nodes)
-    wanted = min(config.parallel.replicas, _count_engines(bundles, "PACK", nodes))
+    wanted = min(config.parallel.min_replicas, _count_engines(bundles, "PACK", nodes))
     return "STRICT_PACK" if strict and strict >= wanted else "PACK"
 
 
@@ -196,6 +196,6 @@ def _no_room(
             f"{describe_cluster(nodes)}; {remedy}, or set parallel.autoscaling if nodes will come"
         )
     return (
-        f"parallel.replicas={parallel.replicas}: only {placed} fit; each needs {needs}{where}, and "
+        f"parallel.replicas={parallel.min_replicas}: only {placed} fit; each needs {needs}{where}, and "
         f"{describe_cluster(nodes)}; lower it to {placed}, add nodes, or set parallel.autoscaling if more come"
     )

@@ -1,4 +1,4 @@
-"""Keeps one engine alive: a coordinator, its link and a worker group, restarted when any of them fails.
+"""Keeps one engine alive: a coordinator and a worker group, restarted when any of them fails.
 
 Driven by the `Engine` deployment; needs Ray and a placement group, not Serve.
 """
@@ -10,17 +10,16 @@ import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+import msgspec
 import ray
-import zmq
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.replica.coordinator_actor import EagleCoordinator
-from cluster.replica.coordinator_link import CoordinatorLink
 from cluster.replica.placement import ENGINE_CPUS
 from cluster.replica.plan_report import cost_line, rank_lines
 from cluster.replica.worker_group import Report, Spares, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
-from cluster.transport.channel import Context
 from cluster.transport.discovery import NAMESPACE
+from cluster.transport.messages import EngineStats
 
 T = TypeVar("T")
 
@@ -39,29 +38,31 @@ class CoordinatorLostError(RuntimeError):
 
 
 class Supervisor:
-    """One engine's processes.
+    """One engine's processes. Ingresses find its coordinator by name (`cluster.transport.discovery`).
 
-    link: the way to the coordinator; None while there is none.
     down_since: monotonic seconds, None while serving.
     """
 
     def __init__(self, plan: WorkerGroupPlan, engine_id: str, name_prefix: str, report: Report) -> None:
-        self.link: CoordinatorLink | None = None
         self.down_since: float | None = None
         self._plan = plan
         self._engine_id = engine_id
         self._name_prefix = name_prefix
         self._report = report
-        self._context: Context = zmq.Context()
         self._epoch = 0
         self._num_coordinators = 0
         self._coordinator: Any = None
+        self._is_open = False  # the coordinator takes requests
         self._coordinator_death: asyncio.Future[str] | None = None
         self._worker_group: WorkerGroup | None = None
         self._former: WorkerGroup | None = None
         self._spares: Spares | None = None
-        self._up = asyncio.Event()
         self._last_stats = b""  # of the coordinator, as old as WATCH_PERIOD_S: its counters outlive it
+
+    @property
+    def last_stats(self) -> EngineStats | None:
+        """What the coordinator said last, up to WATCH_PERIOD_S ago; None before it has."""
+        return msgspec.msgpack.decode(self._last_stats, type=EngineStats) if self._last_stats else None
 
     async def start(self) -> None:
         """The first start: no second attempt, because its failure is mostly a matter of configuration."""
@@ -70,12 +71,6 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
-
-    async def next_link(self) -> CoordinatorLink | None:
-        """The link once the engine serves again; None if that takes longer than a start may."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._up.wait(), self._plan.config.engine.start_timeout_s)
-        return self.link
 
     async def supervise(self) -> None:
         """Never returns: waits for a failure, clears it up, starts again. Raises GaveUpError."""
@@ -91,17 +86,22 @@ class Supervisor:
             self._report(f"engine {self._engine_id}: serving again after {time.monotonic() - self.down_since:.1f} s")
             self.down_since = None
 
+    async def drain(self) -> None:
+        """Let running requests end and take no new ones; whoever asks for a new one goes to another engine. What is
+        not done in `engine.drain_timeout_s` is left, to be resumed there too."""
+        with contextlib.suppress(CoordinatorLostError, ray.exceptions.RayTaskError):
+            if self._is_open:
+                await self._ask("leave", limit_s=self._plan.config.engine.drain_timeout_s + CALL_TIMEOUT_S)
+
     def stop(self) -> None:
         """Kill everything."""
-        self._up.clear()
         if self._worker_group is not None:
             self._worker_group.kill(hung=False)
             self._worker_group = None
         if self._spares is not None:
             self._spares.kill()
             self._spares = None
-        self._drop_coordinator("the engine was stopped")
-        self._context.destroy(linger=0)
+        self._drop_coordinator()
         shutil.rmtree(self._plan.folder, ignore_errors=True)
 
     async def _restart(self) -> None:
@@ -114,7 +114,7 @@ class Supervisor:
             except (WorkerGroupError, CoordinatorLostError) as error:
                 self._report(f"engine {self._engine_id}: attempt {attempt} of {config.max_restarts} failed: {error}")
                 if isinstance(error, CoordinatorLostError):
-                    self._drop_coordinator(str(error))
+                    self._drop_coordinator()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_LIMIT_S)
         self.stop()
@@ -129,18 +129,16 @@ class Supervisor:
         worker_group = WorkerGroup(self._plan, name, self._epoch, self._report, self._former, spares)
         await worker_group.start()
         try:
-            if self.link is None:
-                inbox = await self._ask("open", worker_group.layout, self._last_stats, limit_s=60.0)
-                link = CoordinatorLink(self._context, self._plan.transport, inbox)
-            else:
-                link = self.link
+            if not self._is_open:
+                await self._ask("open", worker_group.layout, self._last_stats, limit_s=60.0)
+                self._is_open = True
             places = [place.process for place in worker_group.places]
             attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs, places)
             await self._ask("attach", *attached, limit_s=CALL_TIMEOUT_S)
         except BaseException:
             worker_group.kill()
             raise
-        self._worker_group, self._former, self.link = worker_group, worker_group, link
+        self._worker_group = self._former = worker_group
         if self._epoch == 1:
             for line in rank_lines(self._plan.config, worker_group.places, worker_group.layout):
                 self._report(line)
@@ -148,7 +146,6 @@ class Supervisor:
                 self._report(cost_line(worker_group.layout, worker_group.costs))
         if self._plan.config.has_spare_workers:
             self._spares = worker_group.start_spares()
-        self._up.set()
 
     def _start_coordinator(self) -> None:
         self._num_coordinators += 1
@@ -170,22 +167,17 @@ class Supervisor:
 
     async def _clear(self, reason: str, lost_coordinator: bool) -> None:
         """Bring everything that is left to a known state: no worker group, and a coordinator that knows it or none."""
-        self._up.clear()
         assert self._worker_group is not None
         self._worker_group.kill()
         self._worker_group = None
         if not lost_coordinator:
-            try:
+            with contextlib.suppress(CoordinatorLostError):
                 await self._ask("detach", reason, limit_s=CALL_TIMEOUT_S)
                 return
-            except CoordinatorLostError as error:
-                reason = str(error)
-        self._drop_coordinator(reason)
+        self._drop_coordinator()
 
-    def _drop_coordinator(self, reason: str) -> None:
-        if self.link is not None:
-            self.link.fail(reason)
-            self.link = None
+    def _drop_coordinator(self) -> None:
+        self._is_open = False
         if self._coordinator is not None:
             ray.kill(self._coordinator, no_restart=True)
             self._coordinator = None

@@ -1,4 +1,4 @@
-"""The links between engine replica, coordinator, ranks and ingresses. Every link is used by one thread.
+"""The links between ingresses, coordinator and ranks. Every link is used by one thread.
 
 The coordinator's ends never block: a peer that does not read is bounded by its link's high-water mark and then treated
 as lost.
@@ -9,7 +9,16 @@ import contextlib
 import zmq
 
 from cluster.transport.encoding import BadMessageError, Message, decode, encode, encode_tokens
-from cluster.transport.messages import GenerateSummary, Heartbeat, RankFailure, Refused, Stop, TokenBatch, TokenDelta
+from cluster.transport.messages import (
+    EngineState,
+    GenerateSummary,
+    Heartbeat,
+    RankFailure,
+    Refused,
+    Stop,
+    TokenBatch,
+    TokenDelta,
+)
 from cluster.transport.sockets import PeerMonitor, Transport, open_socket
 from workers.scheduling.plan import StepPlan, StepResult
 
@@ -33,8 +42,8 @@ def bind_ingress(context: Context, transport: Transport, name: str) -> tuple["zm
 
 
 def connect_engine(context: Context, transport: Transport, inbox: str) -> "zmq.Socket[bytes]":
-    """The DEALER socket of an engine replica to its coordinator's inbox: send `encode`d GenerateRequest and Abort,
-    receive GenerateSummary and Refused for `decode`."""
+    """The DEALER socket of an ingress to a coordinator's inbox: send `encode`d GenerateRequest, Probe, Abort and
+    Subscribe, receive GenerateSummary, Refused and EngineState for `decode`."""
     socket = open_socket(context, zmq.DEALER, _INBOX_HIGH_WATER)
     try:
         transport.connect(socket, inbox)
@@ -45,7 +54,7 @@ def connect_engine(context: Context, transport: Transport, inbox: str) -> "zmq.S
 
 
 class Inbox:
-    """The coordinator's end towards engine replicas."""
+    """The coordinator's end towards those who ask: the ingresses."""
 
     def __init__(self, context: Context, transport: Transport, name: str) -> None:
         self.socket = open_socket(context, zmq.ROUTER, _INBOX_HIGH_WATER)
@@ -63,7 +72,7 @@ class Inbox:
             return None
         return sender, raw
 
-    def send(self, receiver: bytes, message: GenerateSummary | Refused) -> None:
+    def send(self, receiver: bytes, message: GenerateSummary | Refused | EngineState) -> None:
         """Goes nowhere if the receiver has left."""
         self.socket.send_multipart((receiver, encode(message)), zmq.NOBLOCK)
 

@@ -1,6 +1,6 @@
 """Coordinators by name: how ingresses, and whoever drains a server, find them through Ray.
 
-A Serve handle reaches one engine replica only; what concerns all of them is asked of the coordinators themselves.
+Ingresses open a link to each; what concerns all of them is asked of their actors.
 """
 
 import contextlib
@@ -18,12 +18,13 @@ def coordinator_prefix(application: str) -> str:
 
 
 def find_coordinators(application: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Handles of an application's living coordinators, by name; `known` ones are not looked up again."""
+    """Handles of an application's living coordinators, by engine id; `known` ones are not looked up again."""
     prefix = coordinator_prefix(application)
     found = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         name = actor["name"]
         if actor["namespace"] == NAMESPACE and name.startswith(prefix):
+            engine_id = name.removeprefix(prefix)
             with contextlib.suppress(ValueError):  # it died between the two calls
-                found[name] = known.get(name) or ray.get_actor(name, namespace=NAMESPACE)
+                found[engine_id] = known.get(engine_id) or ray.get_actor(name, namespace=NAMESPACE)
     return found

@@ -4,6 +4,7 @@ import msgspec
 
 from cluster.transport.messages import (
     Abort,
+    EngineState,
     GenerateRequest,
     GenerateSummary,
     Heartbeat,
@@ -11,12 +12,24 @@ from cluster.transport.messages import (
     RankFailure,
     Refused,
     Stop,
+    Subscribe,
     TokenBatch,
 )
 from workers.scheduling.plan import StepPlan, StepResult
 
 Message = (
-    StepPlan | StepResult | Heartbeat | RankFailure | Stop | GenerateRequest | Probe | Abort | GenerateSummary | Refused
+    StepPlan
+    | StepResult
+    | Heartbeat
+    | RankFailure
+    | Stop
+    | GenerateRequest
+    | Probe
+    | Abort
+    | GenerateSummary
+    | Refused
+    | Subscribe
+    | EngineState
 )
 _KINDS: dict[type, bytes] = {
     StepPlan: b"P",
@@ -29,6 +42,8 @@ _KINDS: dict[type, bytes] = {
     Abort: b"A",
     GenerateSummary: b"D",
     Refused: b"N",
+    Subscribe: b"W",
+    EngineState: b"E",
 }
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {

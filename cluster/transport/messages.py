@@ -1,8 +1,8 @@
 """What travels between ingresses, engine replicas, coordinators and ranks, besides the plans and results of
 `workers.scheduling.plan`.
 
-A request is one unary Serve call that carries a `GenerateRequest` and returns an `EngineAnswer`. Its tokens go from the
-coordinator straight to the ingress's ZeroMQ socket (`reply_to`): one `TokenBatch` a step with the tokens of all its
+A request is a `GenerateRequest` from an ingress to a coordinator, answered by a `GenerateSummary` or `Refused` when it
+ends. Its tokens go to the ingress's other socket (`reply_to`): one `TokenBatch` a step with the tokens of all its
 requests.
 """
 
@@ -115,18 +115,12 @@ class GenerateSummary(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The engine did not take a request. kind: "too_large" (HTTP 400), "queue_full" (429), "not_ready" (503)."""
+    """The engine did not take a request. kind: "too_large" (HTTP 400), "queue_full" (429), "not_ready" (503),
+    "leaving": another engine takes its place and is to be asked (503 if there is none)."""
 
     kind: str
     message: str
     retry_after_s: float = 1.0
-
-
-class EngineAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What the unary call of an engine replica returns: one of both."""
-
-    summary: GenerateSummary | None = None
-    refusal: Refusal | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
@@ -165,6 +159,54 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     refusal: Refusal
 
 
+class Subscribe(msgspec.Struct, frozen=True, array_like=True):
+    """An ingress wants an engine's `EngineState` from now on; who does not repeat it every few seconds is forgotten.
+
+    whole: begin anew, because it knows nothing or has lost a message.
+    num_sent: requests that it has sent on this connection before.
+    """
+
+    whole: bool
+    num_sent: int = 0
+
+
+class EngineState(msgspec.Struct, frozen=True, array_like=True):
+    """What an ingress chooses an engine by. It is stale when it is read, and a choice by it may cost time, no more.
+
+    engine_id: the coordinator's.
+    sequence: counts from 0 per subscriber; 0: nothing that was told of cached pages before is true.
+    status: as in `EngineStats`.
+    fault: why a request would not get through to the ranks now, or "".
+    is_leaving: another engine takes its place; it takes no new request.
+    num_received: requests of this subscriber that the numbers below include.
+    num_running, num_waiting, num_slots: requests.
+    backlog_tokens: prompt tokens that are not computed yet, without those found in the prefix cache.
+    prefill_tokens_per_s: at which those are computed beside the rounds of now; 0: not known.
+    wait_s: until what waits for a slot has one.
+    page_size, lookahead: of the prefix cache; page_size 0: there is none.
+    stride: of so many pages in a row, the last one's digest is told.
+    added, removed: digests (`attention.kv_cache.prefix_digests`) of pages that came into the prefix cache, or left.
+    """
+
+    engine_id: str
+    sequence: int
+    status: str
+    fault: str = ""
+    is_leaving: bool = False
+    num_received: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_slots: int = 1
+    backlog_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    wait_s: float = 0.0
+    page_size: int = 0
+    lookahead: int = 0
+    stride: int = 1
+    added: bytes = b""
+    removed: bytes = b""
+
+
 class FlushOutcome(msgspec.Struct, frozen=True):
     """What became of an order to empty an engine's prefix cache.
 
@@ -185,6 +227,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     status: "starting", "ready", "recovering" (workers are being restarted), "draining" or "dead".
     detail: why, for the operator.
     kv_usage: 0 to 1.
+    num_slots: requests that can run at once.
     heartbeat_age_s: of each rank, seconds.
     rank_steps, rank_step_s: of each rank, steps that it has finished since it was started, and seconds that they took.
     scheduler: None of an engine that has no scheduler yet, or could not be asked.
@@ -197,6 +240,13 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_waiting: Annotated[int, Metric("vllm:num_requests_waiting", "Requests in the queue", "gauge")] = 0
     kv_usage: Annotated[float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge")] = 0.0
     num_pages: int = 0
+    num_slots: int = 1
+    backlog_s: Annotated[
+        float, Metric("aerie:backlog_seconds", "Time that pending prompts take", "gauge", across="max")
+    ] = 0.0
+    slot_wait_s: Annotated[
+        float, Metric("aerie:slot_wait_seconds", "Time until what waits has a slot", "gauge", across="max")
+    ] = 0.0
     last_step_age_s: Annotated[
         float,
         Metric("aerie:last_step_age_seconds", "Age of the last step", "gauge"),

@@ -7,6 +7,7 @@ import pytest
 
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
+from attention.kv_cache.prefix_digests import prompt_digests
 
 
 def tokens_of(*values):
@@ -15,7 +16,7 @@ def tokens_of(*values):
 
 def insert(cache, allocator, tokens):
     """Computes and inserts all pages of `tokens` as a request that matched nothing would; nobody holds them after."""
-    pages = allocator.allocate(len(tokens) // cache._page_size)
+    pages = allocator.allocate(len(tokens) // cache.page_size)
     kept = cache.insert(tokens, pages)
     allocator.release(pages)
     return pages, kept
@@ -160,3 +161,34 @@ def test_pages_are_shared_between_requests_of_one_salt_only() -> None:
     assert cache.num_cached(tokens, b"a") == 12
     other = tokens_of(*range(8), 50, 51, 52, 53, 54)
     assert cache.match(other, b"a") == salted[:2], "a split keeps the salt"
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("stride", [1, 3])
+def test_changes_add_up_to_the_digests_of_what_is_cached(lookahead, stride):
+    """And those are what a prompt's own digests say, through splits, evictions and duplicates."""
+    rng = random.Random(5)
+    allocator = PageAllocator(40)
+    cache = PrefixCache(allocator, 4, lookahead)
+    cache.watch(stride)
+    known, seen = set(), []
+    for _ in range(300):
+        tokens = tokens_of(*(rng.randrange(2) for _ in range(rng.randrange(1, 50))))
+        salt = rng.choice((b"", b"salt"))
+        count = len(tokens) // 4
+        cache.evict(count - allocator.num_free)
+        pages = allocator.allocate(count)
+        cache.insert(tokens, pages, salt)
+        allocator.release(pages)
+        if rng.random() < 0.02:
+            cache.clear()
+        for digest, here in cache.take_changes().items():
+            (known.add if here else known.discard)(digest)
+        assert known == set(cache.digests())
+        seen.append((tokens, salt))
+    for tokens, salt in seen:
+        num = cache.num_cached(tokens, salt) // 4
+        told = prompt_digests(tokens, 4, lookahead, salt)[stride - 1 :: stride]
+        assert [digest in known for digest in told] == [True] * (num // stride) + [False] * (len(told) - num // stride)
+    cache.reset()
+    assert not any(cache.take_changes().values())

@@ -19,6 +19,7 @@ from tests.bench.coordinator import InstantExecutor
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32
 
 ROUND_S = 0.008  # a round of an engine at batch 64; without it rounds would come faster than any edge can send them
+DRAIN_TIMEOUT_S = 30.0
 TOKENS = np.arange(600, 1400, dtype=np.int32)  # merges of the embedded tokenizer: every one shows as text
 
 
@@ -69,7 +70,7 @@ def main() -> None:
         launch._use_haproxy(folder)
     try:
         launch._start_ray(150)
-        launch._run(arguments.config, None, 30.0, [])
+        launch._run(arguments.config, None, DRAIN_TIMEOUT_S, [])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

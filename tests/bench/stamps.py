@@ -146,8 +146,8 @@ BORDERS = (
     Border("cluster.http.text.tokenizer:ChatTokenizer.render", _of_traced, left="prompt_rendered"),
     Border("cluster.http.text.tokenizer:ChatTokenizer.encode", _of_traced, left="tokenized"),
     Border("cluster.http.serving:GenerationResponse.__init__", _reply, left="request_made"),
-    Border("cluster.ingress.deployment:ServeCalls.generate", _of_traced, entered="call_begun"),
-    Border("cluster.replica.coordinator_link:CoordinatorLink.run", _of_request, entered="engine_entered", early=True),
+    Border("cluster.ingress.engine_links:EngineLinks.choose", _of_traced, entered="choice_begun", left="chosen"),
+    Border("cluster.transport.listener:Listener.send", _of_traced, entered="request_sent"),
     Border(
         "cluster.coordinator.request_streams:RequestStreams._submit",
         _of_request,
@@ -168,8 +168,8 @@ BORDERS = (
         "workers.scheduling.scheduler:Scheduler.apply", _of_result, entered="result_received", left="result_applied"
     ),
     Border("cluster.transport.channel:IngressLink.send", _of_first_deltas, entered="published"),
-    Border("cluster.ingress.remote_engines:TokenInbox.deliver", _of_first_deltas, entered="tokens_received"),
-    Border("cluster.ingress.remote_engines:_Stream.take", _of_delta, left="tokens_taken"),
+    Border("cluster.ingress.token_inbox:TokenInbox.deliver", _of_first_deltas, entered="tokens_received"),
+    Border("cluster.ingress.token_inbox:TokenStream.take", _of_delta, left="tokens_taken"),
     Border("cluster.http.answer:Answer.push", _of_traced, left="text_made"),
     Border("cluster.http.serving:_body", _of_traced, left="event_made"),
 )

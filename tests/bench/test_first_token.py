@@ -40,7 +40,7 @@ def test_every_leg_ends_at_a_point() -> None:
 
 def test_stamps_come_back_from_the_file(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    border = Border("module:name", lambda args, result: [(result, args[0])], entered="call_begun", left="planned")
+    border = Border("module:name", lambda args, result: [(result, args[0])], entered="choice_begun", left="planned")
 
     async def later(number: int) -> str:
         await asyncio.sleep(0)
@@ -57,7 +57,7 @@ def test_stamps_come_back_from_the_file(tmp_path: Path) -> None:
     assert [(s.point, s.name, s.number, s.pid) for s in found] == [
         (point, name, number, os.getpid())
         for name, number in (("name-3", 3), ("late-4", 4))
-        for point in ("call_begun", "planned")
+        for point in ("choice_begun", "planned")
     ]
     assert found[0].at_ns <= found[1].at_ns <= found[2].at_ns
 

@@ -8,6 +8,7 @@ import yaml
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args
 from cluster.http.config import EdgeConfig
+from cluster.parallel import ReplicasConfig
 
 
 @pytest.fixture
@@ -48,11 +49,19 @@ def test_a_draft_that_comes_with_its_target_needs_no_path(base: Path) -> None:
         parse(_args(speculative={"method": "eagle3"}), base)
 
 
-def test_replica_takes_more_calls_than_are_ever_sent(base: Path) -> None:
-    scheduler = {"max_running": 7, "max_waiting": 1100}
-    assert parse(_args(scheduler=scheduler), base).max_ongoing_requests > 1107
-    ingress = {"num_replicas": 3, "max_concurrent_requests": 600}
-    assert parse(_args(scheduler=scheduler, ingress=ingress), base).max_ongoing_requests > 1800
+def test_replicas_are_a_number_or_a_range(base: Path) -> None:
+    parallel = parse(_args(parallel={"replicas": {"min": 2, "max": 5, "up_after_s": 1.5}}), base).parallel
+    assert parallel.replicas == ReplicasConfig(2, 5, 1.5) and parallel.min_replicas == 2
+    assert parse(_args(parallel={"replicas": 3}), base).parallel.min_replicas == 3
+    for given, message in (
+        ({"min": 3, "max": 2}, "parallel.replicas.min=3, max=2: min must be at least 1, and max not below it"),
+        ({"min": 1, "max": 2, "down_after_s": -1}, "parallel.replicas.down_after_s=-1.0: must be at least 0 seconds"),
+        ({"min": 1, "max": 2, "up_after": 1}, r"parallel.replicas.up_after: unknown key; did you mean"),
+        ({"min": "one", "max": 2}, "^parallel.replicas.min='one': input should be a valid integer$"),
+        (0, "parallel.replicas=0: must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(_args(parallel={"replicas": given}), base)
 
 
 @pytest.mark.parametrize(

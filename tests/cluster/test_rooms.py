@@ -16,12 +16,13 @@ BELOW: dict[str, set[str]] = {
     "transport": set(),
     "http": {"logs", "transport"},
     "coordinator": {"transport"},
-    "config": {"http"},
+    "parallel": set(),
+    "config": {"http", "parallel"},
     "assembly": {"config"},
     "checkpoints": {"http", "config", "assembly"},
     "replica": {"logs", "transport", "coordinator", "config", "assembly"},
     "ingress": {"logs", "transport", "http", "config"},
-    "deployments": {"config", "replica", "ingress"},
+    "deployments": {"parallel", "config", "replica", "ingress"},
 }
 
 

@@ -12,6 +12,7 @@ from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 MIN_SHARE = 0.25  # of the target, which prompts get beside rounds however long those are
 MAX_STRETCH = 3.0  # times the target, if that is no number of the configuration
 BACKLOG_SHARE = 0.5  # of what pending prompts take together, which a stretched step may take
+_MANY_STEPS = 8  # of prompts, which stretch a step as far as it goes
 MAX_PATIENCE = 2.0  # times the target, by which a prompt's deadline is after its arrival at most
 
 
@@ -52,6 +53,14 @@ class LatencyBudget:
         longest = min(self.max_step_tokens, costs.chunk_tokens[-1])
         whole, rest = divmod(num_tokens, longest)
         return whole * costs.step_ms(costs.default, 0, 0, longest) + costs.step_ms(costs.default, 0, 0, rest)
+
+    def tokens_per_s(self, rounds: StepRounds) -> float:
+        """Prompt tokens per second where many are pending, beside such rounds."""
+        step = self.step(rounds, self.max_step_tokens * _MANY_STEPS)
+        step.take(step.room(self.max_step_tokens, 0), 0)
+        ms = step.step_ms(rounds)
+        assert ms is not None
+        return step.tokens * 1000.0 / ms if ms else 0.0
 
     def patience_s(self, num_tokens: int) -> float:
         """Seconds from a prompt's arrival to its deadline: what computing it takes, so that short prompts pass long

@@ -57,8 +57,9 @@ class PrefillPlanner:
         if self.budget is None:
             return sequence.submitted_s
         cache = self._cache_for(sequence)
-        num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, sequence.request.sampling.cache_salt)
-        return sequence.submitted_s + self.budget.patience_s(len(sequence.tokens) - num_cached)
+        salt = sequence.request.sampling.cache_salt
+        sequence.num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, salt)
+        return sequence.submitted_s + self.budget.patience_s(len(sequence.tokens) - sequence.num_cached)
 
     def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds) -> StepBudget:
         """Prompt chunks beside `rounds`, of admitted and new requests while slots, pages and the budget last; how much

@@ -117,6 +117,23 @@ class Scheduler:
         return self._in_flight[-1].expected_ms
 
     @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that are not planned yet, without those that the prefix cache had when their request came."""
+        queues = self.queues
+        return sum(len(sequence.tokens) - sequence.computed for sequence in queues.prefilling.values()) + sum(
+            len(sequence.tokens) - sequence.num_cached for sequence in queues.waiting
+        )
+
+    def prefill_tokens_per_s(self) -> float:
+        """At which prompts are computed beside the rounds of now, by the costs; 0 without costs."""
+        budget = self._prefill.budget
+        if budget is None:
+            return 0.0
+        slots = self.slot_pages.round_slots()
+        kv_tokens = int(self.slot_pages.committed[slots].sum())
+        return budget.tokens_per_s(StepRounds(self._shapes.default, len(slots), kv_tokens))
+
+    @property
     def kv_usage(self) -> float:
         """Share of the pages that requests hold, 0-1."""
         return self.allocator.num_held / self.allocator.num_pages

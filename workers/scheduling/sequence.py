@@ -14,6 +14,7 @@ class Sequence:
 
     number: its arrival, its priority where pages are short.
     deadline_s: its place among prompts, see `workers.scheduling.prefill`.
+    num_cached: tokens that the prefix cache had when it came; 0 where no costs are known.
     computed: tokens whose chunks are planned.
     not_before: the last step made while it ran before a preemption; re-admitted once that is applied.
     """
@@ -25,6 +26,7 @@ class Sequence:
         "prompt",
         "tokens",
         "slot",
+        "num_cached",
         "computed",
         "not_before",
         "pages_missing",
@@ -43,6 +45,7 @@ class Sequence:
         self.prompt = np.asarray(request.prompt, np.int32)
         self.tokens = self.prompt  # prompt and output at its last admission
         self.slot = -1
+        self.num_cached = 0
         self.computed = 0
         self.not_before = -1
         self.pages_missing = (-1, 0)  # (insertions into the cache, pages it needed) when it last did not fit

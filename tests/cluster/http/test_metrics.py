@@ -39,6 +39,8 @@ EXPORTED = {
     "aerie:last_step_age_seconds": "gauge",
     "aerie:cuda_graphs": "gauge",
     "aerie:cuda_graphs_waiting": "gauge",
+    "aerie:backlog_seconds": "gauge",
+    "aerie:slot_wait_seconds": "gauge",
     "aerie:engines": "gauge status",
     "aerie:heartbeat_age_seconds": "gauge rank",
     "aerie:rank_steps": "counter rank",

@@ -3,15 +3,17 @@
 import asyncio
 import itertools
 
-import msgspec
 import pytest
 
 from cluster.http.engine_client import EngineRefused
 from cluster.ingress import remote_engines
-from cluster.ingress.remote_engines import RemoteEngines, TokenInbox
+from cluster.ingress.engine_link import EngineLostError
+from cluster.ingress.remote_engines import Call, RemoteEngines
+from cluster.ingress.routing import Prompt
+from cluster.ingress.token_inbox import TokenInbox
 from cluster.transport.messages import (
-    EngineAnswer,
     EngineStats,
+    FlushOutcome,
     GenerateRequest,
     GenerateSummary,
     Probe,
@@ -22,42 +24,59 @@ from cluster.transport.messages import (
 from workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32
 
 
-class ScriptedCalls:
-    """Records calls; a test ends them and sends their tokens."""
+class ScriptedEngines:
+    """Records what was sent to engines; a test ends it and sends its tokens. present: the engines that can be chosen,
+    the first one first; waits: who chose while there was none, and for how long."""
 
     def __init__(self) -> None:
+        self.present = ["e"]
+        self.waits: list[float] = []
+        self.suspected: list[str] = []
+        self.engines: list[str] = []
         self.requests: list[GenerateRequest] = []
-        self.calls: list[asyncio.Future[bytes]] = []
+        self.calls: list[Call] = []
         self.started = asyncio.Event()
         self.num_stats = 0
         self.probes: list[Probe] = []
-        self.probe_calls: list[asyncio.Future[bytes]] = []
+        self.probe_calls: list[Call] = []
 
-    def generate(self, payload: bytes) -> asyncio.Future[bytes]:
-        self.requests.append(msgspec.msgpack.decode(payload, type=GenerateRequest))
-        self.calls.append(asyncio.get_running_loop().create_future())
-        self.started.set()
-        return self.calls[-1]
+    async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
+        name = next((name for name in self.present if name not in avoid), None)
+        if name is None:
+            self.waits.append(wait_s)
+        return name
 
-    def probe(self, payload: bytes) -> asyncio.Future[bytes]:
-        self.probes.append(msgspec.msgpack.decode(payload, type=Probe))
-        self.probe_calls.append(asyncio.get_running_loop().create_future())
-        return self.probe_calls[-1]
+    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> Call:
+        call: Call = asyncio.get_running_loop().create_future()
+        if isinstance(message, Probe):
+            self.probes.append(message)
+            self.probe_calls.append(call)
+        else:
+            self.engines.append(name)
+            self.requests.append(message)
+            self.calls.append(call)
+            self.started.set()
+        return call
+
+    def suspect(self, name: str) -> None:
+        self.suspected.append(name)
 
     async def stats(self) -> list[EngineStats]:
         self.num_stats += 1
         return [EngineStats(engine_id="e", status="ready")]
 
+    async def flush_cache(self) -> list[FlushOutcome]:
+        return []
+
     def answer(self, index: int, finish: str = "stop", refusal: Refusal | None = None) -> None:
-        summary = None if refusal else GenerateSummary(self.requests[index].request_id, finish, 0)
-        self.calls[index].set_result(msgspec.msgpack.encode(EngineAnswer(summary, refusal)))
+        self.calls[index].set_result(refusal or GenerateSummary(self.requests[index].request_id, finish, 0))
 
 
 class Rig:
     def __init__(self, resume: bool = True) -> None:
-        self.calls = ScriptedCalls()
+        self.calls = ScriptedEngines()
         self.inbox = TokenInbox()
-        self.engines = RemoteEngines(self.calls, self.inbox, "tcp://here", resume)
+        self.engines = RemoteEngines(self.calls, self.calls, self.inbox, "tcp://here", resume)
         self._sequence = itertools.count()
 
     def send(self, index: int, *tokens: int, finish: str | None = None, source: str = "c") -> None:
@@ -159,13 +178,54 @@ async def test_refusal_is_raised_before_the_first_delta() -> None:
     assert refused.value.refusal.retry_after_s == 3.0
 
 
+async def test_another_engine_is_asked_where_one_refuses() -> None:
+    rig = Rig()
+    rig.calls.present = ["full", "free"]
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.calls.answer(0, refusal=Refusal("queue_full", "full", 3.0))
+    await rig.call_started(2)
+    rig.send(1, 7, finish="length")
+    assert (await asyncio.wait_for(reading, 5))[-1].tokens == (7,)
+    assert rig.calls.engines == ["full", "free"] and not rig.calls.requests[1].resumed
+
+
+async def test_a_request_that_is_too_large_for_one_engine_is_for_all() -> None:
+    rig = Rig()
+    rig.calls.present = ["a", "b"]
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.calls.answer(0, refusal=Refusal("too_large", "by far"))
+    with pytest.raises(EngineRefused, match="by far"):
+        await asyncio.wait_for(reading, 5)
+    assert rig.calls.engines == ["a"]
+
+
+async def test_the_engine_that_comes_is_waited_for_where_one_leaves() -> None:
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.calls.answer(0, refusal=Refusal("leaving", "the engine is draining"))
+    with pytest.raises(EngineRefused) as refused:
+        await asyncio.wait_for(reading, 5)
+    assert refused.value.refusal.kind == "not_ready" and rig.calls.waits == [remote_engines.NEW_WAIT_S]
+
+
+async def test_no_engine_is_an_answer_after_a_while() -> None:
+    rig = Rig()
+    rig.calls.present = []
+    with pytest.raises(EngineRefused, match="no engine is there"):
+        await asyncio.wait_for(rig.run(), 5)
+    assert rig.calls.waits == [remote_engines.NEW_WAIT_S]
+
+
 async def test_dead_engine_is_resumed_once_with_the_tokens_delivered() -> None:
     rig = Rig()
     reading = rig.run()
     await rig.call_started(1)
     rig.send(0, 5, 6)
     await asyncio.sleep(0.01)
-    rig.calls.calls[0].set_exception(RuntimeError("the replica died"))
+    rig.calls.calls[0].set_exception(EngineLostError("the replica died"))
     await rig.call_started(2)
     resumed = rig.calls.requests[1]
     assert unpack_i32(resumed.output).tolist() == [5, 6] and resumed.request_id != "r"
@@ -180,7 +240,7 @@ async def test_engine_that_dies_with_tokens_under_way_is_noticed() -> None:
     rig = Rig()
     reading = rig.run()
     await rig.call_started(1)
-    rig.calls.calls[0].set_exception(RuntimeError("the replica died"))
+    rig.calls.calls[0].set_exception(EngineLostError("the replica died"))
     asyncio.get_running_loop().call_soon(rig.send, 0, 5, 6)
     await rig.call_started(2)
     assert unpack_i32(rig.calls.requests[1].output).tolist() == [5, 6]
@@ -195,7 +255,7 @@ async def test_third_failure_ends_with_an_error_delta() -> None:
     for count in (1, 2, 3):
         await rig.call_started(count)
         rig.send(count - 1)  # an engine had queued it
-        rig.calls.calls[-1].set_exception(RuntimeError(f"death {count}"))
+        rig.calls.calls[-1].set_exception(EngineLostError(f"death {count}"))
     deltas = await asyncio.wait_for(reading, 5)
     assert deltas[-1].finish == "error" and "death 3" in str(deltas[-1].error)
 
@@ -207,7 +267,7 @@ async def test_a_queued_request_without_tokens_is_resumed_and_waits_for_an_engin
     assert not rig.calls.requests[0].resumed
     rig.send(0)
     await asyncio.sleep(0)
-    rig.calls.calls[0].set_exception(RuntimeError("the coordinator died"))
+    rig.calls.calls[0].set_exception(EngineLostError("the coordinator died"))
     await rig.call_started(2)
     assert rig.calls.requests[1].resumed
     rig.send(1, 7, finish="length")
@@ -250,9 +310,12 @@ async def test_health_is_a_probe_on_the_way_of_requests_and_never_waits_for_it(m
         "the last answer while the next is asked for"
     )
     await asyncio.sleep(0.35)
+    assert (await rig.engines.health())[1] == "", "a second attempt is under way"
+    assert rig.calls.suspected == ["e"]
+    await asyncio.sleep(0.35)
     assert "no engine took it within 0.3 s" in (await rig.engines.health())[1]
     refusal = Refusal("not_ready", "rank 1 (pid 7 on node 10.0.0.1) has not been heard of for 4.0 s")
-    rig.calls.probe_calls[-1].set_result(msgspec.msgpack.encode(EngineAnswer(None, refusal)))
+    rig.calls.probe_calls[-1].set_result(refusal)
     await asyncio.sleep(0.01)
     assert "rank 1 (pid 7 on node" in (await rig.engines.health())[1]
 
@@ -263,7 +326,7 @@ async def test_without_resume_the_first_failure_ends_the_stream() -> None:
     await rig.call_started(1)
     rig.send(0)
     await asyncio.sleep(0)
-    rig.calls.calls[0].set_exception(RuntimeError("gone"))
+    rig.calls.calls[0].set_exception(EngineLostError("gone"))
     assert (await asyncio.wait_for(reading, 5))[-1].finish == "error"
     assert len(rig.calls.calls) == 1
 
@@ -274,7 +337,7 @@ async def test_request_that_had_its_last_token_is_not_run_again() -> None:
     await rig.call_started(1)
     rig.send(0, 5, 6)  # the message with the finish is lost with the engine
     await asyncio.sleep(0.01)
-    rig.calls.calls[0].set_exception(RuntimeError("gone"))
+    rig.calls.calls[0].set_exception(EngineLostError("gone"))
     deltas = await asyncio.wait_for(reading, 5)
     assert deltas[-1].finish == "length" and len(rig.calls.calls) == 1
 

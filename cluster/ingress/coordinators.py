@@ -1,0 +1,85 @@
+"""Coordinators as Ray knows them: where they are, and what is asked of all of them at once. For the ingress."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+
+from cluster.transport.discovery import find_coordinators
+from cluster.transport.messages import EngineStats, FlushOutcome
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STATS_TIMEOUT_S = 1.0
+FLUSH_TIMEOUT_S = 5.0
+
+
+class Coordinators:
+    """`cluster.ingress.remote_engines.EngineCalls`, and where the coordinators' inboxes are."""
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+        self._coordinators: dict[str, Any] = {}
+
+    async def endpoints(self, known: Collection[str]) -> dict[str, str]:
+        """By engine id, of every coordinator that lives and answers: its inbox, "" if it has none yet or is `known`."""
+        coordinators = await self._found()
+
+        async def ask(engine_id: str, coordinator: Any) -> str | None:
+            if engine_id in known:
+                return ""
+            try:
+                async with asyncio.timeout(STATS_TIMEOUT_S):
+                    endpoint: str = await coordinator.endpoint.remote()
+                    return endpoint
+            except (TimeoutError, ray.exceptions.RayError):
+                return None
+
+        asked = await asyncio.gather(*(ask(*item) for item in coordinators.items()))
+        return {
+            engine_id: endpoint for engine_id, endpoint in zip(coordinators, asked, strict=True) if endpoint is not None
+        }
+
+    async def stats(self) -> list[EngineStats]:
+        return await self._ask_all(
+            "stats", EngineStats, STATS_TIMEOUT_S, lambda name, fault: EngineStats(name, status="dead", detail=fault)
+        )
+
+    async def flush_cache(self) -> list[FlushOutcome]:
+        return await self._ask_all(
+            "flush_cache", FlushOutcome, FLUSH_TIMEOUT_S, lambda name, fault: FlushOutcome(name, fault=fault)
+        )
+
+    async def _ask_all(self, method: str, kind: type[T], limit_s: float, failed: Callable[[str, str], T]) -> list[T]:
+        """Every coordinator's answer to `method`, or what `failed` makes of its engine's id and what was wrong."""
+        with contextlib.suppress(TimeoutError):
+            await self._found()
+
+        async def ask(engine_id: str, coordinator: Any) -> T:
+            try:
+                async with asyncio.timeout(limit_s):
+                    raw: bytes = await getattr(coordinator, method).remote()
+            except TimeoutError:
+                return failed(engine_id, f"no answer in {limit_s:g} s")
+            except ray.exceptions.RayError as error:
+                return failed(engine_id, str(error).splitlines()[0])
+            return msgspec.msgpack.decode(raw, type=kind)
+
+        return list(await asyncio.gather(*(ask(*item) for item in list(self._coordinators.items()))))
+
+    async def _found(self) -> dict[str, Any]:
+        """Handles of the living coordinators by engine id. Raises TimeoutError, and keeps those found before."""
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                found = await asyncio.to_thread(find_coordinators, self._application, dict(self._coordinators))
+        except TimeoutError:
+            logger.warning("Ray's name service did not answer in %g s; using the engines known before", STATS_TIMEOUT_S)
+            raise
+        self._coordinators = found
+        return found

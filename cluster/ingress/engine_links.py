@@ -1,0 +1,147 @@
+"""All engines that an ingress can reach: finds their coordinators, keeps a link to each, chooses between them.
+
+How coordinators are found is handed in, so that this runs in tests without Ray.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+
+from cluster.ingress.engine_link import Answer, EngineLink
+from cluster.ingress.routing import Prompt, Routing, choose
+from cluster.transport.channel import Context
+from cluster.transport.messages import GenerateRequest, Probe
+from cluster.transport.sockets import Transport
+
+logger = logging.getLogger(__name__)
+
+Find = Callable[[Collection[str]], Awaitable[Mapping[str, str]]]
+
+FIND_PERIOD_S = 1.0
+FIND_HASTE_S = 0.1  # while somebody waits for an engine
+RENEW_S = 2.0  # subscriptions
+CONNECT_LIMIT_S = 10.0  # from a link's opening to its engine's first words
+
+
+class EngineLinks:
+    """`cluster.ingress.remote_engines.Engines` over ZeroMQ.
+
+    find: endpoints of the inboxes of all living coordinators by name, "" of one that takes no requests yet; those of
+        the names handed in need not be asked for.
+    routing: how engines are chosen.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        transport: Transport,
+        find: Find,
+        routing: Routing = "first_token",
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._transport = transport
+        self._find = find
+        self._routing = routing
+        self._clock = clock
+        self._chance = random.Random(seed)
+        self._links: dict[str, EngineLink] = {}
+        self._opened_s: dict[str, float] = {}
+        self._renewed_s = clock()
+        self._num_waiting = 0
+        self._changed = asyncio.Event()  # something was heard, or a link has gone
+        self._wanted = asyncio.Event()  # somebody waits for an engine
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+
+    async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
+        """The engine for a request, once there is one, or None if there is none for `wait_s`. avoid: it did not take
+        this request, so that another one is waited for only if there is one."""
+        deadline_s = self._clock() + wait_s
+        while True:
+            views = {name: link.view for name, link in self._links.items()}
+            name = choose(views, prompt, self._clock(), self._chance, avoid, self._routing)
+            remaining_s = deadline_s - self._clock()
+            if name is not None or remaining_s <= 0:
+                return name
+            self._changed.clear()
+            self._wanted.set()
+            self._num_waiting += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), remaining_s)
+            finally:
+                self._num_waiting -= 1
+
+    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> "asyncio.Future[Answer]":
+        """Hand a request over to the engine that `choose` has named; see `EngineLink.start`."""
+        link = self._links[name]
+        if isinstance(message, GenerateRequest):
+            link.view.sent(prompt, self._clock())
+        return link.start(message)
+
+    def suspect(self, name: str) -> None:
+        """It has not taken a request in time: others are asked until it tells something."""
+        if name in self._links:
+            self._links[name].view.is_suspect = True
+
+    def close(self) -> None:
+        """End all links."""
+        self._task.cancel()
+        for link in self._links.values():
+            link.fail("the ingress is stopped")
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                self._drop_lost()
+                await self._look()
+            except TimeoutError:
+                pass  # the links that there are stay; who looked has said so
+            except Exception:
+                logger.exception("the engines could not be looked for")
+            self._wanted.clear()
+            if self._num_waiting:
+                await asyncio.sleep(FIND_HASTE_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), FIND_PERIOD_S)
+
+    async def _look(self) -> None:
+        """Open links to new coordinators and close those to coordinators that are no more."""
+        found = await self._find(self._links.keys())
+        now = self._clock()
+        for name in [name for name in self._links if name not in found]:
+            self._drop(name, "its process has ended")
+        for name, endpoint in found.items():
+            if endpoint and name not in self._links:
+                try:
+                    self._links[name] = EngineLink(self._context, self._transport, endpoint, self._heard, self._clock)
+                except ValueError:
+                    logger.exception("no link to engine %s", name)
+                    continue
+                self._opened_s[name] = now
+        if now - self._renewed_s > RENEW_S:
+            self._renewed_s = now
+            for link in self._links.values():
+                link.subscribe()
+
+    def _drop_lost(self) -> None:
+        overdue_s = self._clock() - CONNECT_LIMIT_S
+        for name, link in list(self._links.items()):
+            if link.lost:
+                self._drop(name, link.lost)
+            elif link.view.state is None and self._opened_s[name] < overdue_s:
+                self._drop(name, f"it has told nothing for {CONNECT_LIMIT_S:g} s")
+
+    def _drop(self, name: str, reason: str) -> None:
+        logger.warning("the link to engine %s is closed: %s", name, reason)
+        self._links.pop(name).fail(reason)
+        del self._opened_s[name]
+
+    def _heard(self) -> None:
+        self._drop_lost()
+        self._changed.set()

@@ -1,0 +1,179 @@
+"""Which engine gets a request: that from which its first token is expected first, by what engines tell of themselves.
+
+Pure: times are handed in, nothing is asked for. An ingress keeps an `EngineView` per engine, feeds it with the engine's
+`EngineState`s and with what it has sent there itself, and asks `choose`. What it knows of other ingresses' requests is
+as old as the last state, so a choice may be wrong; then a request waits longer than it had to.
+"""
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from attention.kv_cache.prefix_digests import prompt_digests, split_digests
+from cluster.transport.messages import EngineState
+
+Routing = Literal["first_token", "least_loaded"]
+
+SILENT_S = 2.0  # an engine tells its state twice a second; one that does not may be lost
+PROMISE_S = 10.0  # for which pages that a request will leave count as cached, until the engine tells of them or not
+USUAL_TOKENS_PER_S = 5000.0  # of an engine that has not measured how fast it computes prompts
+TIE_S = 0.001
+TIE_SHARE = 0.1
+
+
+class Prompt:
+    """A prompt as engines' caches may know it.
+
+    num_tokens: of it.
+    """
+
+    def __init__(self, tokens: Sequence[int], salt: bytes) -> None:
+        self.num_tokens = len(tokens)
+        self._tokens = tokens
+        self._salt = salt
+        self._digests: dict[tuple[int, int], list[bytes]] = {}
+
+    def digests(self, page_size: int, lookahead: int) -> list[bytes]:
+        """One of each page that a cache of such pages could have."""
+        key = (page_size, lookahead)
+        if key not in self._digests:
+            array: npt.NDArray[np.int32] = np.asarray(self._tokens, np.int32)
+            self._digests[key] = prompt_digests(array, page_size, lookahead, self._salt)
+        return self._digests[key]
+
+
+class EngineView:
+    """What one ingress knows of one engine.
+
+    state: what it told last; None before it has.
+    heard_s: when it last told anything.
+    num_sent: requests that went there.
+    is_suspect: it has not taken a request in time, and not told anything since.
+    """
+
+    def __init__(self) -> None:
+        self.state: EngineState | None = None
+        self.heard_s = 0.0
+        self.is_suspect = False
+        self._cached: set[bytes] = set()
+        self._promised: dict[bytes, float] = {}  # by digest until when
+        self._next_sequence = 0
+        self.num_sent = 0
+        self._untold: deque[tuple[int, int]] = deque()  # number of a request that was sent, prompt tokens to compute
+        self._untold_tokens = 0
+
+    def heard(self, state: EngineState, now: float) -> bool:
+        """Take what it tells. False if messages before were lost, so that it must begin anew."""
+        self.state, self.heard_s, self.is_suspect = state, now, False
+        while self._untold and self._untold[0][0] <= state.num_received:
+            self._untold_tokens -= self._untold.popleft()[1]
+        if state.sequence == 0:
+            self._cached.clear()
+        elif state.sequence != self._next_sequence:
+            self._next_sequence = -1  # until one begins anew
+            return False
+        self._next_sequence = state.sequence + 1
+        self._cached.update(split_digests(state.added))
+        removed = split_digests(state.removed)
+        self._cached.difference_update(removed)
+        for digest in removed:
+            self._promised.pop(digest, None)
+        while self._promised and (oldest := next(iter(self._promised))) and self._promised[oldest] < now:
+            del self._promised[oldest]
+        return True
+
+    def sent(self, prompt: Prompt, now: float) -> None:
+        """A request goes there now."""
+        self.num_sent += 1
+        if self.state is None:
+            return
+        num_tokens = prompt.num_tokens - self.num_cached(prompt)
+        self._untold.append((self.num_sent, num_tokens))
+        self._untold_tokens += num_tokens
+        for digest in self._digests(prompt):
+            self._promised.pop(digest, None)
+            self._promised[digest] = now + PROMISE_S
+
+    @property
+    def num_active(self) -> int:
+        """Requests that run or wait there."""
+        state = self.state
+        return len(self._untold) + (0 if state is None else state.num_running + state.num_waiting)
+
+    def num_cached(self, prompt: Prompt) -> int:
+        """Tokens of a prompt that it has cached, or will have."""
+        digests = self._digests(prompt)
+        if not digests or self.state is None or not self._has(digests[0]):
+            return 0
+        low, high = 1, len(digests)  # a page is cached only with those before it
+        while low < high:
+            middle = (low + high) // 2
+            if self._has(digests[middle]):
+                low = middle + 1
+            else:
+                high = middle
+        return low * self.state.stride * self.state.page_size
+
+    def first_token_s(self, prompt: Prompt) -> float:
+        """Until its first token, from now: what is to be computed before and of it, at the engine's speed, and the wait
+        for a slot."""
+        state = self.state
+        assert state is not None
+        pending = state.backlog_tokens + self._untold_tokens
+        speed = state.prefill_tokens_per_s or USUAL_TOKENS_PER_S
+        return (pending + prompt.num_tokens - self.num_cached(prompt)) / speed + state.wait_s
+
+    def _has(self, digest: bytes) -> bool:
+        return digest in self._cached or digest in self._promised
+
+    def _digests(self, prompt: Prompt) -> list[bytes]:
+        state = self.state
+        if state is None or state.page_size == 0:
+            return []
+        return prompt.digests(state.page_size, state.lookahead)[state.stride - 1 :: state.stride]
+
+
+def choose(
+    views: Mapping[str, EngineView],
+    prompt: Prompt,
+    now: float,
+    chance: random.Random,
+    avoid: frozenset[str] = frozenset(),
+    routing: Routing = "first_token",
+) -> str | None:
+    """The name of the engine that a request goes to, or None if there is none that takes any.
+
+    Those that would answer are asked before those that have a fault, are silent, or are drained. Of those the one with
+    the earliest first token; where several are about as early, the less loaded of two that chance takes of them. Or
+    that with the fewest requests, whatever it has cached. avoid: engines that did not take this request."""
+    ranks = {name: rank for name, view in views.items() if name not in avoid and (rank := _rank(view, now)) is not None}
+    if not ranks:
+        return None
+    first = min(ranks.values())
+    best = [name for name, rank in ranks.items() if rank == first]
+    if len(best) == 1:
+        return best[0]
+    if routing == "least_loaded":
+        fewest = min(views[name].num_active for name in best)
+        return chance.choice([name for name in best if views[name].num_active == fewest])
+    expected_s = {name: views[name].first_token_s(prompt) for name in best}
+    late_s = min(expected_s.values()) * (1 + TIE_SHARE) + TIE_S
+    near = [name for name in best if expected_s[name] <= late_s]
+    two = chance.sample(near, min(2, len(near)))
+    return min(two, key=lambda name: views[name].num_active)
+
+
+def _rank(view: EngineView, now: float) -> int | None:
+    """0: would answer, the others less and less surely; None: takes nothing, ever."""
+    state = view.state
+    if state is None or state.is_leaving or state.status == "dead":
+        return None
+    if state.status == "draining":
+        return 3  # its refusal says why
+    if state.status != "ready":
+        return 2
+    return int(bool(state.fault) or view.is_suspect or now - view.heard_s > SILENT_S)

@@ -1,0 +1,57 @@
+"""The section `parallel` of the configuration: how many engines, of how many workers, and where."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["auto", "STRICT_PACK", "PACK", "STRICT_SPREAD"]
+
+
+@dataclass(frozen=True)
+class ReplicasConfig:
+    """As many engines as the load wants (`cluster.replica.scaling`).
+
+    min, max: engines.
+    up_after_s, down_after_s: for which the load must want more, or fewer.
+    """
+
+    min: int
+    max: int
+    up_after_s: float = 10.0
+    down_after_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max:
+            raise ValueError(f"min={self.min}, max={self.max}: min must be at least 1, and max not below it")
+        for name in ("up_after_s", "down_after_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 seconds")
+
+    def __str__(self) -> str:
+        return f"{self.min} to {self.max}"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many engines, of how many workers, and where.
+
+    tensor_parallel: workers of one engine, each with one GPU (or one CPU process).
+    replicas: engines; or how few and how many, as the load wants.
+    strategy: placement of an engine's workers: STRICT_PACK (one node), PACK (as few nodes as fit), auto (STRICT_PACK if
+        any node is large enough, else PACK).
+    autoscaling: nodes may still come, so an engine that does not fit now waits.
+    """
+
+    tensor_parallel: int = 1
+    replicas: int | ReplicasConfig = 1
+    strategy: Strategy = "auto"
+    autoscaling: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("tensor_parallel", self.tensor_parallel), ("replicas", self.replicas)):
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+
+    @property
+    def min_replicas(self) -> int:
+        """Engines that there are at least."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
