@@ -90,7 +90,8 @@ class DraftSpeculation:
         done("draft loaded")
         draft = DraftRunner(model, parts.pool_beside, backends)
         synthetic = self.config.synthetic_acceptance_length
-        return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, synthetic)
+        masks = parts.grammars.masks
+        return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic)
 
 
 def plan_layout(spec: EngineSpec) -> EngineLayout:
