@@ -1,4 +1,4 @@
-"""What a guide proposes: walked on the host along texts that the embedded pair's tokenizer wrote, or wrote otherwise."""
+"""What a guide proposes: walked on the host along texts as the embedded pair's tokenizer writes them, and otherwise."""
 
 from typing import Any
 
@@ -27,7 +27,12 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-ONE = {"type": "object", "properties": {"kind": {"const": "fixed"}}, "required": ["kind"], "additionalProperties": False}
+ONE = {
+    "type": "object",
+    "properties": {"kind": {"const": "fixed"}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
 
 
 class Walked:
@@ -41,6 +46,7 @@ class Walked:
         endings: Endings | None = None,
         num_guided: int = WIDTH,
         any_whitespace: bool = False,
+        ended: int | None = None,
     ) -> None:
         compiled = COMPILER.compile(grammar_of(schema, any_whitespace))
         self.texts = COMPILER.texts_of(compiled)
@@ -53,8 +59,17 @@ class Walked:
         block = GuideBlock(self.guides.blocks[0].numpy())
         block.clear()
         count = len(tree.tokens)
-        rows = MaskRows(self.masks.host_words, self.masks.host_words.numpy(), 0, count, count + NUM_SPARE)
-        self.walk = TreeWalk(matcher, self.texts, endings or Endings(), eos_token_ids(), rows, block, num_guided)
+        rows = MaskRows(
+            self.masks.host_words,
+            self.masks.host_words.numpy(),
+            0,
+            count,
+            count + NUM_SPARE,
+            torch.zeros_like(self.masks.words[:1]),
+        )
+        self.walk = TreeWalk(
+            matcher, self.texts, endings or Endings(), eos_token_ids(), rows, block, num_guided, any_whitespace, ended
+        )
         self.walk.run(tree.tokens, tree.children)
 
     def after(self, *tokens: int, node: int = 0) -> str:
@@ -105,6 +120,23 @@ def test_endings_lead_out_of_an_open_place() -> None:
     walked = Walked(PERSON, '{"name": "Bo', ROOT, endings)
     assert walked.after(quote) == ', "age": '
     assert walked.after(*letters("bo"), quote) == ', "age": ', "letters lead back to the string"
+
+
+def test_a_token_that_ended_an_open_place_is_remembered() -> None:
+    endings, quote = Endings(), letters('"')[0]
+    Walked(PERSON, '{"name": "Bo', ROOT, endings, ended=letters("o")[0])
+    assert list(endings) == []
+    Walked(PERSON, '{"name": "Bo"', ROOT, endings, ended=quote)
+    assert list(endings) == [quote]
+
+
+def test_where_whitespace_is_open_one_space_or_none_is_proposed() -> None:
+    endings, quote = Endings(), letters('"')[0]
+    endings.add(quote)
+    assert Walked(PERSON, "", ROOT, endings, any_whitespace=True).after(*letters("{")) == '"name": "'
+    assert Walked(PERSON, '{"name": "Bo', ROOT, endings, any_whitespace=True).after(quote) == ', "age": '
+    endings.is_spaced = False
+    assert Walked(PERSON, '{ "name":"Bo', ROOT, endings, any_whitespace=True).after(quote) == ',"age":'
 
 
 def test_an_open_place_has_its_mask() -> None:

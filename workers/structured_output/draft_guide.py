@@ -11,7 +11,7 @@ Nothing here decides what is chosen: a guide that is wrong, or short of states, 
 `workers.structured_output.slot_grammars`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,13 +27,19 @@ if TYPE_CHECKING:
 
 FEW_TOKENS = 6  # so many are all tried
 MAX_ENDINGS = 6  # tokens that are remembered because a text was demanded after them
+_MAX_SPACED_BYTES = 48  # of texts whose whitespace is open; more is found when these are accepted
+_WHITESPACE = b" \t\n\r"
 _MAX_LEVEL = 2  # open places and texts that are followed one after the other
 
 
 class Endings:
-    """Tokens after which a grammar demanded a text, the newest last."""
+    """Tokens after which a grammar demanded a text, the newest last.
+
+    is_spaced: whether a space stands after colons and commas, where the grammar leaves that open.
+    """
 
     def __init__(self) -> None:
+        self.is_spaced = True
         self._tokens: dict[int, None] = {}
 
     def add(self, token: int) -> None:
@@ -42,7 +48,7 @@ class Endings:
         if len(self._tokens) > MAX_ENDINGS:
             del self._tokens[next(iter(self._tokens))]
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._tokens))
 
 
@@ -53,6 +59,7 @@ class MaskRows:
     words: [masks, w] int32 of the whole step; array: the same for numpy.
     first: that of the root; those of the other nodes follow.
     end: of those in use; up to `limit` may be used for places behind the tree.
+    scratch: [1, w] int32, for masks that nobody else needs.
     """
 
     words: Tensor
@@ -60,6 +67,7 @@ class MaskRows:
     first: int
     end: int
     limit: int
+    scratch: Tensor
 
 
 class _Demanded(NamedTuple):
@@ -86,6 +94,8 @@ class _Place(NamedTuple):
 class TreeWalk:
     """Fills the masks of one tree, and writes its guide.
 
+    any_whitespace: whether the grammar allows whitespace between the parts of a text, as much as the answer likes.
+    ended: the newest token, if it stood in an open place, which it may have ended.
     num_guided: nodes that have a state in the guide, the first ones of the tree, which are the likely ones.
     is_demanded: by node, whether what follows it is a text that the grammar demands; of nodes that it allows.
     """
@@ -97,6 +107,8 @@ class TreeWalk:
     rows: MaskRows
     guide: GuideBlock
     num_guided: int
+    any_whitespace: bool = False
+    ended: int | None = None
     is_demanded: dict[int, bool] = field(default_factory=dict)
 
     def run(self, tokens: Sequence[int], children: Sequence[Sequence[int]]) -> None:
@@ -114,6 +126,8 @@ class TreeWalk:
             place = self._place(row, tokens[node], above)
             self.guide.set_node(node, place.state)
             self.is_demanded[node] = place.demanded is not None
+            if node == 0 and self.ended is not None and place.demanded is not None:
+                self.endings.add(self.ended)
         for child in children[node]:
             if self.matcher.accept_token(tokens[child]):
                 self._visit(child, tokens, children, place)
@@ -137,13 +151,45 @@ class TreeWalk:
 
     def _here(self, row: int, level: int) -> _Place:
         """Where the matcher stands. row: the mask, if it is filled."""
-        text = self.matcher.find_jump_forward_string().encode()
+        text = self._text()
         if text:
             return self._demand(text, level)
         few = self._few(row) if row != NOWHERE else None
         if self.matcher.is_completed() and (row == NOWHERE or few is not None and set(few) <= set(self.stop_token_ids)):
             return _Place(self.guide.add_state(forced=self.stop_token_ids[0]))
         return _Place(self._open(row, few, level))
+
+    def _text(self) -> bytes:
+        """What must come; where whitespace may stand in it, as this grammar's answers have it."""
+        if not self.any_whitespace:
+            return self._jump()
+        text, taken = b"", 0
+        while len(text) < _MAX_SPACED_BYTES:
+            part = self._jump() or self._behind_whitespace(text)
+            if not part or not self.matcher.accept_string(part):
+                break
+            text, taken = text + part, taken + 1
+        if taken:
+            self.matcher.rollback(taken)
+        return text
+
+    def _jump(self) -> bytes:
+        """The longest text that must come, byte by byte."""
+        text: str = self.matcher.find_jump_forward_string()
+        return text.encode()
+
+    def _behind_whitespace(self, text: bytes) -> bytes:
+        """What goes on after a text where whitespace may come next, or one other byte; b"" where more is open."""
+        scratch = self.rows.scratch
+        if self.matcher.is_terminated():
+            return b""
+        self.matcher.fill_next_token_bitmask(scratch, 0)
+        allowed = self.texts.bytes_allowed(scratch[0].numpy())
+        others = [byte for byte in allowed if byte not in _WHITESPACE]
+        if len(others) == len(allowed):
+            return b""
+        is_spaced = self.endings.is_spaced and text[-1:] in (b":", b",") and ord(" ") in allowed
+        return (b" " if is_spaced else b"") + (bytes(others) if len(others) == 1 else b"")
 
     def _demand(self, text: bytes, level: int) -> _Place:
         states = self.texts.states(text)
@@ -183,7 +229,7 @@ class TreeWalk:
 
     def _behind(self, level: int) -> int:
         """The state behind a token that was tried, if there is a text."""
-        text = self.matcher.find_jump_forward_string().encode()
+        text = self._text()
         if text:
             return self._demand(text, level).state
         if self.matcher.is_completed():

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from workers.scheduling.plan import FINISH_NONE, Grammar, SlotInit, unpack_i32
@@ -18,6 +19,7 @@ from workers.structured_output.draft_guide import MaskRows, TreeWalk
 from workers.structured_output.grammar_cache import GrammarCache, KeptGrammar
 from workers.structured_output.guide_table import GuideBlock
 from workers.structured_output.mask_table import NUM_SPARE, MaskTable
+from workers.structured_output.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     import xgrammar
@@ -89,6 +91,7 @@ class _Standing:
     matcher: where it stands, once the first mask was asked for.
     drafted: tokens and parents [W] int64 of what it verifies next.
     verified: the tree whose masks were filled last, and of its nodes whether a text was demanded after them.
+    ended: the newest token, if it stood in an open place.
     is_over: it has ended.
     is_lost: it left its grammar.
     """
@@ -100,6 +103,7 @@ class _Standing:
     drafted: Tensor | None = None
     verified: Tree = ROOT
     is_demanded: dict[int, bool] = field(default_factory=dict)
+    ended: int | None = None
     is_over: bool = False
     is_lost: bool = False
 
@@ -127,14 +131,16 @@ class _Standing:
             self.advance(output)
         return self.matcher
 
-    def learn(self, tokens: Sequence[int]) -> int:
-        """What tokens that were taken show of the grammar: whether the last ended an open place. Returns how many of
-        them were drafts within a text that was demanded."""
+    def learn(self, tokens: Sequence[int], texts: TokenTexts) -> int:
+        """What tokens that were taken show of the grammar. Returns how many of them were drafts within a text that was
+        demanded."""
         path = self.verified.path(tokens[:-1])
         demanded = [self.is_demanded.get(node, False) for node in path]
-        matcher = self.begun()
-        if not demanded[-1] and not matcher.is_terminated() and matcher.find_jump_forward_string():
-            self.grammar.endings.add(tokens[-1])
+        self.ended = None if demanded[-1] else tokens[-1]
+        if self.grammar.grammar.any_whitespace:
+            _, _, after = b"".join(texts[token] for token in tokens).partition(b'":')
+            if after:
+                self.grammar.endings.is_spaced = after.startswith(b" ")
         return sum(demanded[:-1])
 
 
@@ -156,6 +162,7 @@ class SlotGrammars:
         self._standing: dict[int, _Standing] = {}
         self._unread: list[tuple[Emitted, list[tuple[int, _Standing]]]] = []
         self._cache = GrammarCache(folder, vocab_size)
+        self._scratch = torch.zeros((1, masks.words.shape[1]), dtype=torch.int32)
         self._array = masks.host_words.numpy()
         self._guides = None if masks.host_guides is None else [GuideBlock(b) for b in masks.host_guides.blocks.numpy()]
 
@@ -193,7 +200,7 @@ class SlotGrammars:
             if standing is None or standing.is_over:
                 continue
             masks.host_index[slot] = row
-            rows = MaskRows(masks.host_words, self._array, row, row + count, row + count + NUM_SPARE)
+            rows = MaskRows(masks.host_words, self._array, row, row + count, row + count + NUM_SPARE, self._scratch)
             if not self._fill(standing, rows, count, number, len(entries)):
                 lost.append(slot)
             elif masks.host_guides is not None:
@@ -220,7 +227,7 @@ class SlotGrammars:
                 standing.is_over |= finish[entry] != FINISH_NONE
                 standing.drafted = None if drafts is None else drafts[entry]
                 if new and not standing.is_over and not standing.is_lost:
-                    self.num_forced += standing.learn(new)
+                    self.num_forced += standing.learn(new, self._cache.texts)
         self._unread.clear()
 
     def _fill(self, standing: _Standing, rows: MaskRows, count: int, number: int, num_requests: int) -> bool:
@@ -242,8 +249,17 @@ class SlotGrammars:
             tree = ROOT if drafted is None else Tree.of(*drafted[:, :count].tolist())
             kept, guide = standing.grammar, self._guides[number]
             guide.clear()
-            stops, num_guided = kept.grammar.end_token_ids, max(LEAST_GUIDED, GUIDED_NODES // num_requests)
-            walk = TreeWalk(matcher, self._cache.texts, kept.endings, stops, rows, guide, num_guided)
+            walk = TreeWalk(
+                matcher,
+                self._cache.texts,
+                kept.endings,
+                kept.grammar.end_token_ids,
+                rows,
+                guide,
+                max(LEAST_GUIDED, GUIDED_NODES // num_requests),
+                kept.grammar.any_whitespace,
+                standing.ended,
+            )
             walk.run(tree.tokens, tree.children)
             standing.verified, standing.is_demanded = tree, walk.is_demanded
         if not rows.array[rows.first].any():

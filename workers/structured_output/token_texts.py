@@ -42,9 +42,17 @@ class TokenTexts:
             if text and len(text) <= MAX_TOKEN_BYTES:
                 self._ids.setdefault(text, token)
         self._states: dict[bytes, TextStates] = {}
+        self._bytes = bytes(byte for byte in range(256) if bytes((byte,)) in self._ids)
+        tokens = np.array([self._ids[bytes((byte,))] for byte in self._bytes], np.int64)
+        self._byte_words, self._byte_bits = tokens // 32, (tokens % 32).astype(np.int32)
 
     def __getitem__(self, token: int) -> bytes:
         return self._texts[token]
+
+    def bytes_allowed(self, words: npt.NDArray[np.int32]) -> bytes:
+        """The bytes that a mask [w] allows to be the next token."""
+        allowed = np.flatnonzero(words[self._byte_words] >> self._byte_bits & 1)
+        return bytes(self._bytes[place] for place in allowed.tolist())
 
     def states(self, text: bytes) -> TextStates:
         """Of a text that is not empty; of a long one as far as drafts may come."""
