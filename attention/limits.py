@@ -15,6 +15,7 @@ TRITON_CAPABILITY = (8, 0)
 MAX_LATENT = 512  # whose sums of 64 rows are what the registers of a program hold
 FLASHINFER_CAPABILITY = (8, 0)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_LATENT = (512, 64)  # latent and rotated numbers of a row
 XQA_MAJORS = (9, 12)
 TRTLLM_GEN_MAJOR = 10
 TRTLLM_PAGE_SIZES = (16, 32, 64)
@@ -86,9 +87,23 @@ def triton_head_dim_refusal(head_dim: int) -> str | None:
 
 def flashinfer_refusal(use: AttentionUse) -> str | None:
     reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use)
+    if reason is None and use.value_dim is not None:
+        return _flashinfer_latent_refusal(use)
     if reason is None and use.head_dim not in FLASHINFER_HEAD_DIMS:
         return f"head_dim={use.head_dim}: must be one of {_list(FLASHINFER_HEAD_DIMS)}"
     return reason
+
+
+def _flashinfer_latent_refusal(use: AttentionUse) -> str | None:
+    assert use.value_dim is not None and use.capability is not None
+    if use.mode is Mode.PREFILL:
+        return "prompt chunks over latent rows: it attends to rounds only"
+    if use.capability[0] != 9:
+        return f"latent rows: {_capability_refusal(use, '9.x')}"
+    (latent, rotated), sizes = FLASHINFER_LATENT, (use.value_dim, use.head_dim - use.value_dim)
+    if sizes != FLASHINFER_LATENT:
+        return f"kv_lora_rank={sizes[0]}, qk_rope_head_dim={sizes[1]}: must be {latent} and {rotated}"
+    return None
 
 
 def trtllm_refusal(use: AttentionUse) -> str | None:

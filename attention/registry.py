@@ -66,7 +66,7 @@ def _trtllm() -> AttentionBackend:
 BACKENDS: dict[str, BackendFacts] = {
     "torch": BackendFacts(_torch, torch_refusal, layouts=ALL_LAYOUTS),
     "triton": BackendFacts(_triton, triton_refusal, layouts=ALL_LAYOUTS, chunks_on_device=True, package="triton"),
-    "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, package="flashinfer"),
+    "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, layouts=ALL_LAYOUTS, package="flashinfer"),
     "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),
 }
 

@@ -1,4 +1,5 @@
-"""Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for the rest.
+"""Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for the rest;
+rounds over latent rows are in `attention.backends.flashinfer_latent`.
 
 Its wrappers cut the work on the host, from lengths there. Those of prompt chunks come with the plan, so nothing is
 copied. Those of a round are on the device, so a round's work is cut there, by a kernel of ours in FlashInfer's own way
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
+from attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
 from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
 from attention.kernels.flashinfer_plan import mask_bytes
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, to_device
-from attention.views import LayerKV
+from attention.views import LatentKV, LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
 # fa2 keeps partial results of 264 tiles of 128 rows x 128 dimensions in float32 for each query head of a KV head
@@ -70,6 +72,7 @@ class FlashInferBackend(AttentionBackend):
         self._kernels: dict[tuple[torch.device, Heads, int, bool], Kernel] = {}
         self._rounds: dict[tuple[Any, ...], RoundPlan] = {}
         self._masks: dict[torch.device, Tensor] = {}
+        self.latent_rounds = LatentRounds(self.name)
 
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
         if isinstance(batch, DecodeBatch):
@@ -185,6 +188,16 @@ class _PreparedRound(_Prepared):
     def __init__(self, backend: FlashInferBackend, batch: DecodeBatch) -> None:
         super().__init__(backend)
         self.batch = batch
+        self._latent = PreparedLatentRound(backend.latent_rounds, batch)
+
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> None:
+        if isinstance(kv, LatentKV):
+            self._latent.plan(q, kv, scale)
+        else:
+            super().plan(q, kv, scale)
+
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
+        return self._latent.forward(q, kv, scale) if isinstance(kv, LatentKV) else super().forward(q, kv, scale)
 
     def _plan(self, heads: Heads) -> Callable[..., object]:
         run: Callable[..., object] = self.backend.round_plan(self.batch, heads).write(self.batch).run

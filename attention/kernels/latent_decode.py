@@ -30,8 +30,8 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float) -> DecodeTiles
     """The table, for packed_rows = rows x heads of a request. density: requests by multiprocessors.
 
     A multiprocessor has shared memory for one program: tiles of 64 tokens of 576 numbers are 74 kB each. Sums of 64
-    rows are 128 registers in each thread of eight warps, whose products take longer: tiles of 32 tokens, of which
-    three are on their way while one is multiplied.
+    rows are 128 registers in each thread of eight warps. Their tiles of 64 tokens take 4 to 10 % less than tiles of 32,
+    of which more are on their way (H200, 4 and 8 rows of 16 heads, 4,096 and 32,768 tokens).
     """
     if itemsize == 4:
         return DecodeTiles(16, 16, 4, 1, 1, 128)
@@ -40,7 +40,7 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float) -> DecodeTiles
         return DecodeTiles(16, 64, 4, 2, 1, least)
     if packed_rows <= TOKENS_FIRST_ROWS:
         return DecodeTiles(32, 64, 8, 2, 1, least)
-    return DecodeTiles(64, 32, 8, 4, 1, least)
+    return DecodeTiles(64, 64, 8, 2, 1, least)
 
 
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])

@@ -24,6 +24,8 @@ The rule:
                                                                       that has to plan itself is launched normally
                                        masks, prefix lengths, pages   kernels before the pass; the store is the fence
     attend_latent           waits      as attend_decode               the same; normed_latents is the fence
+    add_suffix              triggers   masks, prefix lengths, pages   kernels before the pass; FlashInfer's kernel,
+                                                                      launched normally, is the fence
     normed_latents          waits      nothing                        (is a fence)
     head_products           triggers   W                              constant
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence

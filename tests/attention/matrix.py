@@ -87,6 +87,8 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
         dataclasses.replace(home, dtype=torch.float32),
         latent,
+        dataclasses.replace(latent, mode=Mode.PREFILL),
+        dataclasses.replace(latent, capability=(10, 0)),
         dataclasses.replace(latent, head_dim=24 + 64, value_dim=24),
         dataclasses.replace(latent, head_dim=1024 + 64, value_dim=1024),
     ]

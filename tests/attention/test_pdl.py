@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
-from attention.kernels import decode, decode_plan, latent_decode, merge_states, pdl, rope_store  # noqa: E402
+from attention.kernels import decode, decode_plan, latent_decode, latent_suffix, merge_states, pdl, rope_store  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
 from attention.views import LayerKV  # noqa: E402
 from speculative.kernels import head_input  # noqa: E402
@@ -53,6 +53,14 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         latent_constants(1, 16, 16, latent_decode.latent_tiles(16, 2, 0.5)),
         True,
         {"items_ptr", "mask_ptr", "prefix_ptr", "table_ptr"},
+    ),
+    "add_suffix": (
+        latent_suffix._add_suffix,
+        BF16 | {"rows_ptr": "bf16", "mask_ptr": "i64", "lse_ptr": "fp32"},
+        {"ROWS": 8, "HEADS": 16, "D": 512, "ROTATED": 64, "PAGE": 16, "BLOCK_M": 16, "BLOCK_N": 16}
+        | {"PDL": True, "UPCAST": False},
+        False,
+        {"mask_ptr", "prefix_ptr", "table_ptr"},
     ),
     "normed_latents": (
         latent._normed_latents,

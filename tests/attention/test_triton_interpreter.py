@@ -24,6 +24,7 @@ FILES = (
     "tests/speculative/test_draft_kernels.py",
     "tests/attention/test_flashinfer_rounds.py",
     "tests/attention/test_flashinfer_plan.py",
+    "tests/attention/test_flashinfer_latent.py",
     "tests/attention/test_pdl_gpu.py",
     "tests/workers/test_skinny_gemm.py",
     "tests/workers/test_fp8_gemm.py",

@@ -13,6 +13,7 @@ CPU, in one thread.
 """
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -127,7 +128,9 @@ def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tu
 
     forced(engine, 0)
     tokens_per_ms(engine, prompts, 0, 2)
-    scheduler.shape_choice = ShapeChoice(shapes, scheduler._config.max_running)
+    # who chooses, and who tells it what was accepted
+    scheduler.shape_choice = ShapeChoice(shapes, scheduler._config.num_slots)
+    scheduler._results._shape_choice = scheduler.shape_choice
     for _ in range(PASSES):
         for index, shape in enumerate(shapes.shapes):
             forced(engine, index)
@@ -143,7 +146,6 @@ def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tu
 
 def run(arguments: argparse.Namespace) -> list[Cell]:
     cells: list[Cell] = []
-    none: dict[tuple[int, int], float] = {}
     grid = [
         (batch, context)
         for batch in arguments.batches
@@ -154,21 +156,30 @@ def run(arguments: argparse.Namespace) -> list[Cell]:
         folder = Path(name)
         longest = max(arguments.contexts) + room(arguments.steps)
         write_config(folder, MODELS[model_of(arguments)], max_position=2 * longest)
-        with local_engine(engine_spec(folder, None, 1.0, arguments)) as engine:
-            for batch, context in grid:
-                none[batch, context] = measure(engine, batch, context, arguments.steps)[0]["plain"]
+        none = [rates["plain"] for rates, _ in of_engine(engine_spec(folder, None, 1.0, arguments), grid, arguments)]
         for shapes in arguments.shapes:
             for wanted in arguments.acceptances:
                 acceptance = min(wanted, TREES[shapes][0] + 1)
-                with local_engine(engine_spec(folder, shapes, acceptance, arguments)) as engine:
-                    for batch, context in grid:
-                        rates, chosen = measure(engine, batch, context, arguments.steps)
-                        rates["none"] = none[batch, context]
-                        cells.append(Cell(shapes, acceptance, batch, context, rates, chosen))
-                        print(row(cells[-1]), flush=True)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                found = of_engine(engine_spec(folder, shapes, acceptance, arguments), grid, arguments)
+                for (batch, context), plain, (rates, chosen) in zip(grid, none, found, strict=True):
+                    rates["none"] = plain
+                    cells.append(Cell(shapes, acceptance, batch, context, rates, chosen))
+                    print(row(cells[-1]), flush=True)
     return cells
+
+
+def of_engine(
+    spec: EngineSpec, grid: Sequence[tuple[int, int]], arguments: argparse.Namespace
+) -> list[tuple[dict[str, float], dict[str, int]]]:
+    """`measure` of each cell. The engine's memory is free again afterwards: the next one wants as much."""
+    try:
+        with local_engine(spec) as engine:
+            return [measure(engine, batch, context, arguments.steps) for batch, context in grid]
+    finally:
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def row(cell: Cell) -> str:

@@ -1,9 +1,9 @@
 """What attention over latent rows costs on a GPU: `python -m tests.bench.latent_attention`.
 
-Microseconds per layer call of the triton backend at the shape of DeepSeek-V3 on one of eight ranks (16 heads, rows of
+Microseconds per layer call of the backends at the shape of DeepSeek-V3 on one of eight ranks (16 heads, rows of
 512 + 64 bfloat16 numbers, pages in random order), as TB/s of latent rows read and TFLOP/s of both products, beside the
 bandwidth of a copy measured in the same turns. A CUDA graph holds a pass of many layers with rows of their own, so that
-the L2 cache is cold for each. FlashInfer's kernel is timed too where it is installed, planned outside the graph.
+the L2 cache is cold for each, and the plan that they share. The flashinfer backend is timed where it is installed.
 --sweep: other tiles than the table's, for whoever sets it. JSON line last.
 """
 
@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import platform
-from collections.abc import Callable
 from importlib.util import find_spec
 from unittest import mock
 
@@ -68,7 +67,7 @@ class Case:
 class Pass:
     """One case in memory: run() attends to layer after layer."""
 
-    def __init__(self, case: Case, memory: Tensor) -> None:
+    def __init__(self, case: Case, memory: Tensor, backend: str = "triton", chain: bool = True) -> None:
         device, page = memory.device, case.page_size
         pages = case.batch * -(-(case.context + case.rows) // page)
         each = (pages + 1) * page * WIDTH
@@ -78,66 +77,33 @@ class Pass:
         self.table = random_table([case.context + case.rows] * case.batch, page, MAX_PREFIX // page).to(device)
         prefix = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
         mask = causal_mask(case.batch, case.rows, device)
-        self.decode = DecodeBatch(Mode.VERIFY, case.rows, case.rows, prefix, mask, self.table, MAX_PREFIX)
+        self.decode = DecodeBatch(Mode.VERIFY, case.rows, case.rows, prefix, mask, self.table, MAX_PREFIX, chain=chain)
         self.q = torch.randn((case.batch * case.rows, case.heads, WIDTH), device=device, dtype=memory.dtype)
-        self.case, self.backend = case, build_backend("triton", Mode.VERIFY)
+        self.case, self.backend = case, build_backend(backend, Mode.VERIFY)
 
     def run(self) -> None:
         prepared = self.backend.prepare(self.decode)
         for layer in self.layers:
             prepared.forward(self.q, layer, SCALE)
 
-    def flashinfer(self) -> Callable[[], None] | None:
-        """A pass of FlashInfer's, planned here; None where it cannot."""
-        if find_spec("flashinfer") is None:
-            return None
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-        case, device = self.case, self.q.device
-        length = case.context + case.rows
-        each = -(-length // case.page_size)
-        wrapper = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.uint8, device=device))
-        indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
-        wrapper.plan(
-            indptr * case.rows,
-            indptr * each,
-            self.table[:, :each].flatten().contiguous(),
-            torch.full((case.batch,), length, dtype=torch.int32, device=device),
-            case.heads,
-            LATENT,
-            ROTATED,
-            case.page_size,
-            True,
-            SCALE,
-            self.q.dtype,
-            self.q.dtype,
-        )
-        latent, rotated = self.q[..., :LATENT].contiguous(), self.q[..., LATENT:].contiguous()
-
-        def run() -> None:
-            for layer in self.layers:
-                wrapper.run(latent, rotated, layer.rows[..., :LATENT], layer.rows[..., LATENT:])
-
-        return run
-
 
 def measure(clock: Clock, memory: Tensor, cases: list[Case]) -> list[dict[str, float]]:
+    """Every backend that is installed, of rows that are a chain, and of a tree's where that is another kernel."""
     results = []
     for case in cases:
-        one = Pass(case, memory)
-        theirs = one.flashinfer()
-        graphs = [captured(run) for run in (one.run, theirs) if run is not None]
-        *times, copy = clock.medians(*(graph.replay for graph in graphs))
-        us, rate = times[0] / one.num_layers, clock.copy_rate(copy)
-        found = dataclasses.asdict(case) | {
-            "us": round(us, 2),
-            "tbs": round(case.num_bytes / us / 1e6, 3),
-            "tflops": round(case.flops / us / 1e6, 1),
-            "copy_tbs": round(rate, 3),
-            "share": round(case.num_bytes / us / 1e6 / rate, 3),
-        }
-        if theirs is not None:
-            found["flashinfer_us"] = round(times[1] / one.num_layers, 2)
+        ways = {"triton": Pass(case, memory)}
+        if find_spec("flashinfer") is not None:
+            ways["flashinfer"] = Pass(case, memory, "flashinfer")
+            if case.rows > 1:
+                ways["flashinfer_tree"] = Pass(case, memory, "flashinfer", chain=False)
+        *times, copy = clock.medians(*(captured(way.run).replay for way in ways.values()))
+        rate = clock.copy_rate(copy)
+        found = dataclasses.asdict(case) | {"copy_tbs": round(rate, 3)}
+        for (name, way), time in zip(ways.items(), times, strict=True):
+            us = time / way.num_layers
+            found[f"{name}_us"] = round(us, 2)
+            found[f"{name}_share"] = round(case.num_bytes / us / 1e6 / rate, 3)
+            found[f"{name}_tflops"] = round(case.flops / us / 1e6, 1)
         results.append(found)
         print(", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
     return results

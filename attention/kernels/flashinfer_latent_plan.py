@@ -1,0 +1,229 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""What FlashInfer's fa3 kernel over latent rows reads beside q and KV, written on the device: which cluster of programs
+attends to which piece of which request, and who merges what.
+
+The kernel is persistent: a cluster goes through a list of pieces, each a tile of query rows x heads and a span of its
+request's tokens; after a barrier over the grid each program merges some rows whose pieces went to several clusters.
+FlashInfer 0.6.17 makes the lists on the host, from lengths there; here they are cut on the device. The tokens of all
+tiles, one tile after the other, are cut into as many equal spans as there are clusters (fewer where these would be
+short), so that no cluster has more than its share and a boundary cuts at most one tile: the format asks for no more.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ROWS = 64  # query rows x heads that a program takes
+TILE_TOKENS = 64  # tokens that it takes at a time: pieces begin at multiples
+ALIGNMENT = 4  # int32 values: FlashInfer aligns its arrays at 16 bytes
+ELEMENTS = 4096  # of tiles x pieces looked at together
+# In the order of a plan (`MLAPlanInfo`): of each piece where its rows begin and its pages, where its partial results go
+# (-1: it has none), ..., and from which piece on each cluster's are.
+PIECE_ARRAYS = ("q_indptr", "kv_indptr", "partial_indptr")
+MERGE_ARRAYS = ("merge_begin", "merge_end", "merge_partial_begin", "merge_partial_end", "merge_stride")
+EXTENT_ARRAYS = ("q_len", "kv_len", "q_start", "kv_start", "kv_end")
+
+
+@dataclass(frozen=True)
+class LatentGrid:
+    """How many requests of how many rows are cut for how many programs.
+
+    heads: query heads. multiprocessors: of the device, each of which runs one program. causal: whether row r of the
+    last `rows` tokens sees those up to its own; else all rows see all tokens.
+    """
+
+    num_requests: int
+    rows: int
+    heads: int
+    multiprocessors: int
+    causal: bool
+
+    @property
+    def packed_rows(self) -> int:
+        """Rows x heads of a request."""
+        return self.rows * self.heads
+
+    @property
+    def cluster(self) -> int:
+        """Programs that take neighbouring tiles of rows over the same tokens: FlashInfer's choice."""
+        return 2 if self.packed_rows > TILE_ROWS else 1
+
+    @property
+    def clusters(self) -> int:
+        return self.multiprocessors // self.cluster
+
+    @property
+    def tiles(self) -> int:
+        """Of a request, each for a cluster."""
+        return -(-self.packed_rows // (TILE_ROWS * self.cluster))
+
+    @property
+    def max_pieces(self) -> int:
+        return self.num_requests * self.tiles + self.clusters
+
+    @property
+    def max_partial_rows(self) -> int:
+        """Each boundary between clusters cuts one tile, which then has two pieces at least."""
+        return 2 * self.clusters * TILE_ROWS * self.cluster
+
+
+class LatentPlanArrays:
+    """The arrays of one grid in one buffer `ints`, int32, on the device, and where they begin."""
+
+    def __init__(self, grid: LatentGrid, device: torch.device) -> None:
+        self.grid = grid
+        self.sizes = (
+            dict.fromkeys(PIECE_ARRAYS, grid.max_pieces)
+            | dict.fromkeys(MERGE_ARRAYS, grid.multiprocessors)
+            | dict.fromkeys(EXTENT_ARRAYS, grid.max_pieces)
+            | {"work_indptr": grid.clusters + 1}
+        )
+        self.begin: dict[str, int] = {}
+        end = 0
+        for name, size in self.sizes.items():
+            self.begin[name] = end
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        self.ints = torch.zeros(end, dtype=torch.int32, device=device)
+
+    def values(self, name: str) -> Tensor:
+        """An array as it is on the device."""
+        return self.ints[self.begin[name] :][: self.sizes[name]]
+
+    def plan_info(self, partial_lse: int) -> list[int]:
+        """A plan as the kernel's launcher takes it: the grid, where the arrays begin in their buffer and partial
+        results in theirs, in bytes. partial_lse: where log-sum-exps begin, after partial results at 0."""
+        return [self.grid.cluster, self.grid.clusters, *(4 * begin for begin in self.begin.values()), 0, partial_lse]
+
+
+@triton.jit(do_not_specialize=["added", "num_requests", "table_width", "pieces_stride"])
+def _plan_latent(
+    prefix_len_ptr,
+    pieces_ptr,
+    extents_ptr,
+    merges_ptr,
+    work_indptr_ptr,
+    added,
+    num_requests,
+    table_width,
+    pieces_stride,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILES: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    CLUSTERS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MERGERS: tl.constexpr,
+    MERGERS_STRIDE: tl.constexpr,
+    TASKS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    tile_rows: tl.constexpr = 64 * CLUSTER
+    task = tl.arange(0, TASKS)
+    live = task < num_requests * TILES
+    request, tile = task // TILES, task % TILES
+    kv_len = tl.load(prefix_len_ptr + request, mask=live, other=0) + added
+    seen = kv_len
+    if CAUSAL:
+        last_row = tl.minimum(((tile + 1) * tile_rows + HEADS - 1) // HEADS, ROWS)
+        seen = kv_len - ROWS + last_row
+    # A tile that sees nothing has a piece without tokens, by which zeros are written.
+    steps = tl.where(live, tl.maximum((seen + 63) // 64, 1), 0)
+    ends = tl.cumsum(steps, 0)
+    begins = ends - steps
+    total = tl.sum(steps, 0)
+    # Merging many small pieces takes longer than attending to fewer.
+    least = tl.where(total * 4 <= CLUSTERS, 1, tl.where(total * 2 <= CLUSTERS, 2, 3))
+    span = tl.maximum((total + CLUSTERS - 1) // CLUSTERS, least)
+    first = begins // span
+    pieces = tl.where(live, (ends - 1) // span - first + 1, 0)
+    piece_ends = tl.cumsum(pieces, 0)
+    piece_begins = piece_ends - pieces
+    rows_here = tl.minimum(ROWS * HEADS - tile * tile_rows, tile_rows)
+    is_cut = pieces > 1
+    partials = tl.where(is_cut, pieces * rows_here, 0)
+    partial_ends = tl.cumsum(partials, 0)
+    partial_begins = partial_ends - partials
+    # As many programs merge a tile as boundaries cut it, times the programs of a cluster: never more than there are.
+    mergers = tl.where(is_cut, (pieces - 1) * CLUSTER, 0)
+    merger_ends = tl.cumsum(mergers, 0)
+    merger_begins = merger_ends - mergers
+    rows_each = (rows_here + tl.maximum(mergers, 1) - 1) // tl.maximum(mergers, 1)
+
+    most = tl.max(pieces, 0)
+    for start in range(0, most, TOGETHER):
+        k = start + tl.arange(0, TOGETHER)
+        exists = k[None, :] < pieces[:, None]
+        at = piece_begins[:, None] + k[None, :]
+        cluster = first[:, None] + k[None, :]
+        low = tl.maximum(cluster * span, begins[:, None]) - begins[:, None]
+        high = tl.minimum((cluster + 1) * span, ends[:, None]) - begins[:, None]
+        nothing = tl.zeros([TASKS, TOGETHER], tl.int32)
+        partial = tl.where(is_cut[:, None], partial_begins[:, None] + k[None, :] * rows_here[:, None], -1)
+        tl.store(pieces_ptr + at, request[:, None] * ROWS + nothing, mask=exists)
+        tl.store(pieces_ptr + pieces_stride + at, request[:, None] * table_width + nothing, mask=exists)
+        tl.store(pieces_ptr + 2 * pieces_stride + at, partial, mask=exists)
+        tl.store(extents_ptr + at, ROWS + nothing, mask=exists)
+        tl.store(extents_ptr + pieces_stride + at, kv_len[:, None] + nothing, mask=exists)
+        tl.store(extents_ptr + 2 * pieces_stride + at, (tile * tile_rows)[:, None] + nothing, mask=exists)
+        tl.store(extents_ptr + 3 * pieces_stride + at, low * 64, mask=exists)
+        tl.store(extents_ptr + 4 * pieces_stride + at, tl.minimum(high * 64, seen[:, None]), mask=exists)
+        opens = (k[None, :] > 0) | (begins % span == 0)[:, None]  # its cluster's first piece
+        tl.store(work_indptr_ptr + cluster, at, mask=exists & opens)
+    cluster = tl.arange(0, PADDED)
+    unused = (cluster * span >= total) & (cluster <= CLUSTERS)
+    tl.store(work_indptr_ptr + cluster, tl.sum(pieces, 0) + tl.zeros([PADDED], tl.int32), mask=unused)
+
+    for start in range(0, most * CLUSTER, TOGETHER):
+        k = start + tl.arange(0, TOGETHER)
+        exists = k[None, :] < mergers[:, None]
+        at = merger_begins[:, None] + k[None, :]
+        offset = tl.minimum(k[None, :] * rows_each[:, None], rows_here[:, None])
+        until = tl.minimum(offset + rows_each[:, None], rows_here[:, None])
+        packed = (request * (ROWS * HEADS) + tile * tile_rows)[:, None]
+        tl.store(merges_ptr + at, packed + offset, mask=exists)
+        tl.store(merges_ptr + MERGERS_STRIDE + at, packed + until, mask=exists)
+        tl.store(merges_ptr + 2 * MERGERS_STRIDE + at, partial_begins[:, None] + offset, mask=exists)
+        past = tl.broadcast_to(partial_ends[:, None], [TASKS, TOGETHER])
+        tl.store(merges_ptr + 3 * MERGERS_STRIDE + at, past, mask=exists)
+        stride = tl.broadcast_to(rows_here[:, None], [TASKS, TOGETHER])
+        tl.store(merges_ptr + 4 * MERGERS_STRIDE + at, stride, mask=exists)
+    merger = tl.arange(0, PADDED)
+    idle = (merger >= tl.sum(mergers, 0)) & (merger < MERGERS)
+    tl.store(merges_ptr + merger, 0, mask=idle)
+    tl.store(merges_ptr + MERGERS_STRIDE + merger, 0, mask=idle)
+
+
+def write_latent_plan(arrays: LatentPlanArrays, prefix_len: Tensor, suffix_len: int, table_width: int) -> None:
+    """Cut the work of requests of prefix_len [B] int32 tokens, and suffix_len more if the grid is causal, whose pages
+    are the rows of a table of `table_width` pages. One launch, nothing waits."""
+    grid = arrays.grid
+    assert prefix_len.shape == (grid.num_requests,) and prefix_len.is_contiguous()
+    tasks = triton.next_power_of_2(grid.num_requests * grid.tiles)
+    begin = arrays.begin
+    _plan_latent[(1,)](
+        prefix_len,
+        arrays.ints[begin[PIECE_ARRAYS[0]] :],
+        arrays.ints[begin[EXTENT_ARRAYS[0]] :],
+        arrays.ints[begin[MERGE_ARRAYS[0]] :],
+        arrays.values("work_indptr"),
+        suffix_len if grid.causal else 0,
+        grid.num_requests,
+        table_width,
+        begin[PIECE_ARRAYS[1]] - begin[PIECE_ARRAYS[0]],
+        ROWS=grid.rows,
+        HEADS=grid.heads,
+        TILES=grid.tiles,
+        CLUSTER=grid.cluster,
+        CLUSTERS=grid.clusters,
+        CAUSAL=grid.causal,
+        MERGERS=grid.multiprocessors,
+        MERGERS_STRIDE=begin[MERGE_ARRAYS[1]] - begin[MERGE_ARRAYS[0]],
+        TASKS=tasks,
+        TOGETHER=max(1, ELEMENTS // tasks),
+        PADDED=triton.next_power_of_2(grid.multiprocessors + 1),
+        num_warps=8,
+    )
