@@ -112,7 +112,8 @@ class DraftSpeculation:
         done("draft loaded")
         draft = DraftRunner(model, parts.pool_beside, backends)
         synthetic = self.config.synthetic_acceptance_length
-        return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, synthetic)
+        masks = parts.grammars.masks
+        return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic)
 
 
 def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:

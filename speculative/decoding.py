@@ -15,6 +15,7 @@ from torch import Tensor
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.acceptance import Accepted, Committed, accept, accept_synthetic, committed
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
+from speculative.guidance import Guidance
 from speculative.shapes import TreeShape, is_chain
 from speculative.tree import RoundRows
 from speculative.tree_table import TreeTable
@@ -27,6 +28,7 @@ from workers.runner.model_runner import TargetRunner
 from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
 from workers.slots.slot_table import Commit, SlotTable
+from workers.structured_output.mask_table import MaskTable
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class SpeculativeDecoding(CuttableStrategy):
         draft: DraftRunner,
         slots: SlotTable,
         sampler: Sampler,
+        masks: MaskTable,
         synthetic_acceptance_length: float | None = None,
     ) -> None:
         self._shapes = shapes
@@ -95,6 +98,7 @@ class SpeculativeDecoding(CuttableStrategy):
         self._draft = draft
         self._slots = slots
         self._sampler = sampler
+        self._masks = masks
         trees = [shape for shape in shapes.shapes if isinstance(shape, TreeShape)]
         chains = all(shape.is_chain for shape in trees)
         self._trees = TreeTable(slots.padding_slot, max(shape.width for shape in trees), chains, slots.device)
@@ -118,7 +122,7 @@ class SpeculativeDecoding(CuttableStrategy):
         rounds = self._verify(batch, shape, passed, logits) if batch.num_requests else None
         finals = self._first_tokens(batch, chunks, logits) if chunks is not None and chunks.num_finals else None
         hidden = self._extend(batch, rounds, finals, passed)
-        self._draft_next(batch, hidden)
+        self._draft_next(batch, hidden, rounds, finals)
         drafts = self._trees.drafted(batch.entry_slots) if batch.needs.masked else None
         ranking = ranking_of(self._target.model.lm_head, batch, passed.prompt_hidden)
         return self._result(batch, rounds, finals, drafts, ranking)
@@ -253,7 +257,7 @@ class SpeculativeDecoding(CuttableStrategy):
         rows = joined((rounds.committed.newest if rounds is not None else None, last_rows))
         return Attending(rows, newest, chunks.batch.last_rows() if chunks is not None else None)
 
-    def _draft_next(self, batch: StepBatch, hidden: Tensor) -> None:
+    def _draft_next(self, batch: StepBatch, hidden: Tensor, rounds: _Rounds | None, finals: _Finals | None) -> None:
         """The next trees of the entries that the plan names; of the others the newest token alone."""
         entries = batch.entry_slots
         if entries.shape[0] == 0:
@@ -263,8 +267,16 @@ class SpeculativeDecoding(CuttableStrategy):
             shape = self._shapes[batch.next_shape]
             assert isinstance(shape, TreeShape)
             page_table = self._slots.page_table[batch.draft_slots]
-            drafting = DraftBatch(batch.draft_slots, hidden, page_table, batch.max_kv_len, batch.needs)
+            guidance = self._guidance(batch, rounds, finals) if batch.needs.masked else None
+            drafting = DraftBatch(batch.draft_slots, hidden, page_table, batch.max_kv_len, batch.needs, guidance)
             self._drafters[shape].draft(drafting)
+
+    def _guidance(self, batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None) -> Guidance:
+        """What grammars say of the next tokens. The newest was chosen after the last accepted node."""
+        accepted = rounds.committed.accepted if rounds else None
+        last = accepted.path.gather(1, accepted.num_drafts.unsqueeze(1)).squeeze(1) if accepted else None
+        roots = torch.zeros_like(finals.commit.counts) if finals else None
+        return Guidance(self._masks, batch.draft_slots, joined((last, roots)), self._slots.bonus[batch.draft_slots])
 
     @staticmethod
     def _result(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.draft_models.method import DraftModel
+from speculative.guidance import Guidance
 from speculative.shapes import TreeShape
 from speculative.tree import Candidates, Children, candidate_depths, chain
 from speculative.tree_growth import grow
@@ -48,6 +49,7 @@ class DraftBatch:
     hidden: [B, H], the recurrent state after the newest token.
     page_table: [B, max_pages] int32.
     max_kv_len: host-side bound of the positions that they touch.
+    guidance: what their grammars say; None if none has one.
     """
 
     slots: Tensor
@@ -55,6 +57,7 @@ class DraftBatch:
     page_table: Tensor
     max_kv_len: int
     needs: SamplingNeeds
+    guidance: Guidance | None = None
 
 
 class Drafter:
@@ -70,7 +73,7 @@ class Drafter:
         self._sampler = sampler
         shard = runner.model.lm_head.shard
         own = torch.arange(shard.first, shard.first + shard.size, device=slots.device)
-        self._noise_ids = runner.model.to_target(own.clamp_max(shard.vocab_size - 1))
+        self._token_ids = runner.model.to_target(own.clamp_max(shard.vocab_size - 1))
         # step s of a chain sees the s suffix columns up to its own: [num_steps, 1, 1]
         self._chain_masks = causal_mask(1, shape.num_steps, slots.device).view(-1, 1, 1)
         # [num_steps - 1, 1, top_k]: step s's rows stand s - 1 after the committed length
@@ -91,7 +94,8 @@ class Drafter:
         tokens: list[Tensor] = []
         for step in range(1, steps + 1):
             logits = self._scores(hidden, batch, length, step, 1)
-            tokens.append(head.to_target(head.lm_head.shard.argmax(logits)))
+            best = head.to_target(head.lm_head.shard.argmax(logits))
+            tokens.append(best if batch.guidance is None else batch.guidance.follow(best))
             if step < steps:
                 mask = self._chain_masks[step - 1].expand(slots.shape[0], 1)
                 decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, batch.page_table, batch.max_kv_len)
@@ -104,6 +108,8 @@ class Drafter:
         # [num_steps - 1, B * k]: a level's nodes stand side by side in the text, one behind the other in the tail
         positions = (length.long().unsqueeze(1) + self._level_positions).flatten(1)
         level = grow(candidates, None, self._best(state, batch, length, 1, 1), first=0, first_bit=0)
+        if batch.guidance is not None:
+            batch.guidance.grown(level)
         for step in range(1, self._shape.num_steps):
             decode = DecodeBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, batch.page_table, batch.max_kv_len)
             context = self._runner.context(decode, positions[step - 1])
@@ -111,21 +117,26 @@ class Drafter:
             state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)
             children = self._best(state, batch, length, step + 1, k)
             level = grow(candidates, level, children, first=k + (step - 1) * k * k, first_bit=step * k)
+            if batch.guidance is not None and step + 1 < self._shape.num_steps:
+                batch.guidance.grown(level)
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
 
     def _scores(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Tensor:
-        """[B * rows, shard size] logits of tokens at `depth`, where requests are random with the target's noise and
-        under their filters."""
+        """[B * rows, shard size] logits of tokens at `depth`, under the masks of grammars as far as they are known, and
+        where requests are random with the target's noise and under their filters."""
         logits = self._runner.model.logits(hidden)
+        if batch.guidance is not None:
+            batch.guidance.mask(logits, self._token_ids)
         if not batch.needs.random:
             return logits
         positions = (length.long() + depth).unsqueeze(1).expand(-1, rows)
         group = self._runner.model.lm_head.shard.group
         where = Rows(batch.slots, positions)
-        return self._sampler.perturb(logits, where, self._noise_ids, batch.needs.filtered, group)
+        return self._sampler.perturb(logits, where, self._token_ids, batch.needs.filtered, group)
 
     def _best(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Children:
         """The top_k tokens after hidden [B * rows, H], at `depth` of the trees."""
         head = self._runner.model
         scores = self._scores(hidden, batch, length, depth, rows)
-        return Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
+        found = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
+        return found if batch.guidance is None else batch.guidance.children(found)

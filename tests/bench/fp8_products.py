@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.bench.finding import table
+from deploy.bench.table import table
 from workers.layers.kernels.fp8_gemm import fp8_gemm
 from workers.layers.kernels.fp8_norm import fp8_rms_norm
 from workers.layers.kernels.fp8_rows import Fp8Rows, quantize_rows

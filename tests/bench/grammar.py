@@ -1,18 +1,27 @@
-"""What grammars cost a round: milliseconds per round with all requests under one, beside the same engine without.
+"""What grammars cost a round, and what drafts gain that know them.
 
     python -m tests.bench.grammar [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 8 32] [--repeats 3]
+                                  [--schemas 64]
+
+First milliseconds per round with all requests under a grammar, beside the same engine without.
 
 As `tests.bench.round` measures: dummy weights, acceptance length 3.0, prompts of 512 tokens, 256 output tokens, greedy,
 steps as graphs. The grammar is a long JSON array of strings: almost every drafted token is allowed, so that all nodes
 of all trees get masks. Synthetic acceptance heeds no mask; a request that leaves the grammar begins it anew. fill_ms is
-what the host takes to fill the masks of a step, which the target's pass should hide. Markdown, then one JSON line. The
-target is 1.03 times.
+what the host takes to fill the masks of a step and to write its guides, which the target's pass should hide. The target
+is 1.03 times.
+
+Then, of the embedded pair at 32 streams, tokens of a round of as many requests as `--schemas` says, each under a JSON
+schema of its own, and of the same requests without one; forced is the share of the accepted drafts that stand within
+texts which the grammar demands. Markdown, then one JSON line.
 Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
 """
 
 import argparse
+import dataclasses
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +41,13 @@ from tests.bench.round import (
     timed,
     write_checkpoints,
 )
+from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.grammars import grammar_of, schemas
+from tests.support.prompts import held_out_prompts, tokenized
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.plan import Grammar, SamplingParams
+from workers.scheduling.request import Request
 from workers.structured_output.slot_grammars import SlotGrammars
 
 END = 1
@@ -87,10 +100,42 @@ def measure(engine: LocalEngine, batch: int, setting: Setting) -> dict[str, floa
     }
 
 
+def acceptance(shape: str, count: int) -> dict[str, float]:
+    """Tokens of a round of the embedded pair, free and under grammars, eagerly."""
+    spec = embedded_spec({"chain": CHAIN, "tree": TREE}[shape], max_running=32, debug=False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = dataclasses.replace(spec.worker.model, device=device)
+    spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, model=model, cuda_graphs=False))
+    sampling = SamplingParams(40, 0.0, stop_token_ids=eos_token_ids())
+    prompts, found = tokenized(held_out_prompts(count)), dict[str, float]()
+    for kind in ("free", "grammar"):
+        asked = [
+            Request(str(i), prompt, replace(sampling, grammar=grammar_of(schema) if kind == "grammar" else None))
+            for i, (prompt, schema) in enumerate(zip(prompts, schemas(count, seed=1), strict=True))
+        ]
+        with local_engine(spec) as engine:
+            engine.run(asked, 32)
+            forced = grammars_of(engine).num_forced
+        accepted = sum(k * n for request in asked for k, n in enumerate(request.acceptance_histogram))
+        found[f"{kind}_tokens"] = 1 + accepted / sum(request.num_rounds for request in asked)
+    return found | {"forced": forced / max(1, accepted)}
+
+
+def print_acceptance(shapes: Sequence[str], count: int) -> dict[str, dict[str, float]]:
+    """By shape what `acceptance` finds, as a table too."""
+    names, results = ("free_tokens", "grammar_tokens", "forced"), dict[str, dict[str, float]]()
+    print(f"\n| shape | {' | '.join(names)} |\n| --- |{' --- |' * len(names)}")
+    for shape in shapes:
+        results[shape] = acceptance(shape, count)
+        print(f"| {shape} | " + " | ".join(f"{results[shape][name]:.3g}" for name in names) + " |", flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser, ["chain", "tree"], [1, 8, 32])
     parser.add_argument("--repeats", type=int, default=3, help="the best of how many runs is taken")
+    parser.add_argument("--schemas", type=int, default=64, help="0 leaves acceptance out")
     arguments = parser.parse_args()
     setting = Setting(40, 48) if arguments.tiny else Setting(repeats=arguments.repeats)
     model, results = model_of(arguments), dict[str, dict[str, Any]]()
@@ -108,9 +153,9 @@ def main() -> None:
                 print(f"| {shape}, {batch} | " + " | ".join(f"{found[name]:.4g}" for name in names) + " |", flush=True)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-    print(
-        json.dumps({"bench": "grammar", "hardware": hardware(), "commit": commit(), "model": model, "results": results})
-    )
+    drafts = print_acceptance(arguments.shapes, arguments.schemas) if arguments.schemas else {}
+    whole = {"bench": "grammar", "hardware": hardware(), "commit": commit(), "model": model}
+    print(json.dumps(whole | {"results": results, "acceptance": drafts}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from tests.bench.finding import table
+from deploy.bench.table import table
 from tests.bench.served import ROOT, embedded_config
 from tests.e2e.serving import Server, engine_stats, ray_cluster, serving
 

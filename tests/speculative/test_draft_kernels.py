@@ -7,6 +7,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from attention.backends.trtllm_backend import mask_words  # noqa: E402
+from speculative import guidance  # noqa: E402
+from speculative.kernels import guidance as kernel  # noqa: E402
 from speculative.kernels import head_input, read_trees, tree_growth  # noqa: E402
 from speculative.shapes import is_chain, tree_shape  # noqa: E402
 from speculative.tree import Candidates, Children, Level, candidate_depths  # noqa: E402
@@ -15,6 +17,7 @@ from speculative.tree_table import TreeTable  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.config import PLAIN, RoundShape  # noqa: E402
 from workers.layers.kernels import topk  # noqa: E402
+from workers.structured_output.mask_table import MaskTable  # noqa: E402
 
 pytestmark = MARKS
 CPU = torch.device("cpu")
@@ -122,3 +125,79 @@ def test_head_input_is_both_norms(rows: int, size: int) -> None:
     ids = torch.randint(0, 70, (rows,), device=DEVICE)
     ours = head_input.head_input(ids, table, hidden, *weights, 1e-5)
     torch.testing.assert_close(ours, head_input.reference(ids, table, hidden, *weights, 1e-5))
+
+
+def guides(batch: int, width: int, vocab: int, generator: torch.Generator) -> MaskTable:
+    """Of random guides: slot 1 has none, and neither has the padding slot."""
+
+    def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    table = MaskTable(batch, width, vocab, CPU)
+    assert table.host_guides is not None
+    made = table.host_guides
+    table.host_words.copy_(numbers(-(2**31), 2**31, *table.words.shape))
+    made.index[:batch] = torch.randperm(batch, generator=generator)
+    made.index[1] = -1
+    made.nodes.copy_(numbers(-1, 12, *made.nodes.shape))
+    made.forced.copy_(numbers(0, vocab, *made.forced.shape) * numbers(0, 2, *made.forced.shape))
+    made.forced[made.forced == 0] = -1
+    made.other.copy_(numbers(-1, 12, *made.other.shape))
+    made.rows.copy_(numbers(-1, table.words.shape[0], *made.rows.shape))
+    pairs = torch.stack([torch.randperm(12 * 8, generator=generator) for _ in range(batch)])
+    made.origins.fill_(-2)
+    made.origins[:, : 12 * 8], made.tokens[:, : 12 * 8] = pairs // 8, pairs % 8
+    made.targets[:, : 12 * 8] = numbers(-1, 12, batch, 12 * 8)
+    return table
+
+
+def on_device(table: MaskTable, batch: int, width: int, vocab: int) -> MaskTable:
+    moved = MaskTable(batch, width, vocab, DEVICE)
+    assert moved.host_guides is not None and table.host_guides is not None
+    moved.host_words.copy_(table.host_words)
+    moved.host_guides.index.copy_(table.host_guides.index)
+    moved.host_guides.blocks.copy_(table.host_guides.blocks)
+    moved.upload(moved.words.shape[0])
+    return moved
+
+
+@pytest.mark.parametrize("vocab,width", [(40, 4), (5000, 7)])
+def test_drafts_under_grammars_are_the_reference_s(vocab: int, width: int) -> None:
+    """Masks, forced tokens and the states after them, of chains and of trees of three, along some levels."""
+    batch, k, generator = 6, 3, torch.Generator().manual_seed(vocab)
+    table = guides(batch, width, vocab, generator)
+    copied = on_device(table, batch, width, vocab)
+    assert table.guides is not None and copied.guides is not None
+    slots = torch.tensor([2, 6, 0, 5, 1, 3])
+    nodes, bonus = (torch.randint(high, (6,), generator=generator) for high in (width, 8))
+    there = slots.to(DEVICE)
+    states = guidance.begin(table.guides, slots, nodes, bonus)
+    found = kernel.begin(copied.guides, there, nodes.to(DEVICE), bonus.to(DEVICE))
+    assert torch.equal(found.cpu(), states) and (states >= 0).sum() > 2
+    ids = torch.randperm(vocab, generator=generator)[: vocab - 3]
+    for _ in range(3):
+        logits = torch.randn((6 * states.shape[1], vocab - 3), generator=generator)
+        ours = logits.clone().to(DEVICE)
+        guidance.mask(logits, table.guides, table.words, slots, states, ids)
+        kernel.mask(ours, copied.guides, copied.words, there, found, ids.to(DEVICE))
+        assert torch.equal(ours.cpu(), logits) and (logits == float("-inf")).any()
+        if states.shape[1] == 1:  # as the first level of a tree, and as a chain
+            tokens = torch.randint(8, (6, 1), generator=generator)
+            wanted = guidance.forced_or(table.guides, slots, states, tokens)
+            forced, after = kernel.follow_chain(copied.guides, there, found, tokens[:, 0].to(DEVICE))
+            assert torch.equal(forced.cpu(), wanted[:, 0])
+            assert torch.equal(after.cpu(), guidance.follow(table.guides, slots, states, wanted))
+        given = children(6 * states.shape[1], k, 8, generator, mapped=False)
+        given.ids[0, 1] = guidance.forced_or(table.guides, slots, states, states.long())[0, 0].clamp_min(0)
+        expected = guidance.children(table.guides, slots, states, given)
+        proposed = kernel.children(copied.guides, there, found, moved(given), guidance.UNLIKELY)
+        assert torch.equal(proposed.ids.cpu(), expected.ids)
+        assert torch.equal(proposed.log_probabilities.cpu(), expected.log_probabilities)
+        tokens = torch.randint(8, (6, k), generator=generator)
+        parent = torch.arange(6).repeat_interleave(k) * states.shape[1]
+        parent += torch.randint(states.shape[1], (6 * k,), generator=generator)
+        level = Level(tokens, torch.zeros(6, k), tokens, tokens, parent)
+        states = guidance.follow(table.guides, slots, states.flatten()[parent].view(6, k), tokens)
+        level = Level(*(t.to(DEVICE) for t in (tokens, torch.zeros(6, k), tokens, tokens, parent)))
+        found = kernel.follow_level(copied.guides, there, found, level)
+        assert torch.equal(found.cpu(), states)

@@ -84,7 +84,15 @@ def test_speculation_changes_no_token(shape: str) -> None:
     """Greedy and drawn, with filters, penalties and log-probabilities, beside requests that have no grammar."""
     asked = requests(SCHEMAS, 7)
     assert run(embedded_spec(SHAPES[shape]), asked) == plainly()
-    assert sum(k * n for r in asked for k, n in enumerate(r.acceptance_histogram)) > 5, "no draft was accepted"
+    # 2.25 and 2.88; drafts that know nothing of grammars give 1.34 and 1.59
+    assert acceptance_length(asked) > {"chain": 2.0, "tree": 2.5}[shape]
+
+
+def acceptance_length(asked: list[Request]) -> float:
+    """Tokens of a round, of requests with a grammar."""
+    asked = [request for request in asked if request.sampling.grammar is not None]
+    accepted = sum(k * n for request in asked for k, n in enumerate(request.acceptance_histogram))
+    return 1 + accepted / max(1, sum(request.num_rounds for request in asked))
 
 
 SLOW = pytest.mark.slow  # a tree's steps have all that is cut in others
@@ -199,12 +207,10 @@ def main() -> None:
         outputs = run(embedded_spec(speculative, max_running=32, debug=False), asked, streams=32)
         expected = expected or outputs
         whole = sum(assert_follows(s, tokens, MAX_TOKENS) for s, tokens in zip(all_schemas, outputs, strict=True))
-        accepted = sum(k * n for r in asked for k, n in enumerate(r.acceptance_histogram))
-        rounds = sum(r.num_rounds for r in asked)
         equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
         print(
             f"{name}: {whole} valid, {len(outputs) - whole} cut by length, {equal} equal to plain decoding, acceptance "
-            f"length {1 + accepted / max(1, rounds):.2f}, {time.perf_counter() - started_s:.0f} s",
+            f"length {acceptance_length(asked):.2f}, {time.perf_counter() - started_s:.0f} s",
             flush=True,
         )
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from workers.structured_output.json_schema import UnsupportedSchemaError, checked_schema
+from workers.structured_output.json_schema import checked_schema
+from workers.structured_output.schema_keywords import UnsupportedSchemaError
 
 UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"not": {"type": "integer"}}, "not", "#"),

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from attention.kernels import move_path  # noqa: E402
-from speculative.kernels import accept_commit, head_input, read_trees, tree_growth  # noqa: E402
+from speculative.kernels import accept_commit, guidance, head_input, read_trees, tree_growth  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.layers.kernels import (
     argmax,
@@ -201,6 +201,7 @@ LATENTS_FP8: tuple[dict[str, str], dict[str, Any]] = (
     {name: value for name, value in NORMED_LATENTS[1].items() if name != "q_scales_ptr"} | {"BY_GROUP": True},
 )
 
+GUIDES = {"STATES": 64, "EDGES": 256}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "norm": (
         norm_activation._add_norm,
@@ -312,6 +313,25 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         | {"found_score_ptr": "fp32"},
         {"W": 16, "W_TABLE": 20, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5},
         4,
+    ),
+    "guides followed": (
+        guidance._follow,
+        dict.fromkeys(("slot_ptr", "parent_ptr", "token_ptr", "out_token_ptr"), "i64"),
+        {"ROWS": 10, "BEGIN": False, "LEVEL": True, "FORCE": True} | GUIDES,
+        2,
+    ),
+    "drafts masked": (
+        guidance._mask,
+        BF16 | {"slot_ptr": "i64", "id_ptr": "i64"},
+        {"STATES": 64, "BLOCK": guidance.BLOCK},
+        4,
+    ),
+    "children forced": (
+        guidance._children,
+        dict.fromkeys(("slot_ptr", "id_ptr", "map_ptr", "out_id_ptr"), "i64")
+        | dict.fromkeys(("score_ptr", "out_score_ptr"), "fp32"),
+        {"UNLIKELY": -1024.0, "HAS_MAP": True, "K": 10} | GUIDES,
+        2,
     ),
     "head input": (
         head_input._head_input,

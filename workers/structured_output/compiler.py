@@ -13,6 +13,7 @@ import xgrammar
 from tokenizers import Tokenizer, pre_tokenizers
 
 from workers.scheduling.plan import Grammar
+from workers.structured_output.token_texts import TokenTexts
 
 CACHE_BYTES = 256 << 20  # of compiled grammars; one of a large schema takes 10 MB with 128,256 tokens
 # Between the parts of JSON; without a bound a model that likes spaces writes nothing else until its tokens are used up.
@@ -49,6 +50,10 @@ class GrammarCompiler:
             return _compiled(compiler, grammar)
         except (RuntimeError, ValueError, TypeError) as error:
             raise InvalidGrammarError(_first_line(error)) from None
+
+    def texts_of(self, compiled: xgrammar.CompiledGrammar) -> TokenTexts:
+        """What the tokens spell that one of its grammars allows."""
+        return TokenTexts(compiled.tokenizer_info.decoded_vocab, self._tokenizer)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the process; few models have several ends
     def _compiler(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.GrammarCompiler:

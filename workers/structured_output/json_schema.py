@@ -8,87 +8,23 @@ plain values, no torch.
 """
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
-# Describe a schema and demand nothing of an instance (JSON Schema 2020-12, Validation, sections 7 to 9).
-ANNOTATIONS = frozenset(
-    {
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-        "discriminator",
-        "$comment",
-        "$schema",
-        "$id",
-        "id",
-    }
+from workers.structured_output.schema_keywords import (
+    ANNOTATIONS,
+    DEFINITIONS,
+    ENFORCED,
+    OF_TYPE,
+    REMEDIES,
+    UNIONS,
+    Schema,
+    UnsupportedSchemaError,
+    check_alone,
+    check_counts,
+    check_number,
+    check_string,
+    is_of,
 )
-DEFINITIONS = ("$defs", "definitions")
-# By type, the keywords that demand something of an instance of it, and that are enforced.
-OF_TYPE: dict[str, frozenset[str]] = {
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
-    "object": frozenset(
-        {
-            "properties",
-            "required",
-            "additionalProperties",
-            "patternProperties",
-            "propertyNames",
-            "minProperties",
-            "maxProperties",
-            "unevaluatedProperties",
-        }
-    ),
-    "boolean": frozenset(),
-    "null": frozenset(),
-}
-OF_TYPE["integer"] = OF_TYPE["number"]
-UNIONS = ("anyOf", "oneOf", "allOf")
-ENFORCED = frozenset({"type", "enum", "const", "$ref", *UNIONS, *DEFINITIONS}).union(*OF_TYPE.values())
-FORMATS = frozenset(
-    {
-        "date",
-        "time",
-        "date-time",
-        "duration",
-        "email",
-        "hostname",
-        "ipv4",
-        "ipv6",
-        "uri",
-        "uuid",
-        "json-pointer",
-    }
-)
-_REMEDIES = {
-    "nullable": 'write "type": ["string", "null"]',
-    "additionalItems": "write prefixItems, and items for the rest",
-    "dependencies": "write one schema of anyOf for each case",
-    "if": "write one schema of anyOf for each case",
-    "not": "say what is allowed",
-    "uniqueItems": "check the answer, or list what is allowed with enum",
-}
-Schema = dict[str, Any]
-
-
-class UnsupportedSchemaError(ValueError):
-    """A schema that is not enforced whole. keyword: which part of it; "" for its size. path: where, as a pointer."""
-
-    def __init__(self, path: str, keyword: str, reason: str) -> None:
-        super().__init__(f"{keyword + ' ' if keyword else ''}at {path or '#'}: {reason}")
-        self.path = path
-        self.keyword = keyword
 
 
 def checked_schema(schema: Any, max_depth: int) -> str:
@@ -128,7 +64,7 @@ class _Writer:
         if key == "format" and not self._may_be(schema, "string"):
             return True  # int32, double: OpenAPI's names for what `type` says
         if key not in ENFORCED:
-            raise UnsupportedSchemaError(path, key, f"it is not enforced; {_REMEDIES.get(key, 'leave it out')}")
+            raise UnsupportedSchemaError(path, key, f"it is not enforced; {REMEDIES.get(key, 'leave it out')}")
         return False
 
     @staticmethod
@@ -149,7 +85,7 @@ class _Writer:
         return self._typed(schema, path, depth)
 
     def _reference(self, schema: Schema, path: str) -> Schema:
-        _alone(schema, "$ref", path, allowed=())
+        check_alone(schema, "$ref", path, allowed=())
         target, seen = schema["$ref"], set[str]()
         while True:  # a reference to a reference to itself describes nothing
             found = self._resolved(target, path)
@@ -174,13 +110,13 @@ class _Writer:
 
     def _enum(self, schema: Schema, path: str, keyword: str) -> Schema:
         """Its values of the type that stands beside it."""
-        _alone(schema, keyword, path, allowed=("type", "enum", "const"))
+        check_alone(schema, keyword, path, allowed=("type", "enum", "const"))
         values = schema["enum"]
         if not isinstance(values, list):
             raise UnsupportedSchemaError(path, "enum", "must be a list")
         if "type" in schema:
             types = self._types(schema, path)
-            values = [value for value in values if any(_is_of(value, kind) for kind in types)]
+            values = [value for value in values if any(is_of(value, kind) for kind in types)]
         if "const" in schema and "enum" in schema and schema["const"] not in values:
             values = []
         if not values:
@@ -190,7 +126,7 @@ class _Writer:
     def _union(self, schema: Schema, name: str, path: str, depth: int) -> Schema:
         """anyOf, oneOf, or allOf of one schema; a type beside it is written into each of its schemas. Whether the
         schemas of oneOf exclude each other the compiler finds out."""
-        _alone(schema, name, path, allowed=("type",))
+        check_alone(schema, name, path, allowed=("type",))
         branches = schema[name]
         if not isinstance(branches, list) or not branches:
             raise UnsupportedSchemaError(path, name, "must be a list of at least one schema")
@@ -236,9 +172,9 @@ class _Writer:
         found: Schema = {"type": kind} | {key: schema[key] for key in schema if key in OF_TYPE[kind]}
         match kind:
             case "string":
-                _check_string(found, path)
+                check_string(found, path)
             case "number" | "integer":
-                _check_number(found, kind, path)
+                check_number(found, kind, path)
             case "array":
                 return self._array(found, path, depth)
             case "object":
@@ -246,7 +182,7 @@ class _Writer:
         return found
 
     def _array(self, found: Schema, path: str, depth: int) -> Schema:
-        _check_counts(found, ("minItems", "maxItems"), path)
+        check_counts(found, ("minItems", "maxItems"), path)
         if isinstance(found.get("items"), list):
             raise UnsupportedSchemaError(path, "items", "of a list of schemas; write prefixItems")
         if "prefixItems" in found:
@@ -262,7 +198,7 @@ class _Writer:
         return found
 
     def _object(self, found: Schema, path: str, depth: int) -> Schema:
-        _check_counts(found, ("minProperties", "maxProperties"), path)
+        check_counts(found, ("minProperties", "maxProperties"), path)
         for name in ("properties", "patternProperties"):
             if name in found:
                 found[name] = self._each(found, name, path, depth)
@@ -287,55 +223,3 @@ class _Writer:
         if not isinstance(given, dict):
             raise UnsupportedSchemaError(path, keyword, "must be an object of schemas")
         return {name: self._written(each, f"{path}/{keyword}/{name}", depth + 1) for name, each in given.items()}
-
-
-def _alone(schema: Mapping[str, Any], keyword: str, path: str, allowed: tuple[str, ...]) -> None:
-    """Raises for what stands beside a keyword and is not enforced there."""
-    for key in schema:
-        if key != keyword and key not in allowed:
-            raise UnsupportedSchemaError(path, key, f"beside {keyword} it is not enforced; leave one of the two out")
-
-
-def _check_counts(schema: Schema, names: tuple[str, ...], path: str) -> None:
-    for name in names:
-        if name in schema and (type(schema[name]) is not int or schema[name] < 0):
-            raise UnsupportedSchemaError(path, name, "must be a whole number of at least 0")
-
-
-def _check_string(schema: Schema, path: str) -> None:
-    _check_counts(schema, ("minLength", "maxLength"), path)
-    known = schema.get("format")
-    if known is not None and known not in FORMATS:
-        raise UnsupportedSchemaError(
-            path, "format", f"{known!r} is not enforced; known are {', '.join(sorted(FORMATS))}"
-        )
-    demands = [name for name in ("pattern", "format") if name in schema]
-    if demands and (len(demands) > 1 or "minLength" in schema or "maxLength" in schema):
-        other = next(name for name in ("format", "minLength", "maxLength") if name in schema and name != demands[0])
-        raise UnsupportedSchemaError(path, other, f"beside {demands[0]} it is not enforced; say it in a pattern")
-
-
-def _check_number(schema: Schema, kind: str, path: str) -> None:
-    for name in OF_TYPE["number"]:
-        if name in schema and type(schema[name]) not in (int, float):
-            raise UnsupportedSchemaError(path, name, "must be a number")
-    if "multipleOf" in schema and (kind == "number" or len(schema) > 2):
-        raise UnsupportedSchemaError(path, "multipleOf", "it is enforced of integers without bounds alone")
-
-
-def _is_of(value: Any, kind: str) -> bool:
-    """Whether a JSON value has a JSON Schema type."""
-    match kind:
-        case "boolean":
-            return isinstance(value, bool)
-        case "null":
-            return value is None
-        case "integer":
-            return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
-        case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "string":
-            return isinstance(value, str)
-        case "array":
-            return isinstance(value, list)
-    return isinstance(value, dict)

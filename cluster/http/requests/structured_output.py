@@ -13,7 +13,8 @@ from typing import Any
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid, unsupported
 from workers.scheduling.plan import Grammar, GrammarKind
-from workers.structured_output.json_schema import UnsupportedSchemaError, checked_schema
+from workers.structured_output.json_schema import checked_schema
+from workers.structured_output.schema_keywords import UnsupportedSchemaError
 
 ANY_OBJECT = {"type": "object"}
 # of `structured_outputs`: what the answer must be, and how it is written

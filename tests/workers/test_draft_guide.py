@@ -1,0 +1,198 @@
+"""What a guide proposes: walked on the host along texts as the embedded pair's tokenizer writes them, and otherwise."""
+
+from typing import Any
+
+import pytest
+import torch
+import xgrammar
+from tokenizers import Tokenizer
+
+from speculative.guidance import begin, follow, forced_or
+from tests.support.embedded import eos_token_ids
+from tests.support.grammars import grammar_of
+from tests.support.prompts import MODELS
+from workers.structured_output.compiler import GrammarCompiler
+from workers.structured_output.draft_guide import Endings, MaskRows, TreeWalk
+from workers.structured_output.guide_table import MAX_STATES, GuideBlock, GuideTable
+from workers.structured_output.mask_table import NUM_SPARE, MaskTable
+from workers.structured_output.slot_grammars import Tree
+from workers.structured_output.token_texts import TokenTexts
+
+VOCAB, WIDTH, SLOTS = 4096, 4, torch.tensor([0])
+TOKENIZER = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+COMPILER = GrammarCompiler(MODELS / "target", VOCAB)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ONE = {
+    "type": "object",
+    "properties": {"kind": {"const": "fixed"}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+
+
+class Walked:
+    """The guide after `before` of one request whose tree is `tree`, token lists of its nodes' texts."""
+
+    def __init__(
+        self,
+        schema: Any,
+        before: str,
+        tree: Tree,
+        endings: Endings | None = None,
+        num_guided: int = WIDTH,
+        any_whitespace: bool = False,
+        ended: int | None = None,
+    ) -> None:
+        compiled = COMPILER.compile(grammar_of(schema, any_whitespace))
+        self.texts = COMPILER.texts_of(compiled)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert matcher.accept_string(before)
+        self.masks = MaskTable(1, WIDTH, VOCAB, torch.device("cpu"))
+        assert self.masks.guides is not None
+        self.guides: GuideTable = self.masks.guides
+        self.guides.index[0] = 0
+        block = GuideBlock(self.guides.blocks[0].numpy())
+        block.clear()
+        count = len(tree.tokens)
+        rows = MaskRows(
+            self.masks.host_words,
+            self.masks.host_words.numpy(),
+            0,
+            count,
+            count + NUM_SPARE,
+            torch.zeros_like(self.masks.words[:1]),
+        )
+        self.walk = TreeWalk(
+            matcher, self.texts, endings or Endings(), eos_token_ids(), rows, block, num_guided, any_whitespace, ended
+        )
+        self.walk.run(tree.tokens, tree.children)
+
+    def after(self, *tokens: int, node: int = 0) -> str:
+        """What is forced behind a node and tokens, the first of them the bonus, as far as it is."""
+        states = begin(self.guides, SLOTS, torch.tensor([node]), torch.tensor(tokens[:1]))
+        for token in tokens[1:]:
+            states = follow(self.guides, SLOTS, states, torch.tensor([[token]]))
+        found = list[int]()
+        while True:
+            token = int(forced_or(self.guides, SLOTS, states, torch.tensor([[-1]])))
+            if token < 0 or len(found) > 30:
+                return TOKENIZER.decode(found, skip_special_tokens=False)
+            found.append(token)
+            states = follow(self.guides, SLOTS, states, torch.tensor([[token]]))
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+def letters(text: str) -> list[int]:
+    """A token for each letter: how no tokenizer writes."""
+    return [TOKENIZER.token_to_id(letter) for letter in text]
+
+
+ROOT = Tree([0], [[]])
+
+
+def test_a_demanded_text_is_forced_however_it_was_begun() -> None:
+    walked = Walked(PERSON, "", ROOT)
+    assert walked.after(*letters("{")) == '"name": "'
+    assert walked.after(*letters('{"n')) == 'ame": "'
+    assert walked.after(*ids('{"name')) == '": "'
+    assert walked.after(*letters("x")) == "", "a token that the grammar does not allow leads nowhere"
+
+
+def test_what_follows_a_constant_is_the_end() -> None:
+    end = TOKENIZER.decode([eos_token_ids()[0]], skip_special_tokens=False)
+    assert Walked(ONE, "", ROOT).after(*letters("{")) == '"kind": "fixed"}' + end
+
+
+def test_endings_lead_out_of_an_open_place() -> None:
+    """A quote ends a string; before the grammar has shown it, nothing is known of it."""
+    quote = letters('"')[0]
+    assert Walked(PERSON, '{"name": "Bo', ROOT).after(quote) == ""
+    endings = Endings()
+    endings.add(quote)
+    walked = Walked(PERSON, '{"name": "Bo', ROOT, endings)
+    assert walked.after(quote) == ', "age": '
+    assert walked.after(*letters("bo"), quote) == ', "age": ', "letters lead back to the string"
+
+
+def test_a_token_that_ended_an_open_place_is_remembered() -> None:
+    endings, quote = Endings(), letters('"')[0]
+    Walked(PERSON, '{"name": "Bo', ROOT, endings, ended=letters("o")[0])
+    assert list(endings) == []
+    Walked(PERSON, '{"name": "Bo"', ROOT, endings, ended=quote)
+    assert list(endings) == [quote]
+
+
+def test_where_whitespace_is_open_one_space_or_none_is_proposed() -> None:
+    endings, quote = Endings(), letters('"')[0]
+    endings.add(quote)
+    assert Walked(PERSON, "", ROOT, endings, any_whitespace=True).after(*letters("{")) == '"name": "'
+    assert Walked(PERSON, '{"name": "Bo', ROOT, endings, any_whitespace=True).after(quote) == ', "age": '
+    endings.is_spaced = False
+    assert Walked(PERSON, '{ "name":"Bo', ROOT, endings, any_whitespace=True).after(quote) == ',"age":'
+
+
+def test_an_open_place_has_its_mask() -> None:
+    walked = Walked(PERSON, '{"name": "Bo', ROOT)
+    states = begin(walked.guides, SLOTS, torch.tensor([0]), torch.tensor(letters("b")))
+    row = int(walked.guides.rows[0, int(states)])
+    assert row == 0 and torch.equal(walked.masks.words[row], walked.masks.words[0])
+    after_text = Walked(PERSON, '{"name": "Bo"', ROOT)
+    states = begin(after_text.guides, SLOTS, torch.tensor([0]), torch.tensor(letters(",")))
+    for token in ids(' "age": '):
+        states = follow(after_text.guides, SLOTS, states, torch.tensor([[token]]))
+    row = int(after_text.guides.rows[0, int(states)])
+    digit, letter = letters("7a")
+    words = after_text.masks.words[row]
+    assert words[digit // 32] >> digit % 32 & 1 and not words[letter // 32] >> letter % 32 & 1
+
+
+def test_each_node_has_its_place() -> None:
+    """A tree whose nodes go on within a text, and one that the grammar forbids."""
+    tokens = [0, *letters('{"x')]
+    walked = Walked(PERSON, "", Tree(tokens, [[1], [2], [3], []]))
+    assert walked.after(*letters("n"), node=2) == 'ame": "'
+    assert walked.walk.is_demanded == {0: True, 1: True, 2: True}
+    few = Walked(PERSON, "", Tree(tokens, [[1], [2], [3], []]), num_guided=1)
+    assert few.after(*letters("{")) == '"name": "' and few.after(*letters("n"), node=2) == ""
+
+
+def test_the_matcher_stays_where_it_was() -> None:
+    endings = Endings()
+    for token in letters('",}]'):
+        endings.add(token)
+    walked = Walked(PERSON, '{"name": "Bo', Tree([0, *letters("b")], [[1], []]), endings)
+    assert walked.walk.matcher.accept_string('b", "age": 3}')
+
+
+@pytest.mark.parametrize("length", [300, 3000])
+def test_a_long_text_takes_no_more_than_there_is(length: int) -> None:
+    schema = {"const": "a b" * length}
+    walked = Walked(schema, "", ROOT)
+    assert walked.walk.guide.num_states <= MAX_STATES
+    assert len(walked.after(*letters('"'))) > 10
+
+
+def test_a_tokenizer_that_writes_otherwise_is_not_believed() -> None:
+    """One that puts a space before every text: the longest tokens that fit are taken."""
+    texts = TokenTexts([b"", b"a", b"b", b"ab", b" ab"], _Spaced())  # type: ignore[arg-type]
+    states = texts.states(b"abb")
+    assert states.forced.tolist() == [3, 2, 2]
+    assert sorted(zip(states.origins.tolist(), states.tokens.tolist(), states.targets.tolist(), strict=True)) == [
+        (0, 1, 2),
+        (0, 3, 1),
+        (1, 2, -1),
+        (2, 2, 1),
+    ]
+
+
+class _Spaced:
+    def encode(self, text: str, add_special_tokens: bool) -> Any:
+        return type("Encoding", (), {"ids": [4, 2]})

@@ -1,0 +1,252 @@
+"""What drafts should propose under a grammar, found while the masks of a tree are filled.
+
+The draft of a step's next tree runs on the device right after acceptance, when the host does not know yet which tokens
+were accepted. So before that it writes down, for every node at which acceptance may end, what the grammar says of what
+follows: a guide (`workers.structured_output.guide_table`). Its states are of two kinds. Within a text that the grammar
+demands the next token is forced, however the text was cut into tokens so far. Elsewhere, as in a string or a number, a
+mask says what may come, and edges lead to the texts behind tokens that end such a place: those after which this grammar
+demanded a text before, or all where they are few.
+
+Nothing here decides what is chosen: a guide that is wrong, or short of states, costs accepted drafts alone. Called by
+`workers.structured_output.slot_grammars`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from workers.structured_output.guide_table import NOWHERE, GuideBlock
+from workers.structured_output.token_texts import TextStates, TokenTexts
+
+if TYPE_CHECKING:
+    import xgrammar
+
+FEW_TOKENS = 6  # so many are all tried
+MAX_ENDINGS = 6  # tokens that are remembered because a text was demanded after them
+_MAX_SPACED_BYTES = 48  # of texts whose whitespace is open; more is found when these are accepted
+_WHITESPACE = b" \t\n\r"
+_MAX_LEVEL = 2  # open places and texts that are followed one after the other
+
+
+class Endings:
+    """Tokens after which a grammar demanded a text, the newest last.
+
+    is_spaced: whether a space stands after colons and commas, where the grammar leaves that open.
+    """
+
+    def __init__(self) -> None:
+        self.is_spaced = True
+        self._tokens: dict[int, None] = {}
+
+    def add(self, token: int) -> None:
+        self._tokens.pop(token, None)
+        self._tokens[token] = None
+        if len(self._tokens) > MAX_ENDINGS:
+            del self._tokens[next(iter(self._tokens))]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._tokens))
+
+
+@dataclass
+class MaskRows:
+    """The masks of a tree on the host.
+
+    words: [masks, w] int32 of the whole step; array: the same for numpy.
+    first: that of the root; those of the other nodes follow.
+    end: of those in use; up to `limit` may be used for places behind the tree.
+    scratch: [1, w] int32, for masks that nobody else needs.
+    """
+
+    words: Tensor
+    array: npt.NDArray[np.int32]
+    first: int
+    end: int
+    limit: int
+    scratch: Tensor
+
+
+class _Demanded(NamedTuple):
+    """A text that is demanded, and its states in the guide."""
+
+    text: bytes
+    states: TextStates
+    base: int
+
+    def at(self, offset: int) -> int:
+        state = self.states.by_offset.get(offset, NOWHERE)
+        return NOWHERE if state == NOWHERE else self.base + state
+
+
+class _Place(NamedTuple):
+    """Where a node of the tree stands: `offset` bytes into a demanded text, or in an open state."""
+
+    state: int
+    demanded: _Demanded | None = None
+    offset: int = 0
+
+
+@dataclass
+class TreeWalk:
+    """Fills the masks of one tree, and writes its guide.
+
+    any_whitespace: whether the grammar allows whitespace between the parts of a text, as much as the answer likes.
+    ended: the newest token, if it stood in an open place, which it may have ended.
+    num_guided: nodes that have a state in the guide, the first ones of the tree, which are the likely ones.
+    is_demanded: by node, whether what follows it is a text that the grammar demands; of nodes that it allows.
+    """
+
+    matcher: "xgrammar.GrammarMatcher"
+    texts: TokenTexts
+    endings: Endings
+    stop_token_ids: tuple[int, ...]
+    rows: MaskRows
+    guide: GuideBlock
+    num_guided: int
+    any_whitespace: bool = False
+    ended: int | None = None
+    is_demanded: dict[int, bool] = field(default_factory=dict)
+
+    def run(self, tokens: Sequence[int], children: Sequence[Sequence[int]]) -> None:
+        """tokens: of the nodes. children: of each node."""
+        self._visit(0, tokens, children, None)
+
+    def _visit(self, node: int, tokens: Sequence[int], children: Sequence[Sequence[int]], above: _Place | None) -> None:
+        row = self.rows.first + node
+        if self.matcher.is_terminated():
+            self.rows.array[row] = -1
+            return
+        self.matcher.fill_next_token_bitmask(self.rows.words, row)
+        place = None
+        if node < self.num_guided:
+            place = self._place(row, tokens[node], above)
+            self.guide.set_node(node, place.state)
+            self.is_demanded[node] = place.demanded is not None
+            if node == 0 and self.ended is not None and place.demanded is not None:
+                self.endings.add(self.ended)
+        for child in children[node]:
+            if self.matcher.accept_token(tokens[child]):
+                self._visit(child, tokens, children, place)
+                self.matcher.rollback(1)
+
+    def _place(self, row: int, token: int, above: _Place | None) -> _Place:
+        """Of the node after a token, whose mask is filled."""
+        if above is not None and above.demanded is not None:
+            demanded, text = above.demanded, self.texts[token]
+            offset = above.offset + len(text)
+            if offset < len(demanded.text) and demanded.text.startswith(text, above.offset):
+                state = demanded.at(offset)
+                if state != NOWHERE:
+                    return _Place(state, demanded, offset)
+        array = self.rows.array
+        if above is not None and above.demanded is None and above.state != NOWHERE:
+            row_above = self.guide.row(above.state)
+            if row_above != NOWHERE and np.array_equal(array[row], array[row_above]):
+                return above
+        return self._here(row, 0)
+
+    def _here(self, row: int, level: int) -> _Place:
+        """Where the matcher stands. row: the mask, if it is filled."""
+        text = self._text()
+        if text:
+            return self._demand(text, level)
+        few = self._few(row) if row != NOWHERE else None
+        if self.matcher.is_completed() and (row == NOWHERE or few is not None and set(few) <= set(self.stop_token_ids)):
+            return _Place(self.guide.add_state(forced=self.stop_token_ids[0]))
+        return _Place(self._open(row, few, level))
+
+    def _text(self) -> bytes:
+        """What must come; where whitespace may stand in it, as this grammar's answers have it."""
+        if not self.any_whitespace:
+            return self._jump()
+        text, taken = b"", 0
+        while len(text) < _MAX_SPACED_BYTES:
+            part = self._jump() or self._behind_whitespace(text)
+            if not part or not self.matcher.accept_string(part):
+                break
+            text, taken = text + part, taken + 1
+        if taken:
+            self.matcher.rollback(taken)
+        return text
+
+    def _jump(self) -> bytes:
+        """The longest text that must come, byte by byte."""
+        text: str = self.matcher.find_jump_forward_string()
+        return text.encode()
+
+    def _behind_whitespace(self, text: bytes) -> bytes:
+        """What goes on after a text where whitespace may come next, or one other byte; b"" where more is open."""
+        scratch = self.rows.scratch
+        if self.matcher.is_terminated():
+            return b""
+        self.matcher.fill_next_token_bitmask(scratch, 0)
+        allowed = self.texts.bytes_allowed(scratch[0].numpy())
+        others = [byte for byte in allowed if byte not in _WHITESPACE]
+        if len(others) == len(allowed):
+            return b""
+        is_spaced = self.endings.is_spaced and text[-1:] in (b":", b",") and ord(" ") in allowed
+        return (b" " if is_spaced else b"") + (bytes(others) if len(others) == 1 else b"")
+
+    def _demand(self, text: bytes, level: int) -> _Place:
+        states = self.texts.states(text)
+        if len(states.forced) > self.guide.room:
+            return _Place(NOWHERE)
+        demanded = _Demanded(text, states, self.guide.add_forced_states(states.forced))
+        end = self._after_text(text, level) if level < _MAX_LEVEL else NOWHERE
+        targets = states.targets + demanded.base
+        targets[states.last] = end
+        self.guide.add_edges(states.origins + demanded.base, states.tokens, targets)
+        return _Place(demanded.base, demanded)
+
+    def _after_text(self, text: bytes, level: int) -> int:
+        """The state after a demanded text."""
+        if not self.matcher.accept_string(text):
+            return NOWHERE
+        row = NOWHERE
+        if self.rows.end < self.rows.limit and not self.matcher.is_terminated():
+            row, self.rows.end = self.rows.end, self.rows.end + 1
+            self.matcher.fill_next_token_bitmask(self.rows.words, row)
+        state = self._here(row, level + 1).state
+        self.matcher.rollback(1)
+        return state
+
+    def _open(self, row: int, few: list[int] | None, level: int) -> int:
+        """The state of a place where several tokens may come. few: all of them, if they are."""
+        state = self.guide.add_state(row=row, stays=few is None)
+        if state == NOWHERE or level >= _MAX_LEVEL:
+            return state
+        for token in self.endings if few is None else few:
+            if token not in self.stop_token_ids and self.matcher.accept_token(token):
+                place = self._behind(level + 1)
+                self.matcher.rollback(1)
+                if place != NOWHERE:
+                    self.guide.add_edge(state, token, place)
+        return state
+
+    def _behind(self, level: int) -> int:
+        """The state behind a token that was tried, if there is a text."""
+        text = self._text()
+        if text:
+            return self._demand(text, level).state
+        if self.matcher.is_completed():
+            return self.guide.add_state(forced=self.stop_token_ids[0])
+        return NOWHERE
+
+    def _few(self, row: int) -> list[int] | None:
+        """The tokens that a mask allows, if they are few."""
+        words = self.rows.array[row]
+        places = np.flatnonzero(words)
+        if len(places) > FEW_TOKENS:
+            return None
+        tokens = list[int]()
+        for place in places.tolist():
+            word = int(words[place]) & 0xFFFFFFFF
+            while word:
+                lowest = word & -word
+                tokens.append(32 * place + lowest.bit_length() - 1)
+                word ^= lowest
+        return tokens if len(tokens) <= FEW_TOKENS else None

@@ -1,0 +1,136 @@
+"""The keywords of JSON Schema that are enforced, by type, and what is demanded of each by itself. Read by
+`workers.structured_output.json_schema`; plain values, no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Describe a schema and demand nothing of an instance (JSON Schema 2020-12, Validation, sections 7 to 9).
+ANNOTATIONS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "discriminator",
+        "$comment",
+        "$schema",
+        "$id",
+        "id",
+    }
+)
+DEFINITIONS = ("$defs", "definitions")
+# By type, the keywords that demand something of an instance of it, and that are enforced.
+OF_TYPE: dict[str, frozenset[str]] = {
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
+    "object": frozenset(
+        {
+            "properties",
+            "required",
+            "additionalProperties",
+            "patternProperties",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+            "unevaluatedProperties",
+        }
+    ),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+OF_TYPE["integer"] = OF_TYPE["number"]
+UNIONS = ("anyOf", "oneOf", "allOf")
+ENFORCED = frozenset({"type", "enum", "const", "$ref", *UNIONS, *DEFINITIONS}).union(*OF_TYPE.values())
+FORMATS = frozenset(
+    {
+        "date",
+        "time",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uri",
+        "uuid",
+        "json-pointer",
+    }
+)
+REMEDIES = {
+    "nullable": 'write "type": ["string", "null"]',
+    "additionalItems": "write prefixItems, and items for the rest",
+    "dependencies": "write one schema of anyOf for each case",
+    "if": "write one schema of anyOf for each case",
+    "not": "say what is allowed",
+    "uniqueItems": "check the answer, or list what is allowed with enum",
+}
+Schema = dict[str, Any]
+
+
+class UnsupportedSchemaError(ValueError):
+    """A schema that is not enforced whole. keyword: which part of it; "" for its size. path: where, as a pointer."""
+
+    def __init__(self, path: str, keyword: str, reason: str) -> None:
+        super().__init__(f"{keyword + ' ' if keyword else ''}at {path or '#'}: {reason}")
+        self.path = path
+        self.keyword = keyword
+
+
+def check_alone(schema: Mapping[str, Any], keyword: str, path: str, allowed: tuple[str, ...]) -> None:
+    """Raises for what stands beside a keyword and is not enforced there."""
+    for key in schema:
+        if key != keyword and key not in allowed:
+            raise UnsupportedSchemaError(path, key, f"beside {keyword} it is not enforced; leave one of the two out")
+
+
+def check_counts(schema: Schema, names: tuple[str, ...], path: str) -> None:
+    for name in names:
+        if name in schema and (type(schema[name]) is not int or schema[name] < 0):
+            raise UnsupportedSchemaError(path, name, "must be a whole number of at least 0")
+
+
+def check_string(schema: Schema, path: str) -> None:
+    check_counts(schema, ("minLength", "maxLength"), path)
+    known = schema.get("format")
+    if known is not None and known not in FORMATS:
+        raise UnsupportedSchemaError(
+            path, "format", f"{known!r} is not enforced; known are {', '.join(sorted(FORMATS))}"
+        )
+    demands = [name for name in ("pattern", "format") if name in schema]
+    if demands and (len(demands) > 1 or "minLength" in schema or "maxLength" in schema):
+        other = next(name for name in ("format", "minLength", "maxLength") if name in schema and name != demands[0])
+        raise UnsupportedSchemaError(path, other, f"beside {demands[0]} it is not enforced; say it in a pattern")
+
+
+def check_number(schema: Schema, kind: str, path: str) -> None:
+    for name in OF_TYPE["number"]:
+        if name in schema and type(schema[name]) not in (int, float):
+            raise UnsupportedSchemaError(path, name, "must be a number")
+    if "multipleOf" in schema and (kind == "number" or len(schema) > 2):
+        raise UnsupportedSchemaError(path, "multipleOf", "it is enforced of integers without bounds alone")
+
+
+def is_of(value: Any, kind: str) -> bool:
+    """Whether a JSON value has a JSON Schema type."""
+    match kind:
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "integer":
+            return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+        case "number":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "string":
+            return isinstance(value, str)
+        case "array":
+            return isinstance(value, list)
+    return isinstance(value, dict)
