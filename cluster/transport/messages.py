@@ -241,12 +241,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_usage: Annotated[float, Metric("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", "gauge")] = 0.0
     num_pages: int = 0
     num_slots: int = 1
-    backlog_s: Annotated[
-        float, Metric("aerie:backlog_seconds", "Time that pending prompts take", "gauge", across="max")
-    ] = 0.0
-    slot_wait_s: Annotated[
-        float, Metric("aerie:slot_wait_seconds", "Time until what waits has a slot", "gauge", across="max")
-    ] = 0.0
+    backlog_s: Annotated[float, Metric("aerie:backlog_seconds", "Time that pending prompts take", "gauge")] = 0.0
+    slot_wait_s: Annotated[float, Metric("aerie:slot_wait_seconds", "Time until what waits has a slot", "gauge")] = 0.0
     last_step_age_s: Annotated[
         float,
         Metric("aerie:last_step_age_seconds", "Age of the last step", "gauge"),
