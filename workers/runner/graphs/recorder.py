@@ -1,6 +1,7 @@
 """How steps become graphs that are replayed. Used by `workers.runner.graphs.cuda_graph`; tests record without a GPU."""
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -68,9 +69,14 @@ class CudaRecorder:
             # thread_local: NCCL's watchdog thread queries events while this thread captures
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                return function()
-            finally:
-                graph.capture_end()
+                output = function()
+            except BaseException:
+                with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that the graph is empty
+                    _end_capture(graph, pool)
+                raise
+            _end_capture(graph, pool)
+            return output
 
     def run_apart(self, function: Callable[[], object]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -82,3 +88,13 @@ class CudaRecorder:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Where the capture has failed torch 2.11 leaves the pool as if it went on, and the next one could not begin."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):  # it has not left it so
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
