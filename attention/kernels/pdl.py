@@ -40,8 +40,10 @@ The rule:
     order                   triggers   nothing
     gate_up                 triggers   nothing
     down                    triggers   nothing
-    gate_up_of_blocks       triggers   nothing
-    down_of_blocks          triggers   nothing
+    gate_up_of_short_blocks triggers   nothing
+    down_of_short_blocks    triggers   nothing
+    gate_up_of_tall_blocks  triggers   nothing
+    down_of_tall_blocks     triggers   nothing
     sum_slots               triggers   nothing
     head_input              triggers   the norms' weights             constant
     one_shot_all_reduce     waits      the norm's weight, addresses   constant

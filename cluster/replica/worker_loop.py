@@ -81,14 +81,22 @@ class _Loop:
             if isinstance(message, Stop):
                 return "stopped"
             if message is not None:
+                # Rank 0 has told of the step before a capture; this one may not have looked yet.
+                while message.capture and executor.num_pending > 0:
+                    if not self._take():
+                        return _end(channel)
                 executor.submit(message)
                 launched = True
         if executor.num_pending > 0 and executor.ready():
-            result = executor.take()
-            self._num_steps += 1
-            self._step_s += result.elapsed_s
-            if channel.rank == 0 and not channel.send(result):
+            if not self._take():
                 return _end(channel)
         elif not launched and executor.num_pending > 0:
             time.sleep(_DEVICE_POLL_S)  # a plan that comes meanwhile waits no longer than this
         return None
+
+    def _take(self) -> bool:
+        """Wait for the oldest step's result, which rank 0 sends; False if the coordinator is lost."""
+        result = self._executor.take()
+        self._num_steps += 1
+        self._step_s += result.elapsed_s
+        return self._channel.rank != 0 or self._channel.send(result)

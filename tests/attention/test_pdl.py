@@ -127,9 +127,15 @@ ELSEWHERE = {
         "order",
         "gate_up",
         "down",
-        "gate_up_of_blocks",
-        "down_of_blocks",
         "sum_slots",
+    )
+} | {
+    name: name
+    for name in (
+        "gate_up_of_short_blocks",
+        "down_of_short_blocks",
+        "gate_up_of_tall_blocks",
+        "down_of_tall_blocks",
     )
 }
 

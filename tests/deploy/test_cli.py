@@ -69,9 +69,9 @@ def test_file_that_is_not_there_is_refused_with_the_names_that_are(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", name]) == 2
-    assert f"{name}: no such file; give a Serve config file or one of eagle, llama" in capsys.readouterr().err
+    assert f"{name}: no such file; give a Serve config file or one of deepseek-v3, eagle" in capsys.readouterr().err
     assert main(["config", name]) == 2
-    assert f"{name}: no packaged configuration; there are eagle, llama" in capsys.readouterr().err
+    assert f"{name}: no packaged configuration; there are deepseek-v3, eagle" in capsys.readouterr().err
 
 
 def test_paths_start_at_the_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_plan_says_what_is_left_to_the_start(capsys: pytest.CaptureFixture[str])
     assert main(["plan", "eagle", "--cpus", "8", "--gpus", "0"]) == 0
     printed = capsys.readouterr().out
     assert "KV cache    0.1 of the free memory that is left, at most 1 GB per rank, 16 tokens per page" in printed
-    assert "slots       8 to 32 (auto), 0.04 MB each per rank" in printed
+    assert "slots       8 to 32 (auto), 0.05 MB each per rank" in printed
     assert main(["plan", "eagle", "--cpus", "8", "--gpus", "2"]) == 0
     printed = capsys.readouterr().out
     assert "KV cache    what is left of 0.9 of each GPU's free memory, 16 tokens per page" in printed

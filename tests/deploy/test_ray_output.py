@@ -16,11 +16,13 @@ def lines() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    before = list(setup.logger.filters)
+    before, disabled = list(setup.logger.filters), setup.logger.disabled
+    setup.logger.disabled = False  # as whoever configures logging from a file leaves loggers that are there already
+    setup.logger.filters.clear()  # of commands that ran in this process
     setup.logger.addHandler(handler)
     yield found
     setup.logger.removeHandler(handler)
-    setup.logger.filters[:] = before
+    setup.logger.filters[:], setup.logger.disabled = before, disabled
 
 
 def test_that_a_token_protects_the_cluster_is_no_warning(lines: list[str]) -> None:

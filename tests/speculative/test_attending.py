@@ -18,6 +18,7 @@ from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.mlp import GatedMLP
+from workers.layers.routing import TokenSlots
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
 from workers.runner.model_runner import TargetRunner
@@ -88,9 +89,9 @@ def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: str, mon
         note(self.layers[0], "first")  # type: ignore[arg-type]
         note(self.layers[-1], "last")  # type: ignore[arg-type]
 
-    def counted(self: GatedMLP, x: Tensor) -> Tensor:
+    def counted(self: GatedMLP, x: Tensor, live: TokenSlots | None = None) -> Tensor:
         seen[names.get(id(self), "between")].append(x.shape[0])
-        return partial(self, x)
+        return partial(self, x, live)
 
     monkeypatch.setattr(DraftLayer, "__init__", init_head)
     monkeypatch.setattr(Decoder, "__init__", init_decoder)

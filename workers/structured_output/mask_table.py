@@ -27,7 +27,8 @@ class MaskTable:
         self._device = torch.full((size,), FREE, dtype=torch.int32, device=device)
         # on a CPU there is one of both: writing is uploading
         is_cuda = device.type == "cuda"
-        self._host = torch.full((size,), FREE, dtype=torch.int32, pin_memory=True) if is_cuda else self._device
+        is_shared = device.type == "cpu"
+        self._host = self._device if is_shared else torch.full((size,), FREE, dtype=torch.int32, pin_memory=is_cuda)
         self.index, self.guides, self.words = self._sizes.parts(self._device)
         self.host_index, self.host_guides, self.host_words = self._sizes.parts(self._host)
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
 """How steps become graphs that are replayed. Used by `workers.runner.graphs.cuda_graph`; tests record without a GPU."""
 
 import contextlib
+import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,8 +48,14 @@ class CudaRecorder:
 
     def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
         graph = torch.cuda.CUDAGraph()
-        with contextlib.nullcontext() if was_run else nothing_new():
-            output = self._capture(graph, function, self._pool)
+        try:
+            with contextlib.nullcontext() if was_run else nothing_new():
+                output = self._capture(graph, function, self._pool)
+        except NewUnderCaptureError:
+            raise
+        except RuntimeError:
+            self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 takes the former for one that is being recorded to
+            raise
         return graph.replay, output
 
     def rehearse(self, function: Callable[[], object], ahead: CompileAhead) -> None:
@@ -65,7 +72,7 @@ class CudaRecorder:
 
     def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: Any) -> T:
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _nothing_collected():
             # thread_local: NCCL's watchdog thread queries events while this thread captures
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -73,9 +80,9 @@ class CudaRecorder:
             except BaseException:
                 with contextlib.suppress(RuntimeError), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that the graph is empty
-                    _end_capture(graph, pool)
+                    graph.capture_end()
                 raise
-            _end_capture(graph, pool)
+            graph.capture_end()
             return output
 
     def run_apart(self, function: Callable[[], object]) -> None:
@@ -90,11 +97,13 @@ class CudaRecorder:
         return total - free
 
 
-def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Where the capture has failed torch 2.11 leaves the pool as if it went on, and the next one could not begin."""
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Garbage may be the graphs of an engine that has ended, and to free one ends the capture that is under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        graph.capture_end()
-    except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # it has not left it so
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        raise
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
