@@ -19,6 +19,8 @@ from cluster.transport.messages import EngineStats
 logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
+NEWS_WAIT_S = 2.0  # what an ingress knows of engines and of a probe is a second old at most
+NEWS_POLL_S = 0.1
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -56,12 +58,17 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
 async def require_engine(edge: Edge) -> None:
     """For routes that clients take for a sign that the server has started: raises ApiError until an engine has been
-    ready once."""
-    if not edge.admission.engine_seen:
+    ready once. Waits until this ingress would know of one of which another has just told."""
+    waited_s = 0.0
+    while not edge.admission.engine_seen:
         reply = _health(*await _known(edge.engine), edge.config)
-        if isinstance(reply, Response):
+        if not isinstance(reply, Response):
+            edge.admission.engine_seen = True
+        elif waited_s >= NEWS_WAIT_S:
             raise unavailable("The server is starting; no engine has been ready yet", edge.config.retry_after_s)
-        edge.admission.engine_seen = True
+        else:
+            await asyncio.sleep(NEWS_POLL_S)
+            waited_s += NEWS_POLL_S
 
 
 def _health(engines: Sequence[EngineStats], fault: str, config: EdgeConfig) -> HealthReply | Response:

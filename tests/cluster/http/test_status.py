@@ -1,11 +1,13 @@
 """The operator's routes: health, readiness, metrics, models, tokens, keys; and routes that do not exist."""
 
+import asyncio
 import logging
 
 import httpx
 import pytest
 
 from cluster.http.app import build_app
+from cluster.http.routes import status
 from cluster.transport.messages import EngineStats
 from tests.support.edge_client import CHAT, HELLO, MODEL, edge_config, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says, small_tokenizer
@@ -74,7 +76,20 @@ async def test_ready_engines_that_no_request_reaches_are_not_healthy_and_the_pro
     assert (live.status_code, live.json()) == (200, {"status": "ok"})
 
 
-async def test_models_are_listed_once_an_engine_has_been_ready() -> None:
+async def test_models_wait_for_news_that_another_ingress_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/health of one ingress has been 200; the next request comes to another one, which hears of it a little later."""
+    monkeypatch.setattr(status, "NEWS_POLL_S", 0.01)
+    engine = _engines(("starting", ""))
+    async with in_process(engine) as client:
+        listed = asyncio.create_task(client.get("/v1/models"))
+        await asyncio.sleep(0.05)
+        assert not listed.done()
+        engine.engines = [EngineStats("engine-0", "ready")]
+        assert (await listed).status_code == 200
+
+
+async def test_models_are_listed_once_an_engine_has_been_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "NEWS_WAIT_S", 0.0)
     engine = _engines(("starting", ""))
     async with in_process(engine) as client:
         early = await client.get("/v1/models")
