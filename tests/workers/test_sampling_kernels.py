@@ -123,7 +123,7 @@ def test_a_rows_limit_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(alone.gaps, together.gaps[i : i + 1]) and torch.equal(alone.peaks, together.peaks[i : i + 1])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [SIZES[0], *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES[1:])])
 def test_draws_are_those_of_torch_up_to_near_ties(size: int) -> None:
     """Noise in float32 differs from float64's by less than 1e-6 where it is largest."""
     slots, width, first = table(size), 2, 1000
@@ -150,6 +150,7 @@ def test_draws_are_those_of_torch_up_to_near_ties(size: int) -> None:
         assert (column.cpu() == scores.argmax(1)).float().mean() > 0.9
 
 
+@pytest.mark.slow
 def test_every_path_on_a_device_draws_the_same() -> None:
     """Filtered and not, one row and many, and the draft's scores: the same bits."""
     size = 5000 if INTERPRETED else 128256
