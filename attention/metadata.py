@@ -55,6 +55,12 @@ class DecodeBatch:
     chain: bool = False
 
     @property
+    def is_causal(self) -> bool:
+        """Whether each row sees all positions up to its own, as the host knows without the masks. A single row has no
+        siblings, and sees all of its suffix."""
+        return self.rows == 1 or self.chain or self.mode is Mode.DRAFT_EXTEND
+
+    @property
     def num_requests(self) -> int:
         return self.prefix_len.shape[0]
 

@@ -24,7 +24,7 @@ from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
 from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
 from attention.kernels.flashinfer_plan import mask_bytes
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, to_device
+from attention.metadata import DecodeBatch, PrefillBatch, to_device
 from attention.views import LatentKV, LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
@@ -96,13 +96,12 @@ class FlashInferBackend(AttentionBackend):
     def round_plan(self, batch: DecodeBatch, heads: Heads) -> RoundPlan:
         """What all passes of this shape share. Captured graphs hold its memory, so it is never freed."""
         device = batch.prefix_len.device
-        # a single row of a round sees all of its suffix: it has no siblings
-        causal = batch.rows > 1 and (batch.chain or batch.mode is Mode.DRAFT_EXTEND)
+        causal = batch.rows > 1 and batch.is_causal  # as FlashInfer's kernels for one row are planned
         key = (device, heads, batch.rows, causal, batch.page_table.shape)
         if key not in self._rounds:
             assert_not_captured(self.name, device)
             kernel = self._kernel(device, heads, batch.rows, causal)
-            mask = None if batch.rows == 1 or causal else self._mask(batch, heads.page_size)
+            mask = None if batch.is_causal else self._mask(batch, heads.page_size)
             self._rounds[key] = RoundPlan(kernel, batch, mask)
         return self._rounds[key]
 

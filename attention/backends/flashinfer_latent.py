@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.backend import Prepared, assert_not_captured
 from attention.kernels.flashinfer_latent_plan import LatentGrid, LatentPlanArrays, write_latent_plan
 from attention.kernels.latent_suffix import add_suffix
-from attention.metadata import DecodeBatch, Mode
+from attention.metadata import DecodeBatch
 from attention.views import LatentKV
 
 SAMPLE_TOKENS = 3000  # of the request that FlashInfer plans too; long enough to be cut
@@ -39,11 +39,11 @@ class LatentRounds:
     def plan(self, batch: DecodeBatch, q: Tensor, kv: LatentKV, scale: float) -> "LatentRoundPlan":
         """What all passes of this shape share."""
         device = q.device
-        key = (device, q.dtype, q.shape, kv.rows.shape[1:], kv.latent, is_causal(batch), batch.page_table.shape, scale)
+        key = (device, q.dtype, q.shape, kv.rows.shape[1:], kv.latent, batch.is_causal, batch.page_table.shape, scale)
         if key not in self._plans:
             assert_not_captured(self.name, device)
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-            grid = LatentGrid(batch.num_requests, batch.rows, q.shape[1], multiprocessors, is_causal(batch))
+            grid = LatentGrid(batch.num_requests, batch.rows, q.shape[1], multiprocessors, batch.is_causal)
             module = _module(q.dtype, kv)
             workspace = self.workspace(grid.max_partial_rows * (kv.latent * q.itemsize + 4), device)
             plan = LatentRoundPlan(module, grid, workspace, scale, device, kv.latent * q.itemsize)
@@ -109,11 +109,6 @@ class PreparedLatentRound(Prepared):
             plan.write(self.batch)
             self.plans[shape] = plan
         return self.plans[shape]
-
-
-def is_causal(batch: DecodeBatch) -> bool:
-    """Whether each row sees all tokens up to its own, as the host knows without the mask."""
-    return batch.rows == 1 or batch.chain or batch.mode is Mode.DRAFT_EXTEND
 
 
 def _module(dtype: torch.dtype, kv: LatentKV) -> Module:

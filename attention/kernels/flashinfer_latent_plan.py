@@ -115,13 +115,15 @@ def _plan_latent(
     CLUSTER: tl.constexpr,
     CLUSTERS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
     MERGERS: tl.constexpr,
     MERGERS_STRIDE: tl.constexpr,
     TASKS: tl.constexpr,
     TOGETHER: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    tile_rows: tl.constexpr = 64 * CLUSTER
+    tile_rows: tl.constexpr = TILE_ROWS * CLUSTER
     task = tl.arange(0, TASKS)
     live = task < num_requests * TILES
     request, tile = task // TILES, task % TILES
@@ -131,7 +133,7 @@ def _plan_latent(
         last_row = tl.minimum(((tile + 1) * tile_rows + HEADS - 1) // HEADS, ROWS)
         seen = kv_len - ROWS + last_row
     # A tile that sees nothing has a piece without tokens, by which zeros are written.
-    steps = tl.where(live, tl.maximum((seen + 63) // 64, 1), 0)
+    steps = tl.where(live, tl.maximum((seen + TILE_TOKENS - 1) // TILE_TOKENS, 1), 0)
     ends = tl.cumsum(steps, 0)
     begins = ends - steps
     total = tl.sum(steps, 0)
@@ -169,8 +171,8 @@ def _plan_latent(
         tl.store(extents_ptr + at, ROWS + nothing, mask=exists)
         tl.store(extents_ptr + pieces_stride + at, kv_len[:, None] + nothing, mask=exists)
         tl.store(extents_ptr + 2 * pieces_stride + at, (tile * tile_rows)[:, None] + nothing, mask=exists)
-        tl.store(extents_ptr + 3 * pieces_stride + at, low * 64, mask=exists)
-        tl.store(extents_ptr + 4 * pieces_stride + at, tl.minimum(high * 64, seen[:, None]), mask=exists)
+        tl.store(extents_ptr + 3 * pieces_stride + at, low * TILE_TOKENS, mask=exists)
+        tl.store(extents_ptr + 4 * pieces_stride + at, tl.minimum(high * TILE_TOKENS, seen[:, None]), mask=exists)
         opens = (k[None, :] > 0) | (begins % span == 0)[:, None]  # its cluster's first piece
         tl.store(work_indptr_ptr + cluster, at, mask=exists & opens)
     cluster = tl.arange(0, PADDED)
@@ -220,6 +222,8 @@ def write_latent_plan(arrays: LatentPlanArrays, prefix_len: Tensor, suffix_len: 
         CLUSTER=grid.cluster,
         CLUSTERS=grid.clusters,
         CAUSAL=grid.causal,
+        TILE_ROWS=TILE_ROWS,
+        TILE_TOKENS=TILE_TOKENS,
         MERGERS=grid.multiprocessors,
         MERGERS_STRIDE=begin[MERGE_ARRAYS[1]] - begin[MERGE_ARRAYS[0]],
         TASKS=tasks,

@@ -14,9 +14,8 @@ from workers.scheduling.scheduler import Scheduler
 PERIOD_S = 0.05
 MAX_DIGESTS = 2048
 LEASE_S = 10.0  # for which a subscription holds
-MAX_TOLD_PAGES = (
-    8192  # per engine, which bounds what an ingress keeps of it: beyond, each second page is told, or fourth
-)
+# per engine, which bounds what an ingress keeps of it: beyond, each second page is told, or fourth
+MAX_TOLD_PAGES = 8192
 
 
 class _Subscriber:

@@ -122,8 +122,9 @@ class RemoteEngines:
             name = await self._choose(attempts, known)
             if name is None:
                 break
+            again = attempts.num_attempts
             request = GenerateRequest(
-                request_id=request_id if attempts.num_attempts == 0 else f"{request_id}~{attempts.num_attempts}",
+                request_id=request_id if again == 0 else f"{request_id}~{again}",
                 prompt=packed,
                 sampling=sampling,
                 reply_to=self._reply_to,
@@ -132,7 +133,6 @@ class RemoteEngines:
                 token_origins=token_origins,
                 resumed=attempts.was_taken,
             )
-            again = attempts.num_attempts
             async with contextlib.aclosing(self._attempt(attempts, name, request, known, request_id)) as deltas:
                 async for delta in deltas:
                     attempts.delivered.extend(delta.tokens)

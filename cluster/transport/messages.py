@@ -256,10 +256,10 @@ class EngineStats(msgspec.Struct, frozen=True):
         int, Metric("aerie:worker_restarts", "Times that an engine's workers were restarted")
     ] = 0
     num_graphs: Annotated[
-        int, Metric("aerie:cuda_graphs", "Steps that each rank has captured as CUDA graphs, of all engines", "gauge")
+        int, Metric("aerie:cuda_graphs", "Steps that each rank has captured as CUDA graphs", "gauge")
     ] = 0
     num_graphs_waiting: Annotated[
-        int, Metric("aerie:cuda_graphs_waiting", "Steps that are still to be captured, of all engines", "gauge")
+        int, Metric("aerie:cuda_graphs_waiting", "Steps that are still to be captured", "gauge")
     ] = 0
     heartbeat_age_s: tuple[float, ...] = ()
     rank_steps: tuple[int, ...] = ()

@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-_GROUP = 128  # columns of a weight, and of rows that go in, that share a scale
+from workers.layers.kernels.fp8_rows import FP8, GROUP
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class ExpertWeights:
 
 def fits_kernels(size: int, width: int) -> bool:
     """Whether the kernels of experts can read weights of these sizes on a rank."""
-    return size % _GROUP == 0 and width % _GROUP == 0
+    return size % GROUP == 0 and width % GROUP == 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,10 @@ class ExpertTiles:
     block_m: int
     gate_up: ProductTiles
     down: ProductTiles
+
+    def inner_step(self, in_fp8: bool) -> int:
+        """Columns of inner activations that a down-projection takes at a time: with one scale, in FP8."""
+        return self.gate_up.block_n if in_fp8 else 64
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from workers.layers.kernels.expert_weights import (
     ProductTiles,
     block_of,
 )
-from workers.layers.kernels.fp8_rows import Fp8Rows, to_fp8
+from workers.layers.kernels.fp8_rows import Fp8Rows, scale_of, to_fp8
 from workers.layers.kernels.route import MAX_LISTED, Routed
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, Workspace
 
@@ -139,7 +139,7 @@ def _gate_up(
     hidden = tl.where(anybody[None, :], gate / (1.0 + tl.exp(-gate)) * up, 0.0)
     at = (tile * BLOCK_M + m).to(tl.int64)
     if IN_FP8:
-        scale = tl.maximum(tl.max(tl.abs(hidden), 0), 1e-12) / 448.0
+        scale = scale_of(hidden, 0)
         tl.store(factor_ptr + (tile * blocks + block) * BLOCK_M + m, scale * share)
         tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], to_fp8(hidden / scale[None, :], INTERPRETED))
     else:
@@ -325,7 +325,7 @@ def down_projected(
     assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
     rows, size, width, block_m, down = routed.chosen.shape[0], weights.size, weights.width, tiles.block_m, tiles.down
     assert out.shape == (rows, size)
-    step = tiles.gate_up.block_n if weights.in_fp8 else 64
+    step = tiles.inner_step(weights.in_fp8)
     _down[(size // down.block_n, down.splits)](
         TensorDescriptor.from_tensor(inner.values, [block_m, step]),
         TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, step]),

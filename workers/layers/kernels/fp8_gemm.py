@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows, to_fp8
+from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows, scale_of, to_fp8
 from workers.layers.kernels.fp8_tiles import (
     Fp8GemmTiles,
     Fp8Matrix,
@@ -59,7 +59,7 @@ def _round_columns(
         inside = (m < rows)[:, None] & (column < SPAN * 128)[None, :]
         x = tl.load(x_ptr + row * x_stride + first * 128 + column[None, :], mask=inside, other=0.0).to(tl.float32)
         tiles = tl.reshape(x, [ROWS, COLUMNS // 128, 128])
-        scale = tl.maximum(tl.max(tl.abs(tiles), 2), 1e-12) / 448.0
+        scale = scale_of(tiles, 2)
         x = to_fp8(tl.reshape(tiles / scale[:, :, None], [ROWS, COLUMNS]), INTERPRETED)
         tl.store(values_ptr + row * (GROUPS * 128) + first * 128 + column[None, :], x, mask=inside)
         live = (m < rows)[:, None] & (group < SPAN)[None, :]
@@ -227,7 +227,7 @@ def _fp8_gemm(
         # a program's rows of W are the group that is rounded together
         tl.static_assert(BLOCK_N == 128)
         acc = acc.to(RESULT).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(acc), 0), 1e-12) / 448.0
+        scale = scale_of(acc, 0)
         tl.store(out_scales_ptr + m * (N // 128) + tile, scale, mask=m < rows)
         tl.store(out, to_fp8(acc / scale[None, :], INTERPRETED), mask=live)
     else:

@@ -35,6 +35,12 @@ def to_fp8(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def scale_of(x, AXIS: tl.constexpr):
+    """The scale that the numbers of x along an axis share; of zeros too it is one to divide by."""
+    return tl.maximum(tl.max(tl.abs(x), AXIS), 1e-12) / 448.0
+
+
+@triton.jit
 def store_fp8(
     x,
     values_ptr,
@@ -52,12 +58,12 @@ def store_fp8(
     if BY_GROUP:
         groups: tl.constexpr = BLOCK // 128
         tiles = tl.reshape(x, [groups, 128])
-        scale = tl.maximum(tl.max(tl.abs(tiles), 1), 1e-12) / 448.0
+        scale = scale_of(tiles, 1)
         x = tl.reshape(tiles / scale[:, None], [BLOCK])
         group = first // 128 + tl.arange(0, groups)
         tl.store(scales_ptr + group * group_step, scale, mask=group * 128 < SIZE)
     else:
-        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
+        scale = scale_of(x, 0)
         x = x / scale
         tl.store(scales_ptr, scale)
     tl.store(values_ptr + column, to_fp8(x, INTERPRETED), mask=column < SIZE)

@@ -184,7 +184,7 @@ def down_projections(
     """parts [rows * slots, span]: each row's each expert's, weighted, from column `first` on; of blocks that are not
     tall all columns."""
     size, width, block_m, down, span = weights.size, weights.width, tiles.block_m, tiles.down, parts.shape[1]
-    step = tiles.gate_up.block_n if weights.in_fp8 else 64
+    step = tiles.inner_step(weights.in_fp8)
     common = {
         "WIDTH": width,
         "SIZE": size,

@@ -5,7 +5,7 @@ verify: there the weights are the tall side of the matrix unit, which has 64 row
 import triton
 import triton.language as tl
 
-from workers.layers.kernels.fp8_rows import to_fp8
+from workers.layers.kernels.fp8_rows import scale_of, to_fp8
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def gate_up_of_short_blocks(
     hidden = gate / (1.0 + tl.exp(-gate)) * up
     at = (tile * BLOCK_M + m).to(tl.int64)
     if IN_FP8:
-        scale = tl.maximum(tl.max(tl.abs(hidden), 0), 1e-12) / 448.0
+        scale = scale_of(hidden, 0)
         tl.store(hidden_scales_ptr + (tile * (WIDTH // BLOCK_N) + block) * BLOCK_M + m, scale)
         tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], to_fp8(hidden / scale[None, :], INTERPRETED))
     else:

@@ -9,7 +9,7 @@ next are on their way while one is multiplied and written.
 import triton
 import triton.language as tl
 
-from workers.layers.kernels.fp8_rows import to_fp8
+from workers.layers.kernels.fp8_rows import scale_of, to_fp8
 
 MIN_ROWS = 64  # of a block
 
@@ -97,7 +97,7 @@ def gate_up_of_tall_blocks(
     hidden = gate / (1.0 + tl.exp(-gate)) * up
     to = hidden_ptr + (tile * BLOCK_M + m).to(tl.int64)[:, None] * WIDTH + n[None, :]
     if IN_FP8:
-        scale = tl.maximum(tl.max(tl.abs(hidden), 1), 1e-12) / 448.0
+        scale = scale_of(hidden, 1)
         tl.store(hidden_scales_ptr + (tile * (WIDTH // BLOCK_N) + block) * BLOCK_M + m, scale)
         tl.store(to, to_fp8(hidden / scale[:, None], INTERPRETED))
     else:
