@@ -251,6 +251,20 @@ def test_a_row_of_many_depends_on_nothing_else(kind: str) -> None:
         assert torch.equal(part(0, rows, many(replace(tiles(rows), block_m=128))), whole)
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "V3"])
+def test_a_rows_routing_depends_on_nothing_else(name: str) -> None:
+    """To the bit, where no experts are listed; a GPU's sums of softmax have one order for each number of warps."""
+    routing, rows = ROUTINGS[name], 5 if INTERPRETED else 600
+    logits = (torch.randn(rows, routing.num_experts, generator=torch.Generator().manual_seed(1)) * 2).to(DEVICE)
+    bias = torch.zeros(routing.num_experts, device=DEVICE) if routing.has_bias else None
+    whole = route(RouterLogits(logits, bias, routing), 1, ticket(), list_used=False)
+    for first, count in ((1, 1), (2, 3)) if INTERPRETED else ((1, 1), (3, 17), (99, 64), (5, 300)):
+        part = route(RouterLogits(logits[first : first + count], bias, routing), 1, ticket(), list_used=False)
+        assert part.used is None and part.num_used is None
+        assert torch.equal(part.chosen, whole.chosen[first : first + count])
+        assert torch.equal(part.weight, whole.weight[first : first + count])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["group", "half"])
 @pytest.mark.parametrize("rows", [1, 8, 64, 256, 512])
@@ -365,3 +379,20 @@ def test_a_layer_of_kernels_answers_as_in_torch(kind: str, num_shared: int, dete
     if wanted is not None:  # a norm before it rounds rows, and gives the router the same in the model's type
         rows = fp8_rms_norm(x, None, torch.ones_like(x[0]), 1e-6, wanted.empty(x))
         assert rows.plain is not None and torch.equal(ours.partial(rows), ours.partial(rows.plain))
+
+
+@pytest.mark.parametrize("kind,num_shared", [("group", 2), ("channel", 0), ("half", 1)])
+def test_a_row_of_a_deterministic_layer_depends_on_nothing_else(kind: str, num_shared: int) -> None:
+    """Router, choice, rounding and products together: a prompt's row, a round's and one alone, padding beside it."""
+    layer = layer_of(kind, num_shared)
+    sizes = [module.workspace_size() for module in layer.modules() if isinstance(module, WeightedModule)]
+    workspace = Workspace.of_size(*(max(each) for each in zip(*sizes, strict=True)), DEVICE)
+    finished(layer, GEMMOptions(workspace, deterministic=True, fp8=True))
+    rows = 4 if INTERPRETED else 700
+    x = torch.randn(rows, layer.experts.shape.size, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
+    whole = layer.partial(x)
+    assert torch.isfinite(whole).all() and whole.abs().max() > 0
+    for first, count in ((2, 1),) if INTERPRETED else ((699, 1), (3, 4), (1, 22), (70, 64), (40, 300)):
+        assert torch.equal(layer.partial(x[first : first + count]), whole[first : first + count])
+    is_live = torch.arange(rows) < rows - 2
+    assert torch.equal(layer.partial(x, token_slots(is_live))[: rows - 2], whole[: rows - 2])

@@ -205,7 +205,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_gpus_whose_experts_would_wait_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_whose_experts_would_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="model x: experts on a GPU are multiplied in bfloat16, not in float16"):
@@ -214,6 +214,23 @@ def test_gpus_whose_experts_would_wait_are_refused(monkeypatch: pytest.MonkeyPat
         check_experts_device(gpu, torch.bfloat16, "model x")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_experts_device(gpu, torch.bfloat16, "model x")
-    source = ModelSource(path=str(make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1)))
-    reason = refusal(WorkerConfig(source, deterministic=True), read_target_config(source, 1), torch.bfloat16)
-    assert reason is not None and reason.startswith("a mixture of experts, whose products")
+
+
+@pytest.mark.parametrize(
+    "width,ranks,reason",
+    [
+        (256, 1, None),
+        (256, 2, None),
+        (192, 1, "moe_intermediate_size of 192 on each rank: the GEMMs need a multiple of 128"),
+        (128, 2, "moe_intermediate_size of 64 on each rank"),
+    ],
+)
+def test_experts_are_deterministic_where_their_kernels_fit(
+    tmp_path: Path, width: int, ranks: int, reason: str | None
+) -> None:
+    """Layers without experts, which there are none of, need not fit."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 100, "moe_intermediate_size": width}
+    source = ModelSource(path=str(make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1, **sizes)))
+    worker = WorkerConfig(source, deterministic=True, tensor_parallel=ranks)
+    found = refusal(worker, read_target_config(source, ranks), torch.bfloat16)
+    assert found is None if reason is None else found is not None and found.startswith(reason)

@@ -130,7 +130,9 @@ class DenseExperts(ExpertsMethod):
         from workers.layers.fused_experts import FusedExperts, fuses
         from workers.layers.kernels.expert_weights import ExpertWeights
 
-        if fuses(self.shape.size, self.shape.width, options):
+        fits = fuses(self.shape.size, self.shape.width, options)
+        assert fits or not options.deterministic, "refused at start"
+        if fits:
             gate_up, down = self.dense_weights()
             weights = ExpertWeights(gate_up, down, num_shared=gate_up.shape[0] - self.shape.num_experts)
             self._fused = FusedExperts(weights, options.workspace, options.deterministic, gate_up.dtype)

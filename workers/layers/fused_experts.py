@@ -83,11 +83,11 @@ class FusedExperts:
         weights = self.weights
         if isinstance(x, Tensor) and weights.in_fp8:
             x = quantize_rows(x, weights.by_group)
-        routed = route(router, weights.num_shared, self.workspace.tickets)
+        routed = route(router, weights.num_shared, self.workspace.tickets, list_used=not self.deterministic)
         rows, slots = routed.chosen.shape
         if out is None:
             out = torch.empty((rows, weights.size), dtype=self.dtype, device=routed.chosen.device)
-        if rows <= MAX_ROWS and not self.deterministic:
+        if routed.used is not None and rows <= MAX_ROWS:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)
         from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles

@@ -49,11 +49,6 @@ class ModelConfig(ABC):
         """Raises ValueError, naming `source`, where the model has no fitting kernels for `device` in `dtype`. Attention
         is asked of its backends."""
 
-    @property
-    def deterministic_refusal(self) -> str | None:
-        """Why `deterministic: true` cannot be kept on a GPU, whatever is configured beside it; None if it can."""
-        return None
-
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         """The layers by how they keep their KV on one rank: what the model's `KVPool` is made of. dtype: of what the

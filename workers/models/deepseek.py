@@ -26,7 +26,7 @@ from workers.models.config import (
 )
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
-from workers.models.moe import DETERMINISTIC_REFUSAL, check_experts_device, moe_rules, num_experts_of
+from workers.models.moe import check_experts_device, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
 
 
@@ -75,10 +75,6 @@ class DeepseekConfig(ModelConfig):
 
     def check_device(self, device: torch.device, dtype: torch.dtype, source: str) -> None:
         check_experts_device(device, dtype, source)
-
-    @property
-    def deterministic_refusal(self) -> str | None:
-        return DETERMINISTIC_REFUSAL
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         layout = LatentLayout(self.latent, self.rotated_dim, dtype)

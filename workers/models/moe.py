@@ -6,7 +6,6 @@ import torch
 
 from workers.models.config import architecture_of
 
-DETERMINISTIC_REFUSAL = "a mixture of experts, whose products compute a row by who is beside it; serve a dense model"
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _GROUPED_MAJORS = (9, 10)  # compute capabilities whose grouped products (torch 2.13) wait for nothing
 

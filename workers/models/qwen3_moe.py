@@ -15,7 +15,7 @@ from workers.models.config import required_int
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
-from workers.models.moe import DETERMINISTIC_REFUSAL, check_experts_device, moe_rules, num_experts_of
+from workers.models.moe import check_experts_device, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
 
 
@@ -36,9 +36,10 @@ class Qwen3MoeConfig(LlamaConfig):
     def check_device(self, device: torch.device, dtype: torch.dtype, source: str) -> None:
         check_experts_device(device, dtype, source)
 
-    @property
-    def deterministic_refusal(self) -> str | None:
-        return DETERMINISTIC_REFUSAL
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        inputs = super().linear_inputs(tensor_parallel)
+        del inputs["intermediate_size"]  # there need not be such a layer
+        return inputs | {name: size // tensor_parallel for name, size in self.cut_sizes.items()}
 
 
 def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:

@@ -23,6 +23,7 @@ from workers.layers.linear_method import Fp8Inputs
 from workers.layers.rotary import Angles
 
 FEW_ROWS = 16  # of a product, which are then multiplied by more and narrower tiles
+FIXED_ROWS = 64  # whose tiles are taken for any number of rows where tiles must not depend on it
 
 
 @triton.jit
@@ -252,19 +253,25 @@ def product_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
 
 
 def head_products(
-    x: Tensor, weight: Tensor, out: Tensor, angles: Angles | None = None, pdl: bool | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    angles: Angles | None = None,
+    pdl: bool | None = None,
+    fixed: bool = False,
 ) -> Tensor:
     """Each head's rows by its own matrix: out[r, h, :n] = x[r, h, :k] @ weight[h], in place.
 
     x: [rows, heads, k + rotated]; weight: [heads, k, n]; out: [rows, heads, n + rotated]; any strides but for the last
     ones of x and out, which are 1. angles: of the rows, if there is a rotated part, which is turned and copied. pdl: as
-    for `normed_latents`. Reference: `head_products_reference`.
+    for `normed_latents`. fixed: in tiles that do not depend on the number of rows, so that a row's result is a function
+    of that row. Reference: `head_products_reference`.
     """
     (rows, heads, width), (_, in_features, out_features) = x.shape, weight.shape
     rotated = width - in_features
     assert x.stride(2) == out.stride(2) == 1 and out.shape == (rows, heads, out_features + rotated)
     assert (rotated > 0) == (angles is not None)
-    blocks = product_blocks(rows, in_features, x.itemsize)
+    blocks = product_blocks(FIXED_ROWS if fixed else rows, in_features, x.itemsize)
     _head_products[(triton.cdiv(out_features, blocks.n), heads, triton.cdiv(rows, blocks.m))](
         x,
         weight,

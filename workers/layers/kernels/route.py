@@ -128,7 +128,7 @@ class Routed:
     chosen: [rows, slots] int32, experts of each row, the shared ones (numbered after the others) last; NOBODY for
         padding rows.
     weight: [rows, slots] float32, 1 for shared experts.
-    used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None for many rows.
+    used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None where they are not listed.
     num_used: [1] int32, how many those are.
     """
 
@@ -138,10 +138,12 @@ class Routed:
     num_used: Tensor | None
 
 
-def route(router: RouterLogits, num_shared: int, ticket: Tensor) -> Routed:
-    """num_shared: experts that every row goes to. ticket: [1] int32, zero between launches.
+def route(router: RouterLogits, num_shared: int, ticket: Tensor, list_used: bool = True) -> Routed:
+    """num_shared: experts that every row goes to. ticket: [1] int32, zero between launches. list_used: of at most
+    MAX_LISTED rows list the experts that are used. Without it any number of rows is computed alike, so that a row's
+    result is a function of that row.
 
-    Experts are listed for at most MAX_LISTED rows. Of equal preferences the lowest number is chosen.
+    Of equal preferences the lowest number is chosen.
 
     Reference: `workers.layers.routing.route`.
     """
@@ -149,7 +151,7 @@ def route(router: RouterLogits, num_shared: int, ticket: Tensor) -> Routed:
     rows, experts = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and experts == routing.num_experts
     assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
-    slots, listed = routing.experts_per_token + num_shared, rows <= MAX_LISTED
+    slots, listed = routing.experts_per_token + num_shared, list_used and rows <= MAX_LISTED
     chosen = torch.empty((rows, slots), dtype=torch.int32, device=logits.device)
     weight = torch.empty((rows, slots), dtype=torch.float32, device=logits.device)
     most = min(experts, rows * routing.experts_per_token) + num_shared
