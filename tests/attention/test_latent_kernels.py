@@ -183,7 +183,7 @@ def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: b
 def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> None:
     torch.manual_seed(5)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    both = torch.randn((3, 24 + 40, 32), device=DEVICE).to(dtype)  # an up-projection: keys, then values
+    both = torch.randn((3, 24 + 40, 160), device=DEVICE).to(dtype)  # an up-projection: keys, then values
     weight = both[:, :24] if turned else both[:, 24:].transpose(1, 2)
     k, n, rotated = *weight.shape[1:], 16 if turned else 0
     x = torch.randn((rows, 3, k + rotated), device=DEVICE).to(dtype)

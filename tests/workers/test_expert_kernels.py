@@ -93,13 +93,13 @@ def test_equal_preferences_choose_the_first_and_no_row_nobody() -> None:
     assert none.num_used is not None and int(none.num_used) == 0
 
 
-@pytest.mark.parametrize("block_m", [16, 64])
-def test_pairs_are_ordered_by_expert(block_m: int) -> None:
-    chosen = torch.randint(-1, 6, (41, 3), generator=torch.Generator().manual_seed(block_m), dtype=torch.int32)
+@pytest.mark.parametrize(("block_m", "rows"), [(16, 41), (64, 41), (64, 1500)])
+def test_pairs_are_ordered_by_expert(block_m: int, rows: int) -> None:
+    chosen = torch.randint(-1, 6, (rows, 3), generator=torch.Generator().manual_seed(block_m), dtype=torch.int32)
     chosen[chosen == 4] = NOBODY  # nobody's expert
     order = order_by_expert(chosen.to(DEVICE), 7, block_m)
     pairs, experts = order.pairs.cpu().view(-1, block_m), order.experts.tolist()
-    assert len(experts) == max_blocks(123, 7, block_m)
+    assert len(experts) == max_blocks(3 * rows, 7, block_m)
     for expert in range(7):
         mine = pairs[torch.tensor(experts) == expert].flatten()
         expected = (chosen.flatten() == expert).nonzero().flatten().tolist()
