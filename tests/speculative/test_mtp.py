@@ -11,6 +11,7 @@ from attention.backends.torch_backend import TorchBackend
 from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode, PrefillBatch
+from speculative.build import plan_memory
 from speculative.config import SpeculativeConfig
 from speculative.draft_models.loading import load_draft
 from speculative.draft_models.mtp import Mtp
@@ -168,6 +169,15 @@ def test_its_weights_may_be_fp8(tmp_path: Path) -> None:
         features = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
         states.append(draft.extend(torch.arange(5), features, context))
     torch.testing.assert_close(states[0], states[1])
+
+
+def test_whole_experts_take_the_memory_of_slices(served: Pair) -> None:
+    """Of target and module."""
+    draft = SpeculativeConfig("", "mtp", 3, 1, 4)
+    slices, whole = (
+        plan_memory(served.spec(draft, tensor_parallel=2, expert_parallel=each), False) for each in (False, True)
+    )
+    assert slices == whole and slices.draft > 0
 
 
 def test_a_target_without_one_is_refused(tmp_path: Path, pair: Pair) -> None:
