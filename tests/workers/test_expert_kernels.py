@@ -15,8 +15,14 @@ from workers.layers.experts import experts_one_by_one  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.kernels import many_row_experts as many_row_module  # noqa: E402
 from workers.layers.kernels.expert_order import max_blocks, order_by_expert  # noqa: E402
-from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, ProductTiles  # noqa: E402
-from workers.layers.kernels.few_row_experts import few_row_experts, few_row_tiles, partial_sizes  # noqa: E402
+from workers.layers.kernels.expert_weights import (  # noqa: E402
+    ExpertTiles,
+    ExpertWeights,
+    ProductTiles,
+    few_row_tiles,
+    partial_sizes,
+)
+from workers.layers.kernels.few_row_experts import few_row_experts  # noqa: E402
 from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
 from workers.layers.kernels.fp8_rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
 from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles  # noqa: E402
