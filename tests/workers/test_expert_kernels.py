@@ -25,9 +25,11 @@ from workers.layers.kernels.expert_weights import (  # noqa: E402
 from workers.layers.kernels.few_row_experts import few_row_experts  # noqa: E402
 from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
 from workers.layers.kernels.fp8_rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
+from workers.layers.kernels.fp8_tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
 from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles  # noqa: E402
 from workers.layers.kernels.route import NOBODY, Routed, route  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
+from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.linear_method import Span  # noqa: E402
 from workers.layers.moe import MixtureOfExperts  # noqa: E402
 from workers.layers.quantization.fp8_experts import Fp8Experts  # noqa: E402
@@ -364,6 +366,8 @@ def finished(layer: MixtureOfExperts, options: GEMMOptions) -> MixtureOfExperts:
 
 def workspace_of(layer: MixtureOfExperts) -> Workspace:
     sizes = [module.workspace_size() for module in layer.modules() if isinstance(module, WeightedModule)]
+    shapes = [module.shape for module in layer.modules() if isinstance(module, LinearBase)]
+    sizes.append(fp8_workspace_size([(shape.out_features, shape.in_features) for shape in shapes]))
     return Workspace.of_size(*(max(each) for each in zip(*sizes, strict=True)), DEVICE)
 
 
@@ -444,3 +448,17 @@ def test_ranks_with_whole_experts_are_the_layer(kind: str, deterministic: bool) 
     expected = whole.partial(x, live).double()
     error = float((sum(parts) - expected).norm() / expected.norm())
     assert error < (1e-3 if INTERPRETED else 1e-2), error  # each part is rounded to 11 bits, on a GPU to 8
+
+
+@pytest.mark.parametrize("rows", [3, 140] if not INTERPRETED else [3])
+def test_shared_experts_beside_take_the_same_rows_in_fp8(rows: int) -> None:
+    """Those of a rank with whole experts, which has a third of the shared ones; rounded once, by the norm before."""
+    layer = layer_of("group", 3, TPGroup(1, 3))
+    finished(layer, GEMMOptions(workspace_of(layer), fp8=True))
+    assert layer.shared_experts is not None
+    x = torch.randn(rows, layer.experts.shape.size, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
+    wanted = layer.fp8_inputs
+    assert wanted is not None and wanted.plain and wanted.many == MAX_ROWS
+    rounded = fp8_rms_norm(x, None, torch.ones_like(x[0]), 1e-6, wanted.empty(x))
+    assert rounded.plain is not None
+    assert torch.equal(layer.partial(rounded), layer.partial(rounded.plain))

@@ -150,9 +150,9 @@ def block_of(rows: int) -> int:
 
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     """For `workers.layers.kernels.few_row_experts`: so many splits of the columns that the programs of the experts that
-    `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it without: each
-    keeps about 140 KB on their way. `tests.bench.experts --sweep` on an H200: 79 to 84 % of a copy's bandwidth for 8 to
-    64 rows of DeepSeek-V3."""
+    `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it without:
+    each keeps about 140 KB on their way. `tests.bench.experts --sweep` on an H200: 79 to 84 % of a copy's bandwidth for
+    8 to 64 rows of DeepSeek-V3."""
     block_m, steps = block_of(rows), sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128
     splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * programs <= MULTIPROCESSORS))
