@@ -2,8 +2,8 @@
 
     python -m tests.bench.adaptive_pair --data eval/gsm8k.jsonl eval/mt_bench.jsonl [--device cuda] [--batches 1 8 32]
 
-Greedy chat answers to the first turns of each file's questions (JSON lines with "turns"), or to held-out prompts without
---data; local engines without Ray and HTTP, costs measured as a start measures them, the prefix cache off. Arms take
+Greedy chat answers to the first turns of each file's questions (JSON lines with "turns"), without --data to held-out
+prompts; local engines without Ray and HTTP, costs measured as a start measures them, the prefix cache off. Arms take
 turns, the better of --passes counts for each. Tokens/s while decoding (the time of the answers less that of the same
 prompts with one token), acceptance length, what the choice reaches of the best static shape and of none, and how many
 answers differ from those without a draft. A Markdown table, then one JSON line.
