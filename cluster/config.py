@@ -134,6 +134,7 @@ class AerieConfig(BaseModel):
             attention=self.attention,
             graph_capture=self.graph_capture,
             tensor_parallel=self.parallel.tensor_parallel,
+            expert_parallel=self.parallel.expert_parallel,
             deterministic=self.deterministic,
             debug=self.engine.debug,
         )

@@ -28,7 +28,8 @@ def plan_lines(
     return [
         f"target      {config.model.path}",
         f"draft       {_draft(config)}",
-        f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks on {placement.device}, "
+        f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks"
+        f"{' with whole experts' if parallel.expert_parallel else ''} on {placement.device}, "
         f"{placement.strategy}: {each}",
         *([] if memory is None else [_weights_line(memory)]),
         *_memory_lines(config, placement, bytes_per_slot),

@@ -5,7 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -24,6 +24,7 @@ class ModelConfig(ABC):
     num_kv_heads, head_dim: of what is kept, on all ranks together.
     dtype: of the checkpoint's unquantised weights.
     quant: how its linear layers are kept.
+    whole_experts: ranks have some of the experts, each whole; not a fact of the checkpoint, see `with_whole_experts`.
     """
 
     architecture: str
@@ -39,6 +40,11 @@ class ModelConfig(ABC):
     dtype: torch.dtype
     quant: QuantMethod
     eos_token_ids: tuple[int, ...]
+    whole_experts: bool = False
+
+    def with_whole_experts(self, source: str) -> Self:
+        """The same model, its experts cut so. Raises ValueError, naming `source`, if it has none."""
+        raise ValueError(f"expert_parallel=true: {source} has no experts; leave it out")
 
     @abstractmethod
     def check_shards(self, tensor_parallel: int, source: str) -> None:
