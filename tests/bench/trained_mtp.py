@@ -53,7 +53,10 @@ TRAINING_ON_CPU = (
     "--steps 400 --lr 4e-3 --warmup-steps 30 --val-fraction 0.005 --batch-tokens 2048 --max-length 384 --dropout 0 "
     "--mtp-steps 2 --eval-every 200"
 )
-FURTHER = "--lr 5e-4 --val-fraction 0.02 --batch-tokens 16384 --max-length 1024 --ttt-length 5 --measure-rows 100"
+FURTHER = (
+    "--lr 5e-4 --val-fraction 0.02 --batch-tokens 16384 --max-length 1024 --ttt-length 5 --measure-rows 100 "
+    "--max-new-tokens 192 --generate-batch 128"
+)
 FURTHER_ON_CPU = (
     "--lr 1e-3 --warmup-steps 10 --val-fraction 0.005 --batch-tokens 2048 --max-length 384 "
     "--ttt-length 4 --measure-rows 16 --max-new-tokens 48"

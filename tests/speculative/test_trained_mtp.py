@@ -23,9 +23,9 @@ from workers.scheduling.request import Request
 MODEL = Path(__file__).resolve().parents[1] / "models" / "deepseek_tiny"
 EOS = 2
 SAMPLED = (
-    SamplingParams(24, 1.0, seed=5),
-    SamplingParams(24, 0.7, top_k=20, top_p=0.9, seed=1 << 63),
-    SamplingParams(24, 0.8, frequency_penalty=0.4, repetition_penalty=1.1, seed=3),
+    SamplingParams(16, 1.0, seed=5),
+    SamplingParams(16, 0.7, top_k=20, top_p=0.9, seed=1 << 63),
+    SamplingParams(16, 0.8, frequency_penalty=0.4, repetition_penalty=1.1, seed=3),
 )
 CHAIN, TREE = (3, 1, 4), (5, 4, 8)
 CONCURRENCY = 8
@@ -53,7 +53,7 @@ def answers(shape: tuple[int, int, int] | None, ranks: int = 1, page_size: int =
     sampling = [
         setting
         for i in range(len(prompts()))
-        for setting in (SamplingParams(24 + i, 0.0, stop_token_ids=(EOS,)), SAMPLED[i % len(SAMPLED)])
+        for setting in (SamplingParams(16 + i, 0.0, stop_token_ids=(EOS,)), SAMPLED[i % len(SAMPLED)])
     ]
     with local_engine(EngineSpec(worker, speculative)) as engine:
         return engine.generate([prompt for prompt in prompts() for _ in range(2)], sampling, CONCURRENCY)
