@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from workers.runner.decoding import CuttableStrategy
 from workers.runner.layout import EngineLayout, EngineParts, NoSpeculation, PhaseDone, Speculation
 from workers.runner.layout import plan_layout as layout_of
 from workers.runner.worker import Worker
+
+if TYPE_CHECKING:
+    from workers.runner.graphs.compile_processes import CompileProcesses
 
 
 @dataclass(frozen=True)
@@ -156,9 +160,10 @@ def build_rank(
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
+    compilers: "CompileProcesses | None" = None,
 ) -> BuiltRank:
     """See `workers.runner.build.build_rank`. layout: what `plan_layout` made of `spec`."""
-    return build.build_rank(spec.worker, layout, rank, address, report)
+    return build.build_rank(spec.worker, layout, rank, address, report, compilers)
 
 
 def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:

@@ -97,11 +97,6 @@ def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
     )
 
 
-def phase_line(phase: str, seconds: float) -> str:
-    """How a phase of the start is reported."""
-    return f"{phase:<22}{seconds:6.1f} s"
-
-
 def _draft(config: AerieConfig) -> str:
     draft = config.speculative
     if draft is None:
