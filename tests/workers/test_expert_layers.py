@@ -92,7 +92,7 @@ def test_a_row_of_a_deterministic_layer_depends_on_nothing_else(kind: str, num_s
     layer = layer_of(kind, num_shared)
     workspace = workspace_of(layer)
     finished(layer, GEMMOptions(workspace, deterministic=True, fp8=True))
-    rows = 4 if INTERPRETED else 700
+    rows = 700 if not INTERPRETED else 65 if kind == "group" else 4  # of which the usual tiles of FP8 are others
     x = torch.randn(rows, layer.experts.shape.size, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
     whole = layer.partial(x)
     assert torch.isfinite(whole).all() and whole.abs().max() > 0
