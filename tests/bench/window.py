@@ -33,6 +33,7 @@ from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
 PAGE_SIZE = 16
+LOSS_PROMPTS = 4
 BEFORE = 2  # different beginnings of a length, which the prefix cache keeps
 
 
@@ -103,7 +104,10 @@ def main() -> None:
     parts = pieces(rows[arguments.prompts :], tokenizer)
     sampling = SamplingParams(arguments.tokens, 0.0, stop_token_ids=(tokenizer.eos_token_id,))
     prompts = {length: long_prompts(parts, questions, begin, length) for length in arguments.contexts}
-    losses = {length: answer_loss(arguments.pair, prompts[length][:8], told[:8]) for length in arguments.contexts}
+    losses = {
+        length: answer_loss(arguments.pair, prompts[length][:LOSS_PROMPTS], told[:LOSS_PROMPTS])
+        for length in arguments.contexts
+    }
     print("| target's loss | " + " | ".join(f"{length:,}" for length in arguments.contexts) + " |")
     print("| --- |" + " --- |" * len(prompts))
     print("| nats a token | " + " | ".join(f"{loss:.2f}" for loss in losses.values()) + " |\n", flush=True)

@@ -18,6 +18,9 @@ from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
+from tests.speculative.test_losslessness import acceptance_length
+from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.tiny_models import VOCAB
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
@@ -82,6 +85,22 @@ def test_a_window_changes_no_answer(pair: Pair, kind: str) -> None:
         if config is not None:
             assert sum(k * n for r in requests for k, n in enumerate(r.acceptance_histogram)) > 0
     assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculative,least", [(CHAIN, 2.6), (TREE, 3.5)], ids=["chain", "tree"])
+def test_captured_rounds_and_chunks_keep_the_acceptance_of_short_texts(
+    speculative: SpeculativeConfig, least: float
+) -> None:
+    """On a GPU, in graphs: the embedded pair's texts are of 100 to 300 tokens, the window holds 128. `test_losslessness`
+    asks for as much without one."""
+    spec = embedded_spec(replace(speculative, window=128), debug=False)
+    model = replace(spec.worker.model, device="cuda", dtype="bfloat16")
+    spec = replace(spec, worker=replace(spec.worker, model=model))
+    sampling = SamplingParams(200, 0.0, stop_token_ids=eos_token_ids())
+    with local_engine(spec) as engine:
+        requests = engine.generate(tokenized(held_out_prompts(40)), sampling, 13)
+    assert acceptance_length(requests) > least
 
 
 def test_a_window_narrower_than_a_tree_is_refused() -> None:
