@@ -57,11 +57,11 @@ def _endless(parts: Sequence[list[int]], rng: random.Random) -> Iterator[list[in
         yield from rng.sample(parts, len(parts))
 
 
-def stretched_target(positions: int) -> PreTrainedModel:
-    """The embedded target in float32 with a rotary base for so many positions."""
-    folder = MODELS / "target"
+def stretched_target(folder: Path, positions: int, rope_theta: float | None) -> PreTrainedModel:
+    """A target in float32 for so many positions, with a rotary base in place of its own if one is given."""
     config = AutoConfig.from_pretrained(folder)
-    config.rope_parameters = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    if rope_theta is not None:
+        config.rope_parameters = {"rope_type": "default", "rope_theta": rope_theta}
     config.max_position_embeddings = positions
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
@@ -83,7 +83,7 @@ def chat_loss(model: PreTrainedModel, batch: Batch, dtype: torch.dtype) -> Tenso
 def train_target(arguments: argparse.Namespace, parts: list[list[int]], begin: int, device: torch.device) -> None:
     """Into `target`: steps of one long chat each, or of as many tokens in short ones, in turns."""
     folder, longest, short = arguments.output / "target", arguments.longest, arguments.short
-    model = stretched_target(longest + 1024).to(device)
+    model = stretched_target(MODELS / "target", longest + 1024, ROPE_THETA).to(device)
     steps = arguments.target_steps
     per_batch = max(1, longest // short)
     samples = chats(parts, begin, longest, -(-steps // 2), 1) + chats(parts, begin, short, steps // 2 * per_batch, 2)

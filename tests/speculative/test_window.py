@@ -92,8 +92,8 @@ def test_a_window_changes_no_answer(pair: Pair, kind: str) -> None:
 def test_captured_rounds_and_chunks_keep_the_acceptance_of_short_texts(
     speculative: SpeculativeConfig, least: float
 ) -> None:
-    """On a GPU, in graphs: the embedded pair's texts are of 100 to 300 tokens, the window holds 128. `test_losslessness`
-    asks for as much without one."""
+    """On a GPU, in graphs: the embedded pair's texts are of 100 to 300 tokens, the window holds 128.
+    `test_losslessness` asks for as much without one."""
     spec = embedded_spec(replace(speculative, window=128), debug=False)
     model = replace(spec.worker.model, device="cuda", dtype="bfloat16")
     spec = replace(spec, worker=replace(spec.worker, model=model))
