@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Which rows each expert has, in one launch, or two for very many: for products whose programs each have rows of one
-expert."""
+"""Which rows each expert has, in two launches: for products whose programs each have rows of one expert."""
 
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from attention.kernels.pdl import pdl_wait, supports_pdl
 
 _CHUNK = 2048  # pairs that are looked at together
-_COUNTED = 4096  # pairs from which on a launch counts each expert's, which else every program does for all experts
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -46,14 +44,8 @@ def _order(
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     number, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
-    if count_ptr is None:
-        counts = tl.zeros([BINS], tl.int32)
-        for start in range(0, num_pairs, CHUNK):
-            chosen = tl.load(chosen_ptr + start + lane, mask=start + lane < num_pairs, other=-1)
-            counts += tl.histogram(tl.where(chosen < 0, BINS - 1, chosen), BINS)
-    else:
-        counts = tl.load(count_ptr + number, mask=number < EXPERTS, other=0)
-    blocks = tl.where(number < EXPERTS, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    counts = tl.load(count_ptr + number, mask=number < EXPERTS, other=0)
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(tl.where(number < expert, blocks, 0), 0)
     count = tl.sum(tl.where(number == expert, counts, 0), 0)
     num_blocks = (count + BLOCK_M - 1) // BLOCK_M
@@ -103,10 +95,8 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
     experts = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
     chunk = min(_CHUNK, max(128, triton.next_power_of_2(chosen.numel())))
     wait = pdl_wait(supports_pdl(chosen.device))
-    counts = None
-    if chosen.numel() > _COUNTED:
-        counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
-        _count[(num_experts,)](chosen, counts, chosen.numel(), CHUNK=chunk, num_warps=8, **wait)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+    _count[(num_experts,)](chosen, counts, chosen.numel(), CHUNK=chunk, num_warps=8, **wait)
     _order[(num_experts,)](
         chosen,
         counts,
@@ -115,7 +105,7 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         chosen.numel(),
         blocks,
         EXPERTS=num_experts,
-        BINS=triton.next_power_of_2(num_experts + 1),
+        BINS=triton.next_power_of_2(num_experts),
         BLOCK_M=block_m,
         CHUNK=chunk,
         num_warps=8,

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Experts for many rows: those of batches that verify, and of prompts. Rows are ordered by expert into blocks
-(`expert_order`); a program multiplies a block by some of its expert's columns. Four launches, five for prompts: the
-order; gates and what they gate of gathered rows; down-projections, each weighted and written to its row's place; their
-sums. For very many rows the last two go over the columns in several spans, so that what is summed stays small.
+(`expert_order`); a program multiplies a block by some of its expert's columns. Five launches: two for the order; gates
+and what they gate of gathered rows; down-projections, each weighted and written to its row's place; their sums. For
+very many rows the last two go over the columns in several spans, so that what is summed stays small.
 
 With the same kind of blocks and the same block_n of gates a row's result is a function of that row: its sums have one
 order whatever the other tiles, and are not split.
