@@ -8,6 +8,7 @@ grammar's own end tokens they are never allowed, except in structural tags, whos
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import xgrammar
 from tokenizers import Tokenizer, pre_tokenizers
@@ -47,7 +48,7 @@ class GrammarCompiler:
         """Raises InvalidGrammarError."""
         compiler = self._compiler(grammar.end_token_ids, grammar.kind == "structural_tag")
         try:
-            return _compiled(compiler, grammar)
+            return compiled(compiler, grammar)
         except (RuntimeError, ValueError, TypeError) as error:
             raise InvalidGrammarError(_first_line(error)) from None
 
@@ -62,7 +63,8 @@ class GrammarCompiler:
         return xgrammar.GrammarCompiler(info, max_threads=self._num_threads, cache_limit_bytes=CACHE_BYTES)
 
 
-def _compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    """Raises RuntimeError, ValueError or TypeError for what cannot be compiled."""
     match grammar.kind:
         case "json_schema":
             if grammar.any_whitespace:
@@ -78,9 +80,26 @@ def _compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.
             return compiler.compile_structural_tag(tag)
     tag = json.loads(grammar.text)
     if "format" in tag:
-        return compiler.compile_structural_tag(tag)
+        return compiler.compile_structural_tag(_with_bounded_whitespace(tag, grammar.any_whitespace))
     items = [xgrammar.StructuralTagItem.model_validate(item) for item in tag["structures"]]
     return compiler.compile_structural_tag(items, tag["triggers"])
+
+
+def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
+    """A structural tag, or a part of one, whose JSON has whitespace as JSON without a tag; where a part says its own
+    bound, that one. A tag's JSON schema cannot forbid whitespace, but for the grammar that it amounts to."""
+    if isinstance(part, list):
+        return [_with_bounded_whitespace(each, any_whitespace) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") != "json_schema":
+        return {name: _with_bounded_whitespace(each, any_whitespace) for name, each in part.items()}
+    if part.get("max_whitespace_cnt") is not None or part.get("style", "json") != "json":
+        return part
+    if any_whitespace:
+        return part | {"max_whitespace_cnt": MAX_WHITESPACE}
+    form = xgrammar.Grammar.from_json_schema(json.dumps(part["json_schema"]), any_whitespace=False)
+    return {"type": "grammar", "grammar": str(form)}
 
 
 def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[list[str], xgrammar.VocabType]:
