@@ -31,13 +31,15 @@ UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"type": "number", "multipleOf": 0.5}, "multipleOf", "#"),
     ({"type": "integer", "multipleOf": 5, "minimum": 1}, "multipleOf", "#"),
     ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum", "#"),
-    ({"type": "array", "items": [{}]}, "items", "#"),
+    ({"type": "array", "items": [{}], "prefixItems": [{}]}, "prefixItems", "#"),
+    ({"type": "array", "items": {}, "additionalItems": False}, "additionalItems", "#"),
     ({"type": "string", "enum": [1]}, "enum", "#"),
     ({"type": "string", "const": 1}, "const", "#"),
     ({"type": "text"}, "type", "#"),
     ({"type": "string", "minimum": 3}, "minimum", "#"),
     ({"type": "string", "nullable": True}, "nullable", "#"),
     ({"surprise": 1}, "surprise", "#"),
+    ({"strict": "yes"}, "strict", "#"),
     (5, "", "#"),
 ]
 
@@ -68,6 +70,14 @@ REWRITTEN: list[tuple[Any, Any]] = [
         {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 0}]},
     ),
     ({"type": "integer", "format": "int32"}, {"type": "integer"}),
+    ({"type": "string", "format": "date", "pattern": "^2.*$"}, {"type": "string", "pattern": "^2.*$"}),
+    ({"type": "string", "format": "cuid2", "pattern": "^[a-z]+$"}, {"type": "string", "pattern": "^[a-z]+$"}),
+    (
+        {"items": [{"type": "null"}], "additionalItems": {"minimum": 3}},
+        {"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "number", "minimum": 3}},
+    ),
+    ({"items": [{}], "additionalItems": False}, {"type": "array", "prefixItems": [{}], "items": False}),
+    ({"strict": True, "type": "null"}, {"type": "null"}),
     ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}}),
 ]
 

@@ -30,7 +30,7 @@ DEFINITIONS = ("$defs", "definitions")
 OF_TYPE: dict[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
+    "array": frozenset({"items", "additionalItems", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
     "object": frozenset(
         {
             "properties",
@@ -66,7 +66,6 @@ FORMATS = frozenset(
 )
 REMEDIES = {
     "nullable": 'write "type": ["string", "null"]',
-    "additionalItems": "write prefixItems, and items for the rest",
     "dependencies": "write one schema of anyOf for each case",
     "if": "write one schema of anyOf for each case",
     "not": "say what is allowed",
@@ -104,10 +103,10 @@ def check_string(schema: Schema, path: str) -> None:
         raise UnsupportedSchemaError(
             path, "format", f"{known!r} is not enforced; known are {', '.join(sorted(FORMATS))}"
         )
-    demands = [name for name in ("pattern", "format") if name in schema]
-    if demands and (len(demands) > 1 or "minLength" in schema or "maxLength" in schema):
-        other = next(name for name in ("format", "minLength", "maxLength") if name in schema and name != demands[0])
-        raise UnsupportedSchemaError(path, other, f"beside {demands[0]} it is not enforced; say it in a pattern")
+    demand = next((name for name in ("pattern", "format") if name in schema), None)
+    other = next((name for name in ("minLength", "maxLength") if name in schema), None)
+    if demand is not None and other is not None:
+        raise UnsupportedSchemaError(path, other, f"beside {demand} it is not enforced; say it in a pattern")
 
 
 def check_number(schema: Schema, kind: str, path: str) -> None:
