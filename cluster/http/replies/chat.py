@@ -51,6 +51,7 @@ class ChatReply:
             delta=ChatDelta(
                 content=delta.content if delta.content or not other else UNSET,
                 reasoning_content=reasoning,
+                reasoning=reasoning,
                 tool_calls=delta.tool_calls or UNSET,
             ),
             logprobs=self._logprobs(index, piece),
@@ -96,11 +97,13 @@ class ChatReply:
     def _choice(self, index: int, answer: WholeAnswer) -> ChatChoice:
         piece, delta, tool_calls = answer
         assert delta.finish is not None
+        reasoning = self._reasoning(delta)
         return ChatChoice(
             index=index,
             message=AssistantMessage(
                 content=delta.content if delta.content or not tool_calls else None,
-                reasoning_content=self._reasoning(delta),
+                reasoning_content=reasoning,
+                reasoning=reasoning,
                 tool_calls=tool_calls or UNSET,
             ),
             logprobs=self._logprobs(index, piece),

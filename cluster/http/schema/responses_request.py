@@ -81,7 +81,7 @@ class ResponsesRequest(_Strict):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
     request_id: RequestId | None = None
     # Nothing here depends on them.
     metadata: dict[str, Any] | None = None
