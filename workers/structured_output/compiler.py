@@ -30,19 +30,21 @@ class VocabularyError(ValueError):
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokenizer in a model's folder. The least recently used ones are forgotten.
+    """Compiles grammars for the tokenizer in a model's folder.
 
     vocab_size: of the model's logits, at least the tokenizer's.
     num_threads: that compile one grammar.
+    remembers: compiled grammars, but for the least recently used ones; of these the library warns only once.
     """
 
-    def __init__(self, folder: str | Path, vocab_size: int, num_threads: int = 1) -> None:
+    def __init__(self, folder: str | Path, vocab_size: int, num_threads: int = 1, remembers: bool = True) -> None:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise VocabularyError(f"{path}: missing; answers can follow a grammar only where there is a tokenizer")
         self._tokenizer = Tokenizer.from_file(str(path))
         self._vocab_size = vocab_size
         self._num_threads = num_threads
+        self._remembers = remembers
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Raises InvalidGrammarError."""
@@ -60,7 +62,9 @@ class GrammarCompiler:
     def _compiler(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.GrammarCompiler:
         words, kind = _words(self._tokenizer, self._vocab_size, with_special)
         info = xgrammar.TokenizerInfo(words, kind, vocab_size=self._vocab_size, stop_token_ids=list(end_token_ids))
-        return xgrammar.GrammarCompiler(info, max_threads=self._num_threads, cache_limit_bytes=CACHE_BYTES)
+        return xgrammar.GrammarCompiler(
+            info, max_threads=self._num_threads, cache_enabled=self._remembers, cache_limit_bytes=CACHE_BYTES
+        )
 
 
 def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:

@@ -22,6 +22,7 @@ from workers.structured_output.schema_keywords import (
     check_alone,
     check_counts,
     check_number,
+    check_patterns,
     check_string,
     is_of,
 )
@@ -220,6 +221,7 @@ class _Writer:
         names, required = found.get("properties", {}), found.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise UnsupportedSchemaError(path, "required", "must be a list of names")
+        check_patterns(names, found.get("patternProperties", ()), path)
         for name in required:
             if name not in names:
                 raise UnsupportedSchemaError(path, "required", f"{name!r} is not among properties; describe it there")
