@@ -8,6 +8,7 @@ From the bottom up; each imports only what stands above it (tests/cluster/test_r
     coordinator  the scheduler's loop: requests in, plans to the ranks, tokens out; no Ray
     parallel     the configuration of engines: how many, of how many workers, where
     config       the whole configuration of one application
+    start_log    what a start is waiting for, a line for each step of each process
     assembly     the parts of one engine, made from the configuration
     checkpoints  the configuration checked against the checkpoints it names
     replica      one engine: its coordinator and its worker group on Ray, started, watched, restarted

@@ -17,6 +17,7 @@ from workers.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from speculative.build import EngineSpec
+    from workers.runner.graphs.compile_processes import CompileProcesses
 
 PhaseReport = Callable[[str, float], None]
 
@@ -78,21 +79,23 @@ class RankBuilder:
     device_name: what it computes on, for the operator.
     """
 
-    def __init__(self, config: AerieConfig, rank: int) -> None:
+    def __init__(self, config: AerieConfig, rank: int, compilers: "CompileProcesses | None" = None) -> None:
+        """compilers: see `workers.runner.build.build_rank`; None: begun when they are needed."""
         import torch
 
         from speculative.build import plan_layout
 
+        self._compilers = compilers
         self._rank = rank
         self._spec = engine_spec(config)
         self._layout = plan_layout(self._spec)
         self._num_threads = config.engine.threads_per_worker
-        cuda = config.model.device == "cuda"
-        if cuda:
+        self._is_cuda = config.model.device == "cuda"
+        if self._is_cuda:
             from workers.runner.graphs.kernel_compilation import read_compiler
 
             read_compiler()
-        self.device_name = torch.cuda.get_device_name(0) if cuda else f"cpu, {self._num_threads} thread(s)"
+        self.device_name = torch.cuda.get_device_name(0) if self._is_cuda else f"cpu, {self._num_threads} thread(s)"
 
     def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
         """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
@@ -108,7 +111,12 @@ class RankBuilder:
             rank_bytes = former.memory.of_rank if former.memory is not None else 0
             layout = layout.as_built(former.num_pages, former.scheduler.num_slots, rank_bytes)
             spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, measure_costs=False))
-        self._built = build_rank(spec, layout, self._rank, rendezvous, report)
+        compilers = self._compilers
+        if compilers is None and self._is_cuda and former is None:  # a later rank finds all kernels in the cache
+            from workers.runner.graphs.kernel_compilation import compile_processes
+
+            compilers = compile_processes(spec.worker.tensor_parallel)
+        self._built = build_rank(spec, layout, self._rank, rendezvous, report, compilers)
         return self._built.worker
 
     def layout(self) -> Layout:

@@ -24,6 +24,8 @@ from speculative.config import SpeculativeConfig
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
 CORES_FOR_TWO = 8  # ingresses: each wants up to a core
+PRESTART_VARIABLE = "AERIE_PRESTART_FOLDER"  # set by `aerie serve` for the processes of a Ray that it starts
+START_VARIABLE = "AERIE_START_TIME"  # Unix seconds, set by `aerie serve` likewise
 OnWorkerLoss = Literal["resume", "error"]
 
 
@@ -132,6 +134,7 @@ class AerieConfig(BaseModel):
             attention=self.attention,
             graph_capture=self.graph_capture,
             tensor_parallel=self.parallel.tensor_parallel,
+            expert_parallel=self.parallel.expert_parallel,
             deterministic=self.deterministic,
             debug=self.engine.debug,
         )
@@ -206,6 +209,18 @@ def set_visible_devices(devices: str | None) -> None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
+
+def prestart_folder() -> Path | None:
+    """Where the ranks listen that `aerie serve` has begun ahead on this machine; None where none were."""
+    folder = os.environ.get(PRESTART_VARIABLE)
+    return Path(folder) if folder else None
+
+
+def start_time_s() -> float | None:
+    """Unix time at which `aerie serve` began this server; None where it did not, or on another machine."""
+    text = os.environ.get(START_VARIABLE)
+    return float(text) if text else None
 
 
 def pin_network_interface(name: str) -> None:

@@ -35,6 +35,7 @@ class ParallelConfig:
     """How many engines, of how many workers, and where.
 
     tensor_parallel: workers of one engine, each with one GPU (or one CPU process).
+    expert_parallel: each worker holds some experts whole, instead of a slice of each.
     replicas: engines; or how few and how many, as the load wants.
     strategy: placement of an engine's workers: STRICT_PACK (one node), PACK (as few nodes as fit), auto (STRICT_PACK if
         any node is large enough, else PACK).
@@ -42,6 +43,7 @@ class ParallelConfig:
     """
 
     tensor_parallel: int = 1
+    expert_parallel: bool = False
     replicas: int | ReplicasConfig = 1
     strategy: Strategy = "auto"
     autoscaling: bool = False

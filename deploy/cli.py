@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
     plan.add_argument("--checked-to", type=Path, help=argparse.SUPPRESS)  # a file for what checkpoints say
+    plan.add_argument("--begin-ranks", type=Path, help=argparse.SUPPRESS)  # a folder for their sockets
     plan.set_defaults(run=_plan)
     doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
@@ -140,7 +141,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
     with tempfile.TemporaryDirectory(prefix="aerie-") as scratch:
-        return print_plan(chosen_config(arguments, Path(scratch)), nodes, arguments.checked_to)
+        return print_plan(chosen_config(arguments, Path(scratch)), nodes, arguments.checked_to, arguments.begin_ranks)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

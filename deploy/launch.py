@@ -10,11 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from cluster.config import ConfigError, parse, read_args
+from cluster.config import PRESTART_VARIABLE, START_VARIABLE, ConfigError, parse, read_args
+from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import clear_abandoned, private_folder
 from deploy.configs import located, use_checked
 from deploy.haproxy import max_connections, with_own_words, write_script
@@ -47,6 +51,7 @@ HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
 }
 END_LIMIT_S = 30.0  # beyond the time for draining
+FILE_POLL_S = 0.02
 
 
 def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, port: int | None = None) -> int:
@@ -54,6 +59,8 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
 
     Ray starts while checkpoints are read, in a process of its own, which takes the 200 MB of torch with it when it
     ends; what is found wrong before that ends the start before Ray's."""
+    os.environ.setdefault(START_VARIABLE, str(process_began_s()))
+    log = StartLog("aerie serve")
     joins = address is not None or "RAY_ADDRESS" in os.environ
     args = with_downloads(read_args(path), path.resolve().parent)
     config = parse(args, path.resolve().parent)
@@ -64,10 +71,16 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     if not _is_free(host, port):
         raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)")
     clear_abandoned()
+    log.done("configuration read")
     folder = private_folder()
     checked = folder / "checked.json"
     command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
-    plan = subprocess.Popen([*command, "--checked-to", str(checked)])
+    command += ["--checked-to", str(checked)]
+    if not joins and _is_one_engine(content):
+        os.environ[PRESTART_VARIABLE] = str(folder)
+        command += ["--begin-ranks", str(folder)]
+    # It forks ranks, and must have no second thread: NumPy's algebra would have some from its import on.
+    plan = subprocess.Popen(command, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     watches: list[Watch] = []
     try:
         for name, value in FAULT_ENVIRONMENT.items():
@@ -76,24 +89,41 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
             watches.append(_use_haproxy(folder))
         if not joins:
             watches.append(_start_ray(object_store_mb))
+            log.done("Ray started")
         for watch in watches:
             watch.start()
         import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
 
-        if plan.wait() != 0:
+        log.done("Serve's commands imported")
+        if not _appears(checked, plan):
             return plan.returncode
+        log.done("checkpoints checked")
         use_checked(content, json.loads(checked.read_text()))
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
         _run(absolute, address, config.engine.drain_timeout_s, watches)
     finally:
-        plan.kill()
+        plan.kill()  # and with it ranks that nobody has taken
+        os.environ.pop(PRESTART_VARIABLE, None)
         for watch in watches:
             watch.stop()
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
         shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def _is_one_engine(content: Mapping[str, Any]) -> bool:
+    """Whether nothing else that is started wants the GPUs which its ranks take."""
+    parallel = content["applications"][0].get("args", {}).get("parallel") or {}
+    return len(content["applications"]) == 1 and parallel.get("replicas", 1) == 1
+
+
+def _appears(file: Path, process: "subprocess.Popen[bytes]") -> bool:
+    """Wait until there is the file that `process` writes; whether it is there, and the process has not ended before."""
+    while not file.exists() and process.poll() is None:
+        time.sleep(FILE_POLL_S)
+    return file.exists()
 
 
 def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[Watch]) -> None:

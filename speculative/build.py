@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from workers.runner.decoding import CuttableStrategy
 from workers.runner.layout import EngineLayout, EngineParts, NoSpeculation, PhaseDone, Speculation
 from workers.runner.layout import plan_layout as layout_of
 from workers.runner.worker import Worker
+
+if TYPE_CHECKING:
+    from workers.runner.graphs.compile_processes import CompileProcesses
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:
     """What checkpoints' configurations say of memory. multiplies_fp8: whether the GPUs do, as for `weight_bytes`.
     Raises ValueError as `plan_layout`."""
     ranks, source = spec.worker.tensor_parallel, spec.worker.model
-    target = read_target_config(source, ranks)
+    target = _target_config(spec)
     dtype, group = resolve_dtype(source.dtype, target.dtype, META), TPGroup(0, ranks)
     family, speculation = family_of(target.architecture, f"model {source.path}"), _speculation(spec, target)
     names = family.weight_names(target)
@@ -131,8 +135,12 @@ def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:
 
 def plan_layout(spec: EngineSpec) -> EngineLayout:
     """Read and check the checkpoints' configurations; raises ValueError that names value, rule and remedy."""
-    target = read_target_config(spec.worker.model, spec.worker.tensor_parallel)
+    target = _target_config(spec)
     return layout_of(spec.worker, target, _speculation(spec, target))
+
+
+def _target_config(spec: EngineSpec) -> ModelConfig:
+    return read_target_config(spec.worker.model, spec.worker.tensor_parallel, spec.worker.expert_parallel)
 
 
 def build_worker(
@@ -152,9 +160,10 @@ def build_rank(
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
+    compilers: "CompileProcesses | None" = None,
 ) -> BuiltRank:
     """See `workers.runner.build.build_rank`. layout: what `plan_layout` made of `spec`."""
-    return build.build_rank(spec.worker, layout, rank, address, report)
+    return build.build_rank(spec.worker, layout, rank, address, report, compilers)
 
 
 def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:

@@ -197,6 +197,7 @@ class GraphCapture:
 class WorkerConfig:
     """One engine replica, without its decoding strategy.
 
+    expert_parallel: each rank holds some experts whole, instead of a slice of each.
     cuda_graphs: capture rounds on a GPU; off only to measure what they bring.
     graph_capture: what capturing the rarer kinds of rounds may take.
     deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
@@ -209,6 +210,7 @@ class WorkerConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention: TargetAttention = field(default_factory=TargetAttention)
     tensor_parallel: int = 1
+    expert_parallel: bool = False
     cuda_graphs: bool = True
     graph_capture: GraphCapture = field(default_factory=GraphCapture)
     deterministic: bool = False

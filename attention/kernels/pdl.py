@@ -37,6 +37,7 @@ The rule:
     fp8_gemm                triggers   the first columns of W         constant
     fp8_gemm_wide           triggers   nothing
     route                   triggers   nothing
+    count                   triggers   nothing
     order                   triggers   nothing
     gate_up                 triggers   nothing
     down                    triggers   nothing

@@ -25,6 +25,7 @@ from cluster.ingress.engine_links import EngineLinks
 from cluster.ingress.remote_engines import RemoteEngines
 from cluster.ingress.token_inbox import TokenInbox
 from cluster.logs import use_json_logs
+from cluster.start_log import StartLog
 from cluster.transport.channel import Context, bind_ingress
 from cluster.transport.encoding import decode_tokens
 from cluster.transport.keys import make_transport
@@ -39,6 +40,8 @@ class Ingress:
     async def __init__(  # type: ignore[misc]
         self, config: AerieConfig, engine: DeploymentHandle, one_node: bool
     ) -> None:
+        log = StartLog("ingress")
+        log.done("replica began")
         if config.log_format == "json":
             use_json_logs("ingress")
         application = serve.get_replica_context().app_name
@@ -55,6 +58,7 @@ class Ingress:
         self._tokenizer = ChatTokenizer.from_folder(config.model.path)
         self._grammars = ProcessChecker(config.model.path, self._edge.grammar_timeout_s)
         self._tracing = make_tracing(config.tracing)
+        log.done("ready")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve adds the header X-Request-ID to every answer itself

@@ -14,6 +14,7 @@ from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.coordinator.stats import go_on_from
 from cluster.logs import use_json_logs
+from cluster.start_log import StartLog
 from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.sockets import Transport
 from workers.scheduling.cost_table import CostTable
@@ -24,6 +25,7 @@ class EagleCoordinator:
     workers load."""
 
     async def __init__(self, config: AerieConfig, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
+        StartLog("coordinator").done("actor began")
         if config.log_format == "json":
             use_json_logs(f"coordinator {engine_id}")
         self._config = config

@@ -6,7 +6,6 @@ not come by here. Starting, watching and restarting what it consists of is `clus
 
 import asyncio
 import os
-import sys
 import time
 import traceback
 import uuid
@@ -22,6 +21,7 @@ from cluster.replica.scaling import engine_load
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_actor import Worker
 from cluster.replica.worker_group import WorkerGroupError, WorkerGroupPlan
+from cluster.start_log import StartLog, print_line
 from cluster.transport.discovery import coordinator_prefix
 from cluster.transport.folders import private_folder
 from cluster.transport.keys import make_transport
@@ -36,6 +36,7 @@ class Engine:
     worker: type[Worker] = Worker
 
     async def __init__(self, config: AerieConfig, one_node: bool) -> None:  # type: ignore[misc]
+        StartLog("engine").done("replica began")
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         engine_id = uuid.uuid4().hex[:8]
@@ -49,15 +50,15 @@ class Engine:
             WorkerGroupPlan(config, self.worker, group, transport, folder, application),
             engine_id=engine_id,
             name_prefix=coordinator_prefix(application),
-            report=_report,
+            report=print_line,
         )
         started = time.monotonic()
         try:
             await self._supervisor.start()
         except (WorkerGroupError, CoordinatorLostError) as error:
-            _report(f"the engine could not start: {error}")  # Serve tells this to its log file only, in some modes
+            print_line(f"the engine could not start: {error}")  # Serve tells this to its log file only, in some modes
             raise
-        _report(ready_line(config, await asyncio.to_thread(_root_url), time.monotonic() - started))
+        print_line(ready_line(config, await asyncio.to_thread(_root_url), time.monotonic() - started))
         self._supervision = asyncio.create_task(self._supervise())
 
     async def check_health(self) -> None:
@@ -85,7 +86,7 @@ class Engine:
         try:
             await self._supervisor.supervise()
         except Exception as error:
-            _report(str(error) if isinstance(error, GaveUpError) else traceback.format_exc())
+            print_line(str(error) if isinstance(error, GaveUpError) else traceback.format_exc())
             # Serve replaces a replica that exits at once; failed health checks would take three periods, and under
             # HAProxy half a minute (measured on Ray 2.60: 36 s against 4 s).
             os._exit(1)
@@ -95,10 +96,3 @@ def _root_url() -> str:
     """Where Serve's HTTP listens. Serve has no public way to ask that inside a replica (Ray 2.60)."""
     url: str = _get_global_client().root_url
     return url
-
-
-def _report(line: str) -> None:
-    """Print to the console of `serve run`: Serve may have redirected sys.stdout to its log file."""
-    assert sys.__stdout__ is not None
-    sys.__stdout__.write(line + "\n")
-    sys.__stdout__.flush()

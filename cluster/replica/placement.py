@@ -42,6 +42,7 @@ class RankPlace:
 
     device: what it computes on, for the operator.
     visible_devices: the GPUs that its process sees, see `cluster.config.visible_devices`.
+    is_ahead: its process was begun before Ray, see `cluster.replica.rank_process`.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class RankPlace:
     pid: int
     device: str
     visible_devices: str | None
+    is_ahead: bool = False
 
     @property
     def process(self) -> str:

@@ -28,7 +28,8 @@ def plan_lines(
     return [
         f"target      {config.model.path}",
         f"draft       {_draft(config)}",
-        f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks on {placement.device}, "
+        f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks"
+        f"{' with whole experts' if parallel.expert_parallel else ''} on {placement.device}, "
         f"{placement.strategy}: {each}",
         *([] if memory is None else [_weights_line(memory)]),
         *_memory_lines(config, placement, bytes_per_slot),
@@ -94,11 +95,6 @@ def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
         f'application/json\' -d \'{{"model": "{config.served_model_name}", "messages": '
         '[{"role": "user", "content": "Hello"}]}\''
     )
-
-
-def phase_line(phase: str, seconds: float) -> str:
-    """How a phase of the start is reported."""
-    return f"{phase:<22}{seconds:6.1f} s"
 
 
 def _draft(config: AerieConfig) -> str:

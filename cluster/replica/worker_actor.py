@@ -16,14 +16,16 @@ from cluster.assembly import Layout, RankBuilder, import_rank
 from cluster.config import (
     AerieConfig,
     pin_network_interface,
+    prestart_folder,
     set_process_environment,
     set_visible_devices,
     visible_devices,
 )
 from cluster.logs import use_json_logs
 from cluster.replica.placement import RankPlace
-from cluster.replica.plan_report import phase_line
+from cluster.replica.rank_process import AdoptedRank, RankFacts, adopt
 from cluster.replica.worker_loop import run_worker_loop
+from cluster.start_log import StartLog
 from cluster.transport.channel import RankChannel
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
@@ -37,10 +39,14 @@ class Worker:
         """rank: None for a spare, which has imported all that a rank needs and waits for `take_rank`."""
         set_process_environment(config.engine.threads_per_worker)
         self._config = config
+        self._log = StartLog("actor" if rank is None else f"rank {rank}")
+        if rank is not None:
+            self._log.done("actor began")
+        self._adopted: AdoptedRank | None = None
         if rank is None:
             self.preload(config)
         else:
-            self._become(rank)
+            self._become(rank, may_be_ahead=True)
 
     @staticmethod
     def preload(config: AerieConfig) -> None:
@@ -58,14 +64,18 @@ class Worker:
         self._become(rank)
 
     def place(self) -> RankPlace:
-        context = ray.get_runtime_context()
+        if self._adopted is None:
+            facts = RankFacts(os.getpid(), self._builder.device_name, visible_devices())
+        else:
+            facts = self._adopted.facts()
         return RankPlace(
             rank=self._rank,
-            node_id=context.get_node_id(),
+            node_id=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),
-            pid=os.getpid(),
-            device=self._builder.device_name,
-            visible_devices=visible_devices(),
+            pid=facts.pid,
+            device=facts.device,
+            visible_devices=facts.visible_devices,
+            is_ahead=self._adopted is not None,
         )
 
     def rendezvous(self, address: str) -> str:
@@ -75,7 +85,10 @@ class Worker:
 
     def build(self, rendezvous: str, own_address: str, former: Layout | None) -> tuple[Layout, CostTable | None]:
         """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
-        returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends."""
+        returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends.
+        One that was begun ahead has met the others already."""
+        if self._adopted is not None:
+            return self._adopted.build()
         gc.freeze()  # imports: measuring memory collects garbage twenty times, with them a third of a second each
         interface = interface_of(own_address)
         if interface is not None:
@@ -86,22 +99,32 @@ class Worker:
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:
         """Bind the channel; returns the endpoint for the coordinator."""
+        if self._adopted is not None:
+            return self._adopted.listen(transport, name, epoch)
         self._channel = RankChannel(zmq.Context(), transport, self._rank, epoch, f"{name}-{epoch}-{self._rank}")
         return self._channel.endpoint
 
     def run(self) -> str:
         """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
+        if self._adopted is not None:
+            return self._adopted.run()
         return run_worker_loop(self._executor, self._channel)
 
-    def _become(self, rank: int) -> None:
+    def _become(self, rank: int, may_be_ahead: bool = False) -> None:
         self._rank = rank
         if self._config.log_format == "json":
             use_json_logs(f"rank {rank}")
-        self._builder = self.rank_builder(self._config, rank)
+        if may_be_ahead:
+            self._adopted = adopt(prestart_folder(), self._config, rank)
+            if self._adopted is not None:
+                self._log.done("took the rank begun ahead")
+        if self._adopted is None:
+            self._builder = self.rank_builder(self._config, rank)
+            self._log.done("imported, device opened")
 
     def _report(self, phase: str, seconds: float) -> None:
         if self._rank == 0:
-            print(phase_line(phase, seconds), flush=True)
+            self._log.took(phase, seconds)
 
 
 def interface_of(address: str) -> str | None:

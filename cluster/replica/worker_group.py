@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
 from cluster.replica.placement import WORKER_CPUS, RankPlace, order_ranks
-from cluster.replica.plan_report import phase_line
 from cluster.replica.worker_actor import Worker
+from cluster.start_log import StartLog
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
 from workers.scheduling.cost_table import CostTable
@@ -113,7 +113,7 @@ class WorkerGroup:
         self._name = name
         self._done = "nothing"
         self._plan = plan
-        self._report = report
+        self._log = StartLog("engine", time.time(), report)
         self._former = former.layout if former is not None else None
         self._spares = spares
         self._bundles: list[int] = []
@@ -196,6 +196,11 @@ class WorkerGroup:
             self._bundles = order_ranks(nodes, self._plan.config.parallel.tensor_parallel, addresses)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
+        if len({place.is_ahead for place in self.places}) > 1:
+            # those that were begun ahead wait for each other, and one of them is missing
+            self.kill(hung=False)
+            self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
+            self.places = await self._all("place")
 
     async def _bundle_nodes(self) -> dict[int, str]:
         """The node of every bundle, once all have one: Ray looks for others for those of a node that it has lost."""
@@ -210,7 +215,7 @@ class WorkerGroup:
         started = time.monotonic()
         result = await work()
         self._done = name
-        self._report(phase_line(name, time.monotonic() - started))
+        self._log.took(name, time.monotonic() - started)
         return result
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:

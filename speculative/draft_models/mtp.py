@@ -55,7 +55,9 @@ class Mtp(DraftMethod):
             )
         layer = whole.num_layers
         first = 0 if whole.has_experts(layer) else 1
-        model = dataclasses.replace(whole, num_layers=1, first_moe_layer=first, moe_layer_step=1)
+        model = dataclasses.replace(
+            whole, num_layers=1, first_moe_layer=first, moe_layer_step=1, whole_experts=target.whole_experts
+        )
         return cls(path, model, target.vocab_size, (), layer)
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "MtpModel":

@@ -183,7 +183,7 @@ def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: b
 def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> None:
     torch.manual_seed(5)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    both = torch.randn((3, 24 + 40, 32), device=DEVICE).to(dtype)  # an up-projection: keys, then values
+    both = torch.randn((3, 24 + 40, 160), device=DEVICE).to(dtype)  # an up-projection: keys, then values
     weight = both[:, :24] if turned else both[:, 24:].transpose(1, 2)
     k, n, rotated = *weight.shape[1:], 16 if turned else 0
     x = torch.randn((rows, 3, k + rotated), device=DEVICE).to(dtype)
@@ -192,6 +192,25 @@ def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> Non
     layer_kernels.head_products(x, weight, ours, angles)
     layer_kernels.head_products_reference(x, weight, theirs, angles)
     close(ours, theirs, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turned", [True, False])
+def test_products_in_fixed_tiles_depend_on_their_row_alone(turned: bool) -> None:
+    """Of DeepSeek-V3's sizes."""
+    both = torch.randn((16, 256, 512), device=DEVICE).to(torch.bfloat16)
+    weight = both[:, :128] if turned else both[:, 128:].transpose(1, 2)
+    k, n, rotated = *weight.shape[1:], 64 if turned else 0
+    x = torch.randn((300, 16, k + rotated), device=DEVICE).to(torch.bfloat16)
+    angles = random_angles(300, 64) if turned else None
+    whole = torch.zeros((300, 16, n + rotated), dtype=x.dtype, device=DEVICE)
+    layer_kernels.head_products(x, weight, whole, angles, fixed=True)
+    for first, count in ((7, 1), (3, 16), (20, 40), (100, 130)):
+        rows = slice(first, first + count)
+        mine = None if angles is None else Angles(angles.cos, angles.sin, angles.index[rows])
+        part = torch.zeros_like(whole[rows])
+        layer_kernels.head_products(x[rows], weight, part, mine, fixed=True)
+        assert torch.equal(part, whole[rows])
 
 
 def test_an_accepted_path_moves_to_the_front() -> None:

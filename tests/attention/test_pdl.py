@@ -124,6 +124,7 @@ ELSEWHERE = {
         "fp8_gemm",
         "fp8_gemm_wide",
         "route",
+        "count",
         "order",
         "gate_up",
         "down",

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import yaml
 
+from cluster.config import START_VARIABLE
 from deploy.configs import located
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 
@@ -34,6 +35,7 @@ GROUPS = (
     ("ray::ServeReplica:aerie:Engine", "engine"),
     ("ray::EagleCoordinator", "coordinator"),
     ("ray::Worker", "worker"),
+    ("deploy.cli plan", "rank, plan"),
     ("haproxy.cfg", "proxy"),
     ("ray::HAProxyManager", "proxy's manager"),
     ("ray::ProxyActor", "Python proxy"),
@@ -51,6 +53,7 @@ class RunningServer:
     process: subprocess.Popen[str]
     url: str
     started_s: float
+    started_at_s: float = field(default_factory=time.time)  # the same as Unix time
     lines: list[tuple[float, str]] = field(default_factory=list)
     ready_s: float = 0.0
 
@@ -95,6 +98,8 @@ def running(
     path.write_text(yaml.safe_dump(content))
     paths = os.pathsep.join(filter(None, (*map(str, python_path), str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | RAY_ENVIRONMENT | _own_ports() | {"RAY_TMPDIR": folder, "PYTHONPATH": paths}
+    started_s, started_at_s = time.perf_counter(), time.time()
+    environment[START_VARIABLE] = str(started_at_s)
     process = subprocess.Popen(
         [sys.executable, "-m", *module.split(), str(path), *options],
         cwd=ROOT,
@@ -104,7 +109,7 @@ def running(
         stderr=subprocess.STDOUT,
         errors="replace",
     )
-    server = RunningServer(process, f"http://127.0.0.1:{port}", time.perf_counter())
+    server = RunningServer(process, f"http://127.0.0.1:{port}", started_s, started_at_s)
     reader = threading.Thread(target=_read, args=(server,), daemon=True)
     reader.start()
     try:

@@ -1,10 +1,11 @@
-"""Seconds from `aerie serve` to the first answer with everything installed, phase by phase.
+"""Seconds from `aerie serve` to the first answer with everything installed, process by process and step by step.
 
     python -m tests.bench.startup --gpu [--shape chain] [--max-running 128] [--runs bare warm restart]
 
 starts dummy weights on a GPU: "bare" with an empty folder for compiled kernels, "warm" with those of the run before.
-Beside the phases it prints how many graphs were there at readiness, and when the last one was captured on an idle
-server; with "restart", how long a rank that is killed then keeps the engine from serving. One JSON line at the end.
+Beside the steps it prints when each process began, how many graphs were there at readiness, and when the last one was
+captured on an idle server; with "restart", how long a rank that is killed then keeps the engine from serving, and on
+what. One JSON line at the end.
 """
 
 import argparse
@@ -28,17 +29,17 @@ from tests.bench.served_model import add_options, label, server_config
 LIMIT_S = 60.0
 GRAPHS_LIMIT_S = 120.0  # for what is captured after readiness
 RESTART_LIMIT_S = 120.0
-_PHASE = re.compile(r"^(?:\(.*?\) )?(.{22}) *(\d+\.\d) s$")  # `cluster.replica.plan_report.phase_line`
+# `cluster.start_log.StartLog`: when, in which process, what, how long.
+_STEP = re.compile(r"^(?:\(.*?\))? *(\d+\.\d) s  (\S.*?) {2,}(\S.*?) +(\d+\.\d) s$")
 _RANK = re.compile(r"(?:^|\) )0 +\S+ +(\d+)  ")  # `cluster.replica.plan_report.rank_lines`
-# A part of the console's line -> the phase that it ends.
+# A part of the console's line -> what Ray and Serve are done with.
 _MILESTONES = (
-    ("cluster     ", "configuration checked"),
     ("Started a local Ray instance", "Ray started"),
+    ("ServeController pid=", "controller runs"),
     ("Started Serve in namespace", "Serve started"),
-    ("placed, imported", "engine placed, ranks imported"),
-    ("built  ", "ranks built"),
-    ("ready in", "engine ready"),
+    ("Submitted deploy config", "application handed over"),
 )
+GRAPH_COUNT_S = 5.0  # until the engine's counts have reached the ingress
 
 
 def run(quick: bool) -> Report:
@@ -47,33 +48,35 @@ def run(quick: bool) -> Report:
         answer_s = _first_answer(server)
         stopping_s = time.perf_counter()
     stopping_s = time.perf_counter() - stopping_s
-    rows, inside = _legs(server, answer_s)
+    rows = _steps(server, answer_s)
     return Report(
         {"startup": Finding(server.ready_s, LIMIT_S, "s")},
         [
-            *table(["phase", "ended at s", "took s"], rows),
-            "",
-            "as the engine and rank 0 report it:",
-            "",
-            *table(["phase", "s"], inside),
+            *table(["ended at s", "process", "step", "took s"], rows),
             "",
             f"Ctrl-C to the end of the last process: {stopping_s:.1f} s",
         ],
-        {
-            "ended_at_s": {name: float(at) for name, at, _ in rows},
-            "reported_s": {n: float(s) for n, s in inside},
-            "stop_s": round(stopping_s, 1),
-        },
+        {"steps": rows, "stop_s": round(stopping_s, 1)},
     )
 
 
-def _legs(server: RunningServer, answer_s: float) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
-    """(phase, when it ended, what it took) of the whole start, and (phase, what it took) as engine and rank 0 say."""
-    rows, last_s = [], 0.0
-    for name, at_s in [*_milestones(server), ("/health answers 200", server.ready_s), ("first answer", answer_s)]:
-        rows.append((name, f"{at_s:.1f}", f"{at_s - last_s:.1f}"))
-        last_s = at_s
-    return rows, [(m[1].strip(), f"{float(m[2]):.1f}") for _, line in server.lines if (m := _PHASE.match(line))]
+def _steps(server: RunningServer, answer_s: float, since_s: float = 0.0) -> list[tuple[str, str, str, str]]:
+    """(when it ended, process, step, what it took) of all that processes said after `since_s`, in the order of time;
+    what Ray and Serve say, and what clients see, has no beginning."""
+    steps = [
+        (float(found[1]), found[2].strip(), found[3].strip(), found[4])
+        for _, line in server.lines
+        if (found := _STEP.match(line))
+    ]
+    steps += [(at_s, "Ray, Serve", name, "") for name, at_s in _milestones(server)]
+    steps += [(server.ready_s, "client", "/health answers 200", ""), (answer_s, "client", "first answer", "")]
+    return [(f"{at_s:.1f}", *rest) for at_s, *rest in sorted(steps) if at_s >= since_s]
+
+
+def _began(server: RunningServer) -> list[tuple[str, str]]:
+    """(when it began, what it is) of the processes that run now."""
+    found = [(process.create_time(), name) for name, group in server.groups().items() for process in group]
+    return [(f"{at_s - server.started_at_s:.1f}", name) for at_s, name in sorted(found)]
 
 
 def _milestones(server: RunningServer) -> list[tuple[str, float]]:
@@ -95,31 +98,44 @@ def _first_answer(server: RunningServer) -> float:
 def measure(content: dict[str, Any], options: list[str], ready_limit_s: float, restart: bool) -> dict[str, Any]:
     """One start of a server on a GPU, what it captured after that, and if `restart` a rank's end."""
     with running("deploy.cli serve", content, *options, ready_limit_s=ready_limit_s) as server:
-        answer_s, at_first = _first_answer(server), _graphs(server)
-        rows, inside = _legs(server, answer_s)
+        answer_s = _first_answer(server)
+        at_first, began = _first_graphs(server), _began(server)
+        rows = _steps(server, answer_s)
         while _graphs(server)[1] and time.perf_counter() - server.started_s < answer_s + GRAPHS_LIMIT_S:
             time.sleep(0.2)
         all_s = time.perf_counter() - server.started_s
         at_last = _graphs(server)
+        killed_s = time.perf_counter() - server.started_s
         again_s = _restart(server) if restart else None
-    print("\n".join(table(["phase", "ended at s", "took s"], rows)))
-    print("\n" + "\n".join(table(["as the engine and rank 0 say", "s"], inside)))
+    print("\n".join(table(["ended at s", "process", "step", "took s"], rows)))
+    print("\n" + "\n".join(table(["began at s", "process"], began)) + "\n")
     for _, line in server.lines:
-        if re.search(r"rank 0's memory|ms of a round|WARNING|graph_capture|could not be", line):
+        if re.search(r"rank 0's memory|ms of a round|WARNING|graph_capture|could not be|by the rank itself", line):
             print(line)
     print(f"graphs captured, waiting: {at_first} at the first answer, {at_last} {all_s - answer_s:.1f} s later")
+    restarted = [] if again_s is None else _steps(server, killed_s + again_s, killed_s)
     if again_s is not None:
-        print(f"serving again {again_s:.1f} s after a rank was killed")
+        print(f"a rank was killed at {killed_s:.1f} s; serving again {again_s:.1f} s later\n")
+        print("\n".join(table(["ended at s", "process", "step", "took s"], restarted)))
     return {
         "ready_s": server.ready_s,
         "first_answer_s": answer_s,
-        "legs": rows,
-        "reported_s": inside,
+        "steps": rows,
+        "began": began,
         "graphs_at_first": at_first,
         "graphs_at_last": at_last,
         "all_captured_s": all_s,
         "restart_s": again_s,
+        "restart_steps": restarted,
     }
+
+
+def _first_graphs(server: RunningServer) -> tuple[int, int]:
+    """`_graphs` once the engine has told them."""
+    deadline_s = time.perf_counter() + GRAPH_COUNT_S
+    while (counts := _graphs(server)) == (0, 0) and time.perf_counter() < deadline_s:
+        time.sleep(0.05)
+    return counts
 
 
 def _graphs(server: RunningServer) -> tuple[int, int]:

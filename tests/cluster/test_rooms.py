@@ -18,10 +18,11 @@ BELOW: dict[str, set[str]] = {
     "coordinator": {"transport"},
     "parallel": set(),
     "config": {"http", "parallel"},
+    "start_log": {"config"},
     "assembly": {"config"},
     "checkpoints": {"http", "config", "assembly"},
-    "replica": {"logs", "transport", "coordinator", "config", "assembly"},
-    "ingress": {"logs", "transport", "http", "config"},
+    "replica": {"logs", "transport", "coordinator", "config", "start_log", "assembly"},
+    "ingress": {"logs", "transport", "http", "config", "start_log"},
     "deployments": {"parallel", "config", "replica", "ingress"},
 }
 

@@ -31,11 +31,18 @@ class Pair:
         scheduler: SchedulerConfig = SchedulerConfig(max_running=6, max_step_tokens=32),  # noqa: B008 - frozen
         tensor_parallel: int = 1,
         measure_costs: bool = False,
+        expert_parallel: bool = False,
     ) -> EngineSpec:
         """An engine of this pair that checks that its ranks agree."""
         model = ModelSource(path=str(self.target), device="cpu")
         worker = WorkerConfig(
-            model, cache, scheduler, tensor_parallel=tensor_parallel, measure_costs=measure_costs, debug=True
+            model,
+            cache,
+            scheduler,
+            tensor_parallel=tensor_parallel,
+            expert_parallel=expert_parallel,
+            measure_costs=measure_costs,
+            debug=True,
         )
         return EngineSpec(worker, speculative)
 

@@ -15,7 +15,7 @@ from workers.config import RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.costs.cost_points import expected_ms, table_of, wanted
-from workers.runner.costs.cost_probe import CostProbe, Timer, probe_costs, probe_extent
+from workers.runner.costs.cost_probe import LIMIT_S, CostProbe, Timer, probe_costs, probe_extent
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import token_buckets
 from workers.runner.layout import EngineLayout
@@ -99,6 +99,31 @@ def test_the_table_is_what_the_steps_took(pair: Pair, max_running: int, max_step
     assert math.isfinite(default_itl_target_ms(table))
 
 
+def test_tokens_differ_and_their_kv_has_pages(pair: Pair) -> None:
+    """Else all rows of a mixture of experts would choose the same ones, or none."""
+    layout, slots = fake_engine(pair, 6, 32)
+    num_rounds, num_chunks = 0, 0
+
+    class Watching(ModelOfCosts):
+        def step(self, batch: StepBatch) -> StepTensors:
+            nonlocal num_rounds, num_chunks
+            for slot in batch.slots.tolist():
+                place = int(slots.seq_len[slot]) // PAGE
+                assert slots.page_table[slot, place] > 0
+            assert len(set(slots.bonus[batch.slots].tolist())) == batch.num_requests
+            num_rounds += batch.num_requests > 1
+            if batch.chunks is not None:
+                assert len(set(batch.chunks.ids.tolist())) == min(len(batch.chunks.ids), slots.vocab_size)
+                num_chunks += 1
+            return super().step(batch)
+
+    model = Watching(layout, slots)
+    probe = CostProbe(model, slots, SOLO, layout, PAGE, Timer(CPU, model.clock))
+    probe.measure(wanted(probe_extent(layout, PAGE, (), CPU)), 1e9)
+    assert num_rounds and num_chunks
+    assert not slots.page_table.any() and not slots.bonus.any() and not slots.seq_len.any()
+
+
 def test_a_slow_device_measures_only_what_must_be_known(pair: Pair) -> None:
     table, model = measured(pair, 0.0, 64, 512)
     assert len(model.batches) == 8  # both shapes alone, twice, and full, two chunks
@@ -156,7 +181,9 @@ def test_answers_and_slots_are_as_if_nothing_had_been_measured(pair: Pair) -> No
     assert answers[0] == answers[1]
 
 
-def test_steps_that_are_captured_are_measured_as_they_are_replayed(pair: Pair) -> None:
+def test_steps_that_are_captured_are_measured_as_they_are_replayed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them: on a busy machine the usual limit leaves some out."""
+    monkeypatch.setitem(LIMIT_S, "cpu", 1e9)
     spec = pair.spec(pair.tree(), scheduler=SchedulerConfig(max_running=2, max_step_tokens=70))
     layout = plan_layout(spec)
     worker = build_worker(spec, layout, 0, "")

@@ -22,8 +22,9 @@ from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E4
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.config import SchedulerConfig  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
-from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
+from workers.layers.kernels.skinny_gemm import Workspace, workspace_size  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
+from workers.layers.weighted import WeightedModule  # noqa: E402
 from workers.scheduling.plan import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")
@@ -32,15 +33,13 @@ SPAN = 64  # so that short contexts have several
 TARGET_MODES = (Mode.PREFILL, Mode.DECODE, Mode.VERIFY)
 
 
-@pytest.fixture(scope="module")
-def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A target whose products have inputs of 128, with nearly even logits, so that last bits matter."""
-    folder: Path = tmp_path_factory.mktemp("wide")
-    target = make_target(
-        folder / "target", calm=0.1, hidden_size=128, intermediate_size=128, head_dim=32, num_hidden_layers=2
-    )
+def wide_pair(folder: Path, lengths: tuple[int, ...], calm: float = 0.1, **settings: object) -> Pair:
+    """A target whose products have inputs of 128, with nearly even logits, so that last bits matter; less so with a
+    smaller `calm`, with which more drafts are accepted. lengths: of prompts."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    target = make_target(folder / "target", calm=calm, **sizes, **settings)
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 61, 40)]
+    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     eagle = make_eagle(folder / "eagle", target, copying=True)
     return Pair(target, eagle, eagle, prompts)
 
@@ -48,12 +47,14 @@ def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def finish_target(model: nn.Module, deterministic: bool = False) -> None:
-        layers = [module for module in model.modules() if isinstance(module, LinearBase)]
-        shapes = [(layer.shape.out_features, layer.shape.in_features) for layer in layers]
-        options = GEMMOptions(Workspace.create(shapes, torch.device("cpu")), deterministic)
-        for layer in layers:
-            layer.finish(options)
-            layer.finished = True
+        modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
+        linear = [module.shape for module in modules if isinstance(module, LinearBase)]
+        sizes = [module.workspace_size() for module in modules]
+        sizes.append(workspace_size([(shape.out_features, shape.in_features) for shape in linear]))
+        workspace = Workspace.of_size(*(max(each) for each in zip(*sizes, strict=True)), torch.device("cpu"))
+        for module in modules:
+            module.finish(GEMMOptions(workspace, deterministic, fp8=True))
+            module.finished = True
 
     monkeypatch.setattr("workers.runner.build.checked_deterministic", lambda worker, *_: worker.deterministic)
     monkeypatch.setattr(
@@ -76,8 +77,16 @@ def answers(pair: Pair, speculative: SpeculativeConfig | None, at_once: int, max
         return [list(request.output) for request in requests]
 
 
-def test_neither_speculation_nor_company_changes_a_token(wide_pair: Pair) -> None:
-    expected = answers(wide_pair, None, 1, 512)
-    assert answers(wide_pair, None, 3, 40) == expected
-    assert answers(wide_pair, wide_pair.chain(), 3, 40) == expected
-    assert answers(wide_pair, wide_pair.tree(), 3, 64) == expected
+def test_neither_speculation_nor_company_changes_a_token(tmp_path: Path) -> None:
+    pair = wide_pair(tmp_path, (3, 61, 40), num_hidden_layers=2)
+    expected = answers(pair, None, 1, 512)
+    assert answers(pair, None, 3, 40) == expected
+    assert answers(pair, pair.chain(), 3, 40) == expected
+    assert answers(pair, pair.tree(), 3, 64) == expected
+
+
+def test_with_experts_neither(tmp_path: Path) -> None:
+    """In their kernels for many rows, which take a second for each pass here."""
+    experts = {"architecture": "Qwen3Moe", "moe_intermediate_size": 128, "num_experts": 4}
+    pair = wide_pair(tmp_path, (3, 21), calm=0.02, num_hidden_layers=1, **experts)
+    assert answers(pair, pair.tree(), 2, 16) == answers(pair, None, 1, 512)

@@ -1,14 +1,21 @@
 """`deterministic: true` on a GPU: answers in bfloat16 that depend on nothing but their request, to the token."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+import torch
 
+from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.tiny_models import VOCAB, add_mtp, make_eagle, make_target
+from tests.workers.test_block_fp8 import quantised
+from workers.config import SchedulerConfig
 from workers.scheduling.plan import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -72,3 +79,53 @@ def test_contexts_of_several_spans(prompts: list[list[int]], monkeypatch: pytest
     expected = answers(deterministic(None), prompts, GREEDY, 1)
     for speculative in (None, CHAIN, TREE):
         assert answers(deterministic(speculative), prompts, GREEDY, 13) == expected
+
+
+EXPERTS = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
+QWEN3 = EXPERTS | {"architecture": "Qwen3Moe", "head_dim": 64, "num_experts": 16}
+V3 = EXPERTS | {
+    "architecture": "DeepseekV3",
+    "n_routed_experts": 16,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "v_head_dim": 64,
+}
+
+
+@pytest.fixture(scope="module", params=["Qwen3", "V3", "V3 in FP8"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, SpeculativeConfig]:
+    """A target with experts, with nearly even logits, so that last bits matter, and its chain."""
+    folder: Path = tmp_path_factory.mktemp("mixture")
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 200, 61, 40, 17, 130, 64, 1, 99)
+    ]
+    target = make_target(folder / "t", calm=0.1, **(QWEN3 if request.param == "Qwen3" else V3))
+    eagle = make_eagle(folder / "eagle", target, copying=True)
+    if request.param == "Qwen3":
+        pair = Pair(target, eagle, eagle, prompts)
+        return pair, pair.chain()
+    add_mtp(target, copying=True)
+    if request.param == "V3 in FP8":
+        target = quantised(target, folder / "q", block=(128, 128))
+    return Pair(target, eagle, eagle, prompts), SpeculativeConfig("", "mtp", 3, 1, 4)
+
+
+def test_with_experts_neither(mixture: tuple[Pair, SpeculativeConfig]) -> None:
+    """Company, speculation, cuts of prompts."""
+    pair, chain = mixture
+
+    def outputs(speculative: SpeculativeConfig | None, at_once: int, max_step_tokens: int) -> list[list[int]]:
+        spec = pair.spec(speculative, CacheConfig(16, 400), SchedulerConfig(16, max_step_tokens))
+        model = dataclasses.replace(spec.worker.model, device="cuda", dtype="bfloat16")
+        worker = dataclasses.replace(spec.worker, model=model, deterministic=True, debug=False)
+        sampling = SamplingParams(48, 1.0, seed=7)
+        return answers(dataclasses.replace(spec, worker=worker), pair.prompts, sampling, at_once)
+
+    expected = outputs(None, 1, 512)
+    assert outputs(None, 9, 48) == expected
+    assert outputs(chain, 1, 512) == outputs(chain, 9, 96) == expected
+    assert outputs(dataclasses.replace(chain, num_steps=4, top_k=3, num_draft_tokens=10), 9, 128) == expected

@@ -11,6 +11,7 @@ from attention.backends.torch_backend import TorchBackend
 from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode, PrefillBatch
+from speculative.build import plan_memory
 from speculative.config import SpeculativeConfig
 from speculative.draft_models.loading import load_draft
 from speculative.draft_models.mtp import Mtp
@@ -100,8 +101,10 @@ FEW_PAGES = CacheConfig(page_size=4, num_pages=30)  # requests that decode toget
 def answers(
     served: Pair, speculative: SpeculativeConfig | None, ranks: int = 1, cache: CacheConfig | None = None
 ) -> list[Request]:
-    """Of every prompt, greedy and sampled; what is drawn depends on seed and place alone."""
-    spec = served.spec(speculative, *([] if cache is None else [cache]), tensor_parallel=ranks)
+    """Of every prompt, greedy and sampled; what is drawn depends on seed and place alone. ranks: fewer than 0: so many
+    that have whole experts."""
+    settings = {"tensor_parallel": abs(ranks), "expert_parallel": ranks < 0}
+    spec = served.spec(speculative, *([] if cache is None else [cache]), **settings)  # type: ignore[arg-type]
     sampling = [setting for i in range(len(served.prompts)) for setting in (GREEDY, SAMPLED[i % len(SAMPLED)])]
     with local_engine(spec) as engine:
         return engine.generate([prompt for prompt in served.prompts for _ in range(2)], sampling, 4)
@@ -118,10 +121,18 @@ def plain(served: Pair) -> list[list[int]]:
         ((3, 1, 4), 1, None, None),
         ((4, 3, 10), 1, None, CacheConfig(page_size=1, num_pages=1600)),
         ((4, 3, 10), 1, None, FEW_PAGES),
-        ((3, 1, 4), 2, None, None),
+        pytest.param((3, 1, 4), 2, None, None, marks=pytest.mark.slow),  # the two after it have what it has
         ((4, 3, 10), 2, 1, None),
+        ((4, 3, 10), -2, None, None),
     ],
-    ids=["chain", "tree, pages of 1", "tree, few pages", "chain, 2 ranks", "tree, 2 ranks, draft whole on each"],
+    ids=[
+        "chain",
+        "tree, pages of 1",
+        "tree, few pages",
+        "chain, 2 ranks",
+        "tree, 2 ranks, draft whole on each",
+        "tree, whole experts",
+    ],
 )
 def test_it_changes_no_token(
     served: Pair,
@@ -158,6 +169,15 @@ def test_its_weights_may_be_fp8(tmp_path: Path) -> None:
         features = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
         states.append(draft.extend(torch.arange(5), features, context))
     torch.testing.assert_close(states[0], states[1])
+
+
+def test_whole_experts_take_the_memory_of_slices(served: Pair) -> None:
+    """Of target and module."""
+    draft = SpeculativeConfig("", "mtp", 3, 1, 4)
+    slices, whole = (
+        plan_memory(served.spec(draft, tensor_parallel=2, expert_parallel=each), False) for each in (False, True)
+    )
+    assert slices == whole and slices.draft > 0
 
 
 def test_a_target_without_one_is_refused(tmp_path: Path, pair: Pair) -> None:

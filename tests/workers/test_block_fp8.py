@@ -61,13 +61,13 @@ def test_a_target_answers_as_its_weights_mean(
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_shards_may_cut_blocks(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("size,whole_experts", [(1, False), (2, False), (2, True)])
+def test_shards_may_cut_blocks(tmp_path: Path, size: int, whole_experts: bool) -> None:
     """The same weights, to the bit, as those of a checkpoint of what they mean."""
     source = make_target(tmp_path / "t", architecture="DeepseekV3", num_hidden_layers=2)
     folder = quantised(source, tmp_path / "q")
     for rank in range(size):
-        ours, plain = (load(path, TPGroup(rank, size)).layers for path in (folder, folder / "plain"))
+        ours, plain = (load(path, TPGroup(rank, size), whole_experts).layers for path in (folder, folder / "plain"))
         for i in range(2):
             for name in ("qkv_a", "q_b_proj", "kv_b_proj", "o_proj"):
                 one, other = (getattr(layers[i].self_attn, name).method.dense_weight() for layers in (ours, plain))

@@ -89,11 +89,13 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
         assert ("f32.e4m3.e4m3" in ptx) == in_fp8
 
 
-@pytest.mark.parametrize("rows", [1, 64, 2048])
-def test_routing_fits_hopper(rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows,first,held", [(1, 0, 256), (64, 0, 256), (2048, 0, 256), (64, 32, 32)])
+def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -> None:
     listed = rows <= route.MAX_LISTED
     constants = {
         "EXPERTS": 256,
+        "FIRST": first,
+        "HELD": held,
         "K": 8,
         "SHARED": 1,
         "GROUPS": 8,
@@ -117,5 +119,7 @@ def test_routing_fits_hopper(rows: int, tmp_path: Path) -> None:
 def test_ordering_and_sums_fit_hopper(block_m: int, tmp_path: Path) -> None:
     constants: dict[str, Any] = {"EXPERTS": 257, "BINS": 512, "BLOCK_M": block_m, "CHUNK": 2048}
     check(tmp_path, expert_order._order, {}, constants, (8, 1), {})
-    constants = {"SIZE": 7168, "SPAN": 1792, "SLOTS": 9, "BLOCK": 1024}
+    check(tmp_path, expert_order._order, {}, constants | {"count_ptr": None}, (8, 1), {})
+    check(tmp_path, expert_order._count, {}, {"CHUNK": 2048}, (8, 1), {})
+    constants = {"SIZE": 7168, "SPAN": 1792, "SLOTS": 9, "BLOCK": 1024, "PARTLY": block_m == 16}
     check(tmp_path, many_row_experts._sum_slots, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})

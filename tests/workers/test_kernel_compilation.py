@@ -1,8 +1,14 @@
 """Kernels are compiled ahead of their launch, by threads, as the launch would have compiled them: with Triton's own
 compiler for Hopper and a driver that needs no GPU."""
 
+import fcntl
+import hashlib
 import os
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +20,8 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from attention.backend import NewUnderCaptureError  # noqa: E402
+from workers.layers.kernels import argmax, norm_activation, skinny_gemm, topk  # noqa: E402
+from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, Outcome, compile_job  # noqa: E402
 from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -106,3 +114,102 @@ def test_what_does_not_compile_fails_the_start(driver: Hopper) -> None:
     with pytest.raises(triton.CompilationError, match="no_such_name"):
         ahead.finish()
     ahead.close()
+
+
+def launch_kernels() -> None:
+    """Of a round, with what tells kernels apart: tensor maps, constants that are None, options, early launch."""
+    logits = torch.zeros(2, 5000, dtype=torch.bfloat16)
+    argmax.argmax(logits)
+    topk.topk_log_softmax(logits, 3)
+    row = torch.zeros(4, 1024, dtype=torch.bfloat16)
+    norm_activation._add_norm[(4,)](
+        row, row, row, row, 1024, 1e-6, HAS_RESIDUAL=True, BLOCK=1024, num_warps=4, PDL=True, launch_pdl=True
+    )
+    weight = torch.zeros(2048, 1024, dtype=torch.bfloat16)
+    tiles = skinny_gemm.skinny_gemm_tiles(4, 2048, 1024)
+    assert tiles is not None
+    workspace = skinny_gemm.Workspace(torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32))
+    skinny_gemm.skinny_gemm(row, weight, None, workspace, tiles)
+
+
+KERNELS = (argmax._partial, argmax._combine, topk._partial, topk._combine, norm_activation._add_norm)
+NUM_KERNELS = len(KERNELS) + 1
+
+
+@pytest.fixture
+def compiled_here(driver: Hopper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """Names of the kernels that this process compiles into an empty cache, in place of finding them there."""
+    names: list[str] = []
+
+    def listen(*, src: Any, cache_hit: bool, **rest: object) -> None:
+        names.extend([] if cache_hit else [src.name])
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    forget()
+    yield names
+    forget()  # they would be called with this test's driver
+
+
+def forget() -> None:
+    """As in a new process, no kernel has been asked for yet."""
+    for kernel in (*KERNELS, skinny_gemm._skinny_gemm):
+        kernel.device_caches.clear()
+
+
+def compiled_ahead(processes: CompileProcesses) -> CompileAhead:
+    ahead = CompileAhead(processes=processes)
+    with ahead.rehearsing():
+        launch_kernels()
+    ahead.finish()
+    ahead.close()
+    return ahead
+
+
+def test_a_rank_finds_what_processes_compiled(driver: Hopper, compiled_here: list[str]) -> None:
+    ahead = compiled_ahead(CompileProcesses.begin(2))
+    assert compiled_here == [] and len(ahead.process_seconds) == ahead.num_kernels == NUM_KERNELS
+    assert len(driver.loaded) == NUM_KERNELS and not driver.launched
+    forget()  # a rank that is started later
+    launch_kernels()
+    assert compiled_here == [] and len(driver.launched) == NUM_KERNELS
+    forget()
+    ahead = compiled_ahead(ended())
+    assert compiled_here == [] and ahead.process_seconds == [], "what is in the cache is not asked for"
+
+
+def test_a_rank_compiles_what_processes_do_not(
+    driver: Hopper, compiled_here: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead = compiled_ahead(ended())
+    assert len(compiled_here) == len(driver.loaded) == NUM_KERNELS and ahead.process_seconds == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
+    assert "compiled by the rank itself: the process ended" in caplog.text
+
+
+def ended() -> CompileProcesses:
+    """Of which none is left."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    return CompileProcesses([Connection(ours.detach())])
+
+
+def test_a_kernel_under_another_key_is_not_compiled(compiled_here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[KernelJob] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(CompileProcesses, "compile", lambda _, job: jobs.append(job) or Outcome("not now"))
+        compiled_ahead(ended())
+    assert len(jobs) == NUM_KERNELS
+    assert "another one" in compile_job(replace(jobs[0], key=jobs[1].key)).error
+    held = locked(jobs[0])
+    assert compile_job(jobs[0]) == Outcome(is_busy=True), "another process compiles it"
+    os.close(held)
+    assert compile_job(jobs[0]).error == ""
+
+
+def locked(job: KernelJob) -> int:
+    """The file by which a process that compiles `job` keeps others from it."""
+    manager = triton.runtime.cache.get_cache_manager(hashlib.sha256(job.key.encode()).hexdigest())
+    file = os.open(manager.cache_dir, os.O_RDONLY)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file

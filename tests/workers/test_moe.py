@@ -131,9 +131,9 @@ def test_rows_do_not_touch_each_other(width: int) -> None:
         torch.testing.assert_close(layer.partial(torch.cat((x, padding)))[:6], expected)
 
 
-def load(folder: Path, group: TPGroup = SOLO, **settings: str) -> Decoder:
+def load(folder: Path, group: TPGroup = SOLO, expert_parallel: bool = False, **settings: str) -> Decoder:
     source = ModelSource(path=str(folder), device="cpu", **settings)
-    return load_target(source, read_target_config(source, group.size), group, CPU, 64)
+    return load_target(source, read_target_config(source, group.size, expert_parallel), group, CPU, 64)
 
 
 def test_experts_are_cut_along_their_width(tmp_path: Path) -> None:
@@ -142,6 +142,60 @@ def test_experts_are_cut_along_their_width(tmp_path: Path) -> None:
     assert halves[0].experts.method.down.shape == (6, 64, 24)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(sum(half.partial(x) for half in halves), whole.partial(x))
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize(
+    "ranks,settings",
+    [
+        (2, {"architecture": "Qwen3Moe"}),
+        (2, {"architecture": "Qwen3Moe", "moe_intermediate_size": 50}),
+        (2, {"architecture": "DeepseekV3"}),
+        (4, {"architecture": "DeepseekV3"}),
+    ],
+    ids=["Qwen3, 2", "one by one, 2", "V3, 2", "V3, 4"],
+)
+def test_ranks_may_have_whole_experts(tmp_path: Path, ranks: int, settings: dict[str, object], rows: int) -> None:
+    """With one row some ranks' experts are nobody's; DeepSeek-V3 has a shared one too, which is cut."""
+    folder = make_target(tmp_path / "t", num_hidden_layers=2, **settings)
+    whole = load(folder).layers[1].mlp
+    parts = [load(folder, TPGroup(rank, ranks), expert_parallel=True).layers[1].mlp for rank in range(ranks)]
+    num, width = whole.experts.shape.num_experts, whole.experts.shape.width
+    assert parts[0].experts.method.down.shape == (num // ranks, 64, width)
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sum(part.partial(x) for part in parts), whole.partial(x))
+
+
+def test_what_is_multiplied_by_nothing_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its memory was."""
+    x, gate_up, down = case(9)
+    chosen = torch.tensor([[0, 5], [5, 5], [4, 1]]).repeat(3, 1)
+    weight = torch.rand(9, 2, generator=torch.Generator().manual_seed(1))
+    expected = grouped_experts(x, chosen.clamp(max=4), weight * (chosen < 5), gate_up, down)
+    multiply = torch.nn.functional.grouped_mm
+
+    def poisoned(x: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+        out = multiply(x, matrices, offs=offs)
+        out[int(offs[-1]) :] = float("nan")
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
+    torch.testing.assert_close(grouped_experts(x, chosen, weight, gate_up, down, partly=True), expected)
+
+
+@pytest.mark.parametrize(
+    "architecture,ranks,message",
+    [
+        ("Llama", 2, "expert_parallel=true: model .* has no experts; leave it out"),
+        ("Qwen3Moe", 4, r"tensor_parallel=4: does not divide .*the number of experts=6\); try one of \[1, 2\]"),
+    ],
+)
+def test_experts_that_cannot_be_dealt_out_are_refused(
+    tmp_path: Path, architecture: str, ranks: int, message: str
+) -> None:
+    source = ModelSource(path=str(make_target(tmp_path / "t", architecture=architecture, num_hidden_layers=1)))
+    with pytest.raises(ValueError, match=message):
+        read_target_config(source, ranks, expert_parallel=True)
 
 
 def test_speculation_changes_no_token(tmp_path: Path) -> None:
@@ -201,11 +255,12 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     tensors = load_file(str(folder / "model.safetensors"))
     del tensors["model.layers.0.mlp.experts.4.up_proj.weight"]
     save_file(tensors, str(folder / "model.safetensors"))
-    with pytest.raises(ValueError, match="missing: model.layers.0.mlp.experts.4.up_proj.weight$"):
-        load(folder)
+    for group, expert_parallel in ((SOLO, False), (TPGroup(0, 2), True)):  # rank 1's
+        with pytest.raises(ValueError, match="missing: model.layers.0.mlp.experts.4.up_proj.weight$"):
+            load(folder, group, expert_parallel)
 
 
-def test_gpus_whose_experts_would_wait_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_whose_experts_would_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="model x: experts on a GPU are multiplied in bfloat16, not in float16"):
@@ -214,6 +269,25 @@ def test_gpus_whose_experts_would_wait_are_refused(monkeypatch: pytest.MonkeyPat
         check_experts_device(gpu, torch.bfloat16, "model x")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_experts_device(gpu, torch.bfloat16, "model x")
-    source = ModelSource(path=str(make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1)))
-    reason = refusal(WorkerConfig(source, deterministic=True), read_target_config(source, 1), torch.bfloat16)
-    assert reason is not None and reason.startswith("a mixture of experts, whose products")
+
+
+@pytest.mark.parametrize(
+    "width,ranks,reason",
+    [
+        (256, 1, None),
+        (256, 2, None),
+        (192, 1, "moe_intermediate_size of 192 on each rank: the GEMMs need a multiple of 128"),
+        (128, 2, "moe_intermediate_size of 64 on each rank"),
+        (128, -2, None),
+    ],
+)
+def test_experts_are_deterministic_where_their_kernels_fit(
+    tmp_path: Path, width: int, ranks: int, reason: str | None
+) -> None:
+    """Layers without experts, which there are none of, need not fit. Negative: ranks that have whole experts."""
+    whole, ranks = ranks < 0, abs(ranks)
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 100, "moe_intermediate_size": width}
+    source = ModelSource(path=str(make_target(tmp_path / "t", architecture="Qwen3Moe", num_hidden_layers=1, **sizes)))
+    worker = WorkerConfig(source, deterministic=True, tensor_parallel=ranks)
+    found = refusal(worker, read_target_config(source, ranks, whole), torch.bfloat16)
+    assert found is None if reason is None else found is not None and found.startswith(reason)

@@ -1,5 +1,5 @@
-"""The experts of a layer: all of them in stacked tensors, each cut along its width. How the tensors are kept and
-multiplied by is their `ExpertsMethod`'s, as a linear layer's is its `LinearMethod`'s."""
+"""The experts of a layer in stacked tensors: a slice of the width of each, or some of them whole. How the tensors are
+kept and multiplied by is their `ExpertsMethod`'s, as a linear layer's is its `LinearMethod`'s."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -37,15 +37,26 @@ _ALIGNMENT = 16  # bytes; of the rows of what torch's grouped products read
 class ExpertsShape:
     """On this rank.
 
-    num_experts, experts_per_token: that rows are routed to. num_shared: that every row goes to, which may be joined.
+    held: of the experts that rows are routed to; a row goes to experts_per_token of all.
+    num_shared: that every row goes to, which may be joined.
     gate_up: of one expert, gate_proj and up_proj one below the other. down: its down_proj.
     """
 
-    num_experts: int
+    held: Span
     gate_up: LinearShape
     down: LinearShape
     num_shared: int = 0
     experts_per_token: int = 1
+
+    @property
+    def num_experts(self) -> int:
+        """Without shared ones."""
+        return self.held.size
+
+    @property
+    def held_if_some(self) -> Span | None:
+        """None if no other rank has others."""
+        return self.held if self.held.size < self.held.total else None
 
     @property
     def size(self) -> int:
@@ -75,7 +86,7 @@ class ExpertsMethod(nn.Module, ABC):
     @abstractmethod
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
         """Take this rank's share of the whole tensor `full`, which the checkpoint has as `kind` of a matrix of an
-        expert. Raises WrongTensorError if its shape or type is another one."""
+        expert, numbered as on this rank. Raises WrongTensorError if its shape or type is another one."""
 
     @abstractmethod
     def fill_dummy(self, generator: torch.Generator) -> None:
@@ -121,8 +132,7 @@ class DenseExperts(ExpertsMethod):
         from workers.layers.fused_experts import workspace_size
 
         shape = self.shape
-        counts = shape.num_experts, shape.num_shared, shape.experts_per_token
-        return workspace_size(*counts, shape.size, shape.width)
+        return workspace_size(shape.held, shape.num_shared, shape.experts_per_token, shape.size, shape.width)
 
     def finish(self, options: GEMMOptions) -> None:
         if options.workspace is None:
@@ -130,9 +140,12 @@ class DenseExperts(ExpertsMethod):
         from workers.layers.fused_experts import FusedExperts, fuses
         from workers.layers.kernels.expert_weights import ExpertWeights
 
-        if fuses(self.shape.size, self.shape.width, options):
+        fits = fuses(self.shape.size, self.shape.width, options)
+        assert fits or not options.deterministic, "refused at start"
+        if fits:
             gate_up, down = self.dense_weights()
-            weights = ExpertWeights(gate_up, down, num_shared=gate_up.shape[0] - self.shape.num_experts)
+            num_shared = gate_up.shape[0] - self.shape.num_experts
+            weights = ExpertWeights(gate_up, down, num_shared=num_shared, held=self.shape.held_if_some)
             self._fused = FusedExperts(weights, options.workspace, options.deterministic, gate_up.dtype)
 
     @property
@@ -145,7 +158,14 @@ class DenseExperts(ExpertsMethod):
         assert isinstance(x, Tensor), "asked for no other form"
         gate_up, down = self.dense_weights()
         aligned = all(matrix.shape[2] * matrix.element_size() % _ALIGNMENT == 0 for matrix in (gate_up, down))
-        result = (grouped_experts if aligned else experts_one_by_one)(x, *router.choose(), gate_up, down)
+        chosen, weight = router.choose()
+        partly = self.shape.held_if_some is not None
+        if partly:
+            chosen = numbered_here(chosen, self.shape.held)
+        if aligned:
+            result = grouped_experts(x, chosen, weight, gate_up, down, partly)
+        else:
+            result = experts_one_by_one(x, chosen, weight, gate_up, down)
         return result if out is None else out.copy_(result)
 
 
@@ -198,12 +218,18 @@ class Experts(WeightedModule):
         group: TPGroup,
         experts_per_token: int,
         num_shared: int = 0,
+        whole: bool = False,
     ) -> None:
-        """width: an expert's intermediate size in the model. num_shared: experts whose weights may be joined."""
+        """width: an expert's intermediate size in the model. num_shared: experts whose weights may be joined. whole: a
+        rank has some experts and all of them, else a slice of each."""
         super().__init__()
-        span, hidden = rank_span(width, group, "moe_intermediate_size"), Span.whole(hidden_size)
+        hidden, held, span = Span.whole(hidden_size), Span.whole(num_experts), Span.whole(width)
+        if whole:
+            held = rank_span(num_experts, group, "num_experts")
+        else:
+            span = rank_span(width, group, "moe_intermediate_size")
         self.shape = ExpertsShape(
-            num_experts,
+            held,
             LinearShape.stacked([("gate_proj", span), ("up_proj", span)], hidden),
             LinearShape.stacked([("down_proj", hidden)], span),
             num_shared,
@@ -215,7 +241,7 @@ class Experts(WeightedModule):
         return self.method.workspace_size()
 
     def weight_keys(self) -> Iterator[WeightKey]:
-        for expert in range(self.shape.num_experts):
+        for expert in range(self.shape.held.total):  # other ranks' too: what a checkpoint lacks, all ranks miss
             for part in self.shape.parts:
                 for kind in self.method.kinds:
                     yield WeightKey(kind, part.name, expert)
@@ -223,7 +249,9 @@ class Experts(WeightedModule):
     def load(self, key: WeightKey, full: Tensor) -> None:
         part = next(part for part in self.shape.parts if part.name == key.part)
         assert key.expert is not None
-        self.method.load(key.kind, key.expert, part, full)
+        held = self.shape.held
+        if held.first <= key.expert < held.end:
+            self.method.load(key.kind, key.expert - held.first, part, full)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.method.fill_dummy(generator)
@@ -232,9 +260,18 @@ class Experts(WeightedModule):
         self.method.finish(options)
 
 
-def grouped_experts(x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """See `ExpertsMethod.multiply`; gate_up, down: as `DenseExperts.dense_weights` gives them, of any type. Rows are
-    sorted by expert, and each of the two products is one call. On a GPU of compute capability 9.0 in bfloat16 nothing
+def numbered_here(chosen: Tensor, held: Span) -> Tensor:
+    """chosen: of the model's experts. Those that other ranks have all get the number after this rank's last."""
+    is_here = (chosen >= held.first) & (chosen < held.end)
+    return torch.where(is_here, chosen - held.first, held.size)
+
+
+def grouped_experts(
+    x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, partly: bool = False
+) -> Tensor:
+    """See `ExpertsMethod.multiply`; gate_up, down: as `DenseExperts.dense_weights` gives them, of any type. partly:
+    chosen may have numbers after theirs, which count for nothing. Rows are sorted by expert, and each of the two
+    products is one call. On a GPU of compute capability 9.0 in bfloat16 nothing
     waits for the device; elsewhere torch 2.13 multiplies one expert after the other, and reads their rows' numbers."""
     num_rows, k = chosen.shape
     experts, order = chosen.flatten().sort(stable=True)
@@ -243,6 +280,8 @@ def grouped_experts(x: Tensor, chosen: Tensor, weight: Tensor, gate_up: Tensor, 
     hidden = silu_mul(F.grouped_mm(x.index_select(0, order // k), gate_up.transpose(1, 2), offs=ends))
     outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
     by_row = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_rows, k, -1)
+    if partly:  # what was multiplied by nothing is what its memory was
+        by_row = by_row.masked_fill((chosen == gate_up.shape[0]).unsqueeze(-1), 0.0)
     return (by_row.float() * weight.unsqueeze(-1)).sum(1).to(x.dtype)
 
 

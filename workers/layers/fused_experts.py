@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.layers.gemm import GEMMOptions
-from workers.layers.linear_method import Fp8Inputs
+from workers.layers.linear_method import Fp8Inputs, Span
 from workers.layers.routing import RouterLogits
 
 if TYPE_CHECKING:
@@ -27,15 +27,18 @@ def fuses(size: int, width: int, options: GEMMOptions) -> bool:
     return fits_kernels(size, width)
 
 
-def workspace_size(num_experts: int, num_shared: int, experts_per_token: int, size: int, width: int) -> tuple[int, int]:
-    """Float32 cells and tickets of a `Workspace` for weights of any type, shared experts joined or not."""
+def workspace_size(held: Span, num_shared: int, experts_per_token: int, size: int, width: int) -> tuple[int, int]:
+    """Float32 cells and tickets of a `Workspace` for weights of any type, shared experts joined or not. held: of the
+    experts that rows are routed to."""
     from workers.layers.kernels.expert_weights import ExpertSizes, fits_kernels
     from workers.layers.kernels.few_row_experts import workspace_size
 
     if not fits_kernels(size, width):
         return 0, 0
     sizes = [
-        workspace_size(ExpertSizes(num_experts, shared, experts_per_token, size, width, step))
+        workspace_size(
+            ExpertSizes(held.size, shared, experts_per_token, size, width, step, held.total - held.size),
+        )
         for shared in {0, num_shared}
         for step in (64, 128)
     ]
@@ -83,11 +86,11 @@ class FusedExperts:
         weights = self.weights
         if isinstance(x, Tensor) and weights.in_fp8:
             x = quantize_rows(x, weights.by_group)
-        routed = route(router, weights.num_shared, self.workspace.tickets)
+        routed = route(router, weights.num_shared, self.workspace.tickets, not self.deterministic, weights.held)
         rows, slots = routed.chosen.shape
         if out is None:
             out = torch.empty((rows, weights.size), dtype=self.dtype, device=routed.chosen.device)
-        if rows <= MAX_ROWS and not self.deterministic:
+        if routed.used is not None and rows <= MAX_ROWS:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)
         from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles

@@ -19,24 +19,28 @@ from workers.layers.rotary import Angles
 if TYPE_CHECKING:
     from workers.layers.kernels.fp8_rows import Fp8Rows
 
-_LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
+LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
 
 class LatentUpProjection(ColumnParallelLinear):
     """What makes keys and values of latent rows, cut by heads; multiplied by head after head.
 
-    heads: this rank's. Each has key_dim rows for its keys, then value_dim for its values. keys: [heads, key_dim,
-    latent], values: [heads, latent, value_dim], once it is finished."""
+    heads: this rank's. Each has key_dim rows for its keys, then value_dim for its values. Once it is finished, keys:
+    [heads, key_dim, latent]; values: [heads, latent, value_dim]; deterministic: a row's products must depend on nothing
+    else."""
 
     keys: Tensor
     values: Tensor
+    deterministic: bool
 
     def __init__(self, latent: int, heads: Span, key_dim: int, value_dim: int) -> None:
         super().__init__(latent, {"": heads.times(key_dim + value_dim)})
         self.num_heads, self.key_dim, self.value_dim = heads.size, key_dim, value_dim
 
     def finish(self, options: GEMMOptions) -> None:
-        super().finish(dataclasses.replace(options, fp8=False))  # is multiplied in the model's type
+        # is multiplied in the model's type, by products of its own
+        super().finish(dataclasses.replace(options, fp8=False, deterministic=False))
+        self.deterministic = options.deterministic
         assert isinstance(self.method, DenseLinearMethod), "a part of a weight is nothing that other methods have"
         weight = self.method.dense_weight().view(self.num_heads, self.key_dim + self.value_dim, -1)
         self.keys, self.values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
@@ -81,9 +85,9 @@ class LatentAttention(AttentionLayer):
         q_rows = heads.times(key_dim + rotated_dim)
         first = {"q_proj": q_rows} if q_rank is None else {"q_a_proj": Span.whole(q_rank)}
         self.qkv_a = ColumnParallelLinear(hidden_size, first | {"kv_a_proj_with_mqa": Span.whole(self.row_dim)})
-        self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, _LATENT_EPS)
+        self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, LATENT_EPS)
         self.q_b_proj = None if q_rank is None else ColumnParallelLinear(q_rank, {"": q_rows})
-        self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS)
+        self.kv_a_layernorm = RMSNorm(latent, LATENT_EPS)
         self.kv_b_proj = LatentUpProjection(latent, heads, key_dim, value_dim)
         self.o_proj = RowParallelLinear(num_heads * value_dim, hidden_size, group, "num_attention_heads")
 
@@ -118,7 +122,7 @@ class LatentAttention(AttentionLayer):
             both,
             None if self.q_a_layernorm is None else self.q_a_layernorm.weight,
             self.kv_a_layernorm.weight,
-            _LATENT_EPS,
+            LATENT_EPS,
             angles,
             context.pool.layer(self.layer),
             context.slot_mapping,
@@ -127,7 +131,8 @@ class LatentAttention(AttentionLayer):
         projected = normed if self.q_b_proj is None else self.q_b_proj(normed)
         assert isinstance(projected, Tensor)
         by_head: Tensor = projected.unflatten(1, (heads, -1))  # type: ignore[no-untyped-call]
-        head_products(by_head, self.kv_b_proj.keys, q, angles)
+        up, fixed = self.kv_b_proj, self.kv_b_proj.deterministic
+        head_products(by_head, up.keys, q, angles, fixed=fixed)
         out = context.attend_to_kept(self.layer, q, self.scale)
         values = torch.empty((out.shape[0], heads, self.value_dim), dtype=out.dtype, device=out.device)
-        return self.o_proj.partial(head_products(out, self.kv_b_proj.values, values).flatten(1))
+        return self.o_proj.partial(head_products(out, up.values, values, fixed=fixed).flatten(1))

@@ -20,14 +20,29 @@ if TYPE_CHECKING:
 
 class MixtureOfExperts(FeedForward, WeightedModule):
     """width: the intermediate size of an expert. shared_width: of all shared experts together, 0 without. They are one
-    MLP beside the experts, until `finish` makes them experts that every row goes to, where these can take them."""
+    MLP beside the experts, until `finish` makes them experts that every row goes to, where these can take them.
 
-    def __init__(self, hidden_size: int, width: int, routing: Routing, group: TPGroup, shared_width: int = 0) -> None:
+    whole_experts: each rank has some of the experts, whole, instead of a slice of every one. All ranks have all rows:
+    each multiplies those that its experts are chosen for, and the parts are summed as those of slices are. The MLP of
+    shared experts is cut along its width in any case."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        routing: Routing,
+        group: TPGroup,
+        shared_width: int = 0,
+        whole_experts: bool = False,
+    ) -> None:
         super().__init__()
         self.group = group
         self.router = Router(hidden_size, routing)
-        num_shared = 0 if shared_width % width else shared_width // width
-        self.experts = Experts(routing.num_experts, hidden_size, width, group, routing.experts_per_token, num_shared)
+        whole = whole_experts and group.size > 1
+        num_shared = 0 if whole or shared_width % width else shared_width // width
+        self.experts = Experts(
+            routing.num_experts, hidden_size, width, group, routing.experts_per_token, num_shared, whole
+        )
         self.shared_experts = GatedMLP(hidden_size, shared_width, group) if shared_width else None
 
     @property

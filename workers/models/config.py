@@ -5,7 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -24,6 +24,7 @@ class ModelConfig(ABC):
     num_kv_heads, head_dim: of what is kept, on all ranks together.
     dtype: of the checkpoint's unquantised weights.
     quant: how its linear layers are kept.
+    whole_experts: ranks have some of the experts, each whole; not a fact of the checkpoint, see `with_whole_experts`.
     """
 
     architecture: str
@@ -39,6 +40,11 @@ class ModelConfig(ABC):
     dtype: torch.dtype
     quant: QuantMethod
     eos_token_ids: tuple[int, ...]
+    whole_experts: bool = False
+
+    def with_whole_experts(self, source: str) -> Self:
+        """The same model, its experts cut so. Raises ValueError, naming `source`, if it has none."""
+        raise ValueError(f"expert_parallel=true: {source} has no experts; leave it out")
 
     @abstractmethod
     def check_shards(self, tensor_parallel: int, source: str) -> None:
@@ -48,11 +54,6 @@ class ModelConfig(ABC):
     def check_device(self, device: torch.device, dtype: torch.dtype, source: str) -> None:  # noqa: B027
         """Raises ValueError, naming `source`, where the model has no fitting kernels for `device` in `dtype`. Attention
         is asked of its backends."""
-
-    @property
-    def deterministic_refusal(self) -> str | None:
-        """Why `deterministic: true` cannot be kept on a GPU, whatever is configured beside it; None if it can."""
-        return None
 
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:

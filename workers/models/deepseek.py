@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 (R1, V3.1, Kimi-K2): latent attention, and mixtures of experts after the first layers."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -26,7 +26,7 @@ from workers.models.config import (
 )
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
-from workers.models.moe import DETERMINISTIC_REFUSAL, check_experts_device, moe_rules, num_experts_of
+from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
 
 
@@ -59,7 +59,8 @@ class DeepseekConfig(ModelConfig):
         return layer >= self.first_moe_layer and layer % self.moe_layer_step == 0
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
-        cut = {"num_attention_heads": self.num_heads, "moe_intermediate_size": self.expert_width}
+        experts = expert_cuts(self.routing, self.expert_width, self.shared_width, self.whole_experts)
+        cut = {"num_attention_heads": self.num_heads} | experts
         if not all(self.has_experts(layer) for layer in range(self.num_layers)):
             cut["intermediate_size"] = self.intermediate_size
 
@@ -73,12 +74,11 @@ class DeepseekConfig(ModelConfig):
                 f"tensor_parallel={tensor_parallel}: does not divide {source} ({named}); try one of {works}"
             )
 
+    def with_whole_experts(self, source: str) -> Self:
+        return replace(self, whole_experts=True)
+
     def check_device(self, device: torch.device, dtype: torch.dtype, source: str) -> None:
         check_experts_device(device, dtype, source)
-
-    @property
-    def deterministic_refusal(self) -> str | None:
-        return DETERMINISTIC_REFUSAL
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         layout = LatentLayout(self.latent, self.rotated_dim, dtype)
@@ -89,7 +89,7 @@ class DeepseekConfig(ModelConfig):
             "hidden_size": self.hidden_size,
             "num_attention_heads * v_head_dim": self.num_heads * self.value_dim // tensor_parallel,
             "intermediate_size": self.intermediate_size // tensor_parallel,
-            "moe_intermediate_size": self.expert_width // tensor_parallel,
+            **expert_inputs(self.expert_width, self.shared_width, self.whole_experts, tensor_parallel),
         }
         return inputs if self.q_rank is None else inputs | {"q_lora_rank": self.q_rank}
 
@@ -193,7 +193,12 @@ def make_layer(config: DeepseekConfig, layer: int, group: TPGroup) -> DecoderLay
     mlp: FeedForward
     if config.has_experts(layer):
         mlp = MixtureOfExperts(
-            config.hidden_size, config.expert_width, config.routing, group, shared_width=config.shared_width
+            config.hidden_size,
+            config.expert_width,
+            config.routing,
+            group,
+            shared_width=config.shared_width,
+            whole_experts=config.whole_experts,
         )
     else:
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, group)

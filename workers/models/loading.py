@@ -25,11 +25,13 @@ logger = logging.getLogger(__name__)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def read_target_config(source: ModelSource, tensor_parallel: int) -> ModelConfig:
+def read_target_config(source: ModelSource, tensor_parallel: int, expert_parallel: bool = False) -> ModelConfig:
     """The target's configuration, checked; raises ValueError naming what is wrong and what would work."""
     raw, name = read_config_json(source.path), f"model {source.path}"
     family = family_of(architecture_of(raw), name)
     config: ModelConfig = family.read_config(raw, name)
+    if expert_parallel:
+        config = config.with_whole_experts(name)
     config.check_shards(tensor_parallel, name)
     limit = source.max_model_len
     if limit is not None and not 2 <= limit <= config.max_position:

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from workers.layers.routing import Routing
 from workers.models.config import architecture_of
 
-DETERMINISTIC_REFUSAL = "a mixture of experts, whose products compute a row by who is beside it; serve a dense model"
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _GROUPED_MAJORS = (9, 10)  # compute capabilities whose grouped products (torch 2.13) wait for nothing
 
@@ -19,6 +19,22 @@ def num_experts_of(config: dict[str, Any], source: str) -> int:
     raise ValueError(
         f"{source}: config.json lacks {_NUM_EXPERTS[0]!r}, which a {architecture_of(config, 'model')} needs"
     )
+
+
+def expert_cuts(routing: Routing, width: int, shared_width: int, whole: bool) -> dict[str, int]:
+    """What ranks share of a layer's experts, by config.json's names; see `MixtureOfExperts`."""
+    if not whole:
+        return {"moe_intermediate_size": width}
+    shared = {"n_shared_experts * moe_intermediate_size": shared_width} if shared_width else {}
+    return {"the number of experts": routing.num_experts} | shared
+
+
+def expert_inputs(width: int, shared_width: int, whole: bool, tensor_parallel: int) -> dict[str, int]:
+    """Of `ModelConfig.linear_inputs`, those of experts."""
+    if not whole:
+        return {"moe_intermediate_size": width // tensor_parallel}
+    shared = {"n_shared_experts * moe_intermediate_size": shared_width // tensor_parallel} if shared_width else {}
+    return {"moe_intermediate_size": width} | shared
 
 
 def moe_rules(ours: str, theirs: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Qwen3's mixtures of experts: a Qwen3 whose MLPs are experts, in all layers or in some."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -15,7 +15,7 @@ from workers.models.config import required_int
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
-from workers.models.moe import DETERMINISTIC_REFUSAL, check_experts_device, moe_rules, num_experts_of
+from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
 
 
@@ -30,15 +30,23 @@ class Qwen3MoeConfig(LlamaConfig):
 
     @property
     def cut_sizes(self) -> dict[str, int]:
-        dense = super().cut_sizes if len(self.moe_layers) < self.num_layers else {}
-        return dense | {"moe_intermediate_size": self.expert_width}
+        return self._dense_sizes | expert_cuts(self.routing, self.expert_width, 0, self.whole_experts)
+
+    @property
+    def _dense_sizes(self) -> dict[str, int]:
+        return super().cut_sizes if len(self.moe_layers) < self.num_layers else {}
+
+    def with_whole_experts(self, source: str) -> Self:
+        return replace(self, whole_experts=True)
 
     def check_device(self, device: torch.device, dtype: torch.dtype, source: str) -> None:
         check_experts_device(device, dtype, source)
 
-    @property
-    def deterministic_refusal(self) -> str | None:
-        return DETERMINISTIC_REFUSAL
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        inputs = super().linear_inputs(tensor_parallel)
+        if not self._dense_sizes:
+            del inputs["intermediate_size"]
+        return inputs | expert_inputs(self.expert_width, 0, self.whole_experts, tensor_parallel)
 
 
 def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
@@ -58,7 +66,9 @@ def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
 def make_layer(config: Qwen3MoeConfig, layer: int, group: TPGroup) -> DecoderLayer:
     mlp: FeedForward
     if layer in config.moe_layers:
-        mlp = MixtureOfExperts(config.hidden_size, config.expert_width, config.routing, group)
+        mlp = MixtureOfExperts(
+            config.hidden_size, config.expert_width, config.routing, group, whole_experts=config.whole_experts
+        )
     else:
         mlp = make_mlp(config, group)
     attention = make_attention(config, layer, group, config.hidden_size)

@@ -31,6 +31,7 @@ from workers.structured_output.mask_table import MaskTable
 from workers.structured_output.slot_grammars import SlotGrammars
 
 if TYPE_CHECKING:
+    from workers.runner.graphs.compile_processes import CompileProcesses
     from workers.runner.graphs.cuda_graph import GraphedDecoding
     from workers.runner.graphs.graph_keys import GraphKey
 
@@ -69,9 +70,11 @@ def build_rank(
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
+    compilers: "CompileProcesses | None" = None,
 ) -> BuiltRank:
     """One rank, ready for plans. address: where the ranks meet ("tcp://host:port"). report: hears each phase and its
-    seconds. Raises ValueError where a checkpoint or backend does not fit, or memory does not suffice."""
+    seconds. compilers: of kernels, which are ended once those are there; None: threads compile them. Raises ValueError
+    where a checkpoint or backend does not fit, or memory does not suffice."""
     device = resolve_device(worker.model.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -90,7 +93,7 @@ def build_rank(
     graphed = None
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
         graphed = _graphed(strategy, parts, with_chunks=not deterministic and chunks_on_device(backends, others))
-        phases.done(f"{_compile_ahead(graphed, parts)} kernels ready")
+        phases.done(_compile_ahead(graphed, parts, compilers))
     parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured, phases.done)
     phases.done("KV cache allocated")
     if graphed is not None:
@@ -220,11 +223,11 @@ def _first_graphs(graphed: "GraphedDecoding", parts: EngineParts) -> frozenset["
     )
 
 
-def _compile_ahead(graphed: "GraphedDecoding", parts: EngineParts) -> int:
+def _compile_ahead(graphed: "GraphedDecoding", parts: EngineParts, compilers: "CompileProcesses | None") -> str:
     """Compile kernels on all cores before steps would compile them one after the other; how many."""
     from workers.runner.graphs.kernel_compilation import CompileAhead
 
-    ahead = CompileAhead()
+    ahead = CompileAhead(processes=compilers)
     try:
         graphed.rehearse(_first_graphs(graphed, parts), ahead, parts.group)
     except RuntimeError as error:
@@ -232,7 +235,7 @@ def _compile_ahead(graphed: "GraphedDecoding", parts: EngineParts) -> int:
     finally:
         ahead.close()
     torch.cuda.empty_cache()  # of the rehearsals' graphs, before anything is measured
-    return ahead.num_kernels
+    return f"{ahead.num_kernels} kernels ready"
 
 
 class _Phases:

@@ -1,15 +1,16 @@
 """`deterministic: true`: what it promises, and which configurations cannot keep it. Asked by `workers.runner.build`.
 
-On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: GEMMs and attention of the
-target compute a row by the same operations in the same order whatever else is in the batch, whether the row is part
-of a prompt, of a plain round or of a tree, and however prompts are cut
-(`workers.layers.kernels.skinny_gemm.fixed_rows`, `attention.backends.triton_backend.fixed_span`); norms, rotation,
-gates and the choice of tokens are row-wise in any case. So an answer, greedy or sampled with a seed, is the same with
+On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: GEMMs, experts and
+attention of the target compute a row by the same operations in the same order whatever else is in the batch, whether
+the row is part of a prompt, of a plain round or of a tree, and however prompts are cut
+(`workers.layers.kernels.skinny_gemm.fixed_rows`, `workers.layers.kernels.many_row_experts`,
+`attention.backends.triton_backend.fixed_span`); norms, rotation, gates and the choice of tokens are row-wise in any
+case. So an answer, greedy or sampled with a seed, is the same with
 speculation and without, alone and beside others, with a prefix from the cache and after a preemption, on GPUs of one
 kind with the same software. The draft is computed as usual: it changes what is accepted, not what is answered.
 
-It costs speed, most for prompts: their GEMMs read the weights once for every 64 rows. On a CPU the option changes
-nothing and promises nothing.
+It costs speed, most for prompts: their GEMMs read the weights once for every 64 rows. Experts are multiplied in
+blocks of 64 rows, however few they have. On a CPU the option changes nothing and promises nothing.
 """
 
 import torch
@@ -35,8 +36,6 @@ def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torc
 
 def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> str | None:
     """Why a GPU's answers would depend on more than their requests, None if they do not."""
-    if target.deterministic_refusal is not None:
-        return target.deterministic_refusal
     for field, name in (("prefill", worker.attention.prefill), ("decode", worker.attention.decode)):
         if name not in ("auto", "triton"):
             return (

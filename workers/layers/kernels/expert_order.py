@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Which rows each expert has, in one launch: for products of many rows, whose programs each have rows of one expert."""
+"""Which rows each expert has, in one launch, or two for very many: for products whose programs each have rows of one
+expert."""
 
 from dataclasses import dataclass
 
@@ -11,11 +12,25 @@ from torch import Tensor
 from attention.kernels.pdl import pdl_wait, supports_pdl
 
 _CHUNK = 2048  # pairs that are looked at together
+_COUNTED = 4096  # pairs from which on a launch counts each expert's, which else every program does for all experts
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count(chosen_ptr, count_ptr, num_pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert, lane = tl.program_id(0), tl.arange(0, CHUNK)
+    mine = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        mine += tl.load(chosen_ptr + start + lane, mask=start + lane < num_pairs, other=-1) == expert
+    tl.store(count_ptr + expert, tl.sum(mine, 0))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def _order(
     chosen_ptr,
+    count_ptr,
     pair_ptr,
     expert_ptr,
     num_pairs,
@@ -31,10 +46,13 @@ def _order(
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     number, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        chosen = tl.load(chosen_ptr + start + lane, mask=start + lane < num_pairs, other=-1)
-        counts += tl.histogram(tl.where(chosen < 0, BINS - 1, chosen), BINS)
+    if count_ptr is None:
+        counts = tl.zeros([BINS], tl.int32)
+        for start in range(0, num_pairs, CHUNK):
+            chosen = tl.load(chosen_ptr + start + lane, mask=start + lane < num_pairs, other=-1)
+            counts += tl.histogram(tl.where(chosen < 0, BINS - 1, chosen), BINS)
+    else:
+        counts = tl.load(count_ptr + number, mask=number < EXPERTS, other=0)
     blocks = tl.where(number < EXPERTS, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     first = tl.sum(tl.where(number < expert, blocks, 0), 0)
     count = tl.sum(tl.where(number == expert, counts, 0), 0)
@@ -83,8 +101,15 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
     blocks = max_blocks(chosen.numel(), num_experts, block_m)
     pairs = torch.empty(blocks * block_m, dtype=torch.int32, device=chosen.device)
     experts = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
+    chunk = min(_CHUNK, max(128, triton.next_power_of_2(chosen.numel())))
+    wait = pdl_wait(supports_pdl(chosen.device))
+    counts = None
+    if chosen.numel() > _COUNTED:
+        counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+        _count[(num_experts,)](chosen, counts, chosen.numel(), CHUNK=chunk, num_warps=8, **wait)
     _order[(num_experts,)](
         chosen,
+        counts,
         pairs,
         experts,
         chosen.numel(),
@@ -92,8 +117,8 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         EXPERTS=num_experts,
         BINS=triton.next_power_of_2(num_experts + 1),
         BLOCK_M=block_m,
-        CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(chosen.numel()))),
+        CHUNK=chunk,
         num_warps=8,
-        **pdl_wait(supports_pdl(chosen.device)),
+        **wait,
     )
     return ExpertOrder(pairs, experts, block_m)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from workers.layers.kernels.fp8_rows import FP8, GROUP
+from workers.layers.linear_method import Span
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class ExpertSizes:
     num_routed, num_shared: experts that rows are routed to, and that every row goes to.
     experts_per_token: of the routed ones. size, width: of rows that go in, and inside an expert. step: columns of the
         first product in 128 bytes.
+    num_elsewhere: experts that rows are routed to on other ranks.
     """
 
     num_routed: int
@@ -22,6 +24,12 @@ class ExpertSizes:
     size: int
     width: int
     step: int
+    num_elsewhere: int = 0
+
+    @property
+    def share(self) -> float:
+        """Of an expert's rows, when they choose evenly."""
+        return self.experts_per_token / (self.num_routed + self.num_elsewhere)
 
     def most(self, rows: int) -> int:
         """Experts that so many rows use at most."""
@@ -29,7 +37,7 @@ class ExpertSizes:
 
     def used(self, rows: int) -> float:
         """Those that they use when they choose evenly."""
-        return self.num_routed * (1.0 - (1.0 - self.experts_per_token / self.num_routed) ** rows) + self.num_shared
+        return self.num_routed * (1.0 - (1.0 - self.share) ** rows) + self.num_shared
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class ExpertWeights:
     gate_up_scales, down_scales: of FP8, as `workers.layers.kernels.fp8_gemm.Fp8Matrix` has them, of each expert:
         float32 [experts, rows / 64, columns / 128], or [experts, rows, 1]; None for others.
     num_shared: experts that every row goes to.
+    held: which of those that rows are routed to; None if all.
     """
 
     gate_up: Tensor
@@ -48,6 +57,7 @@ class ExpertWeights:
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
     num_shared: int = 0
+    held: Span | None = None
 
     @property
     def num_experts(self) -> int:
@@ -56,8 +66,9 @@ class ExpertWeights:
 
     def sizes(self, slots: int) -> ExpertSizes:
         """slots: experts of a row, shared ones included."""
-        shared = self.num_shared
-        return ExpertSizes(self.num_experts - shared, shared, slots - shared, self.size, self.width, self.step)
+        shared, routed = self.num_shared, self.num_experts - self.num_shared
+        elsewhere = 0 if self.held is None else self.held.total - routed
+        return ExpertSizes(routed, shared, slots - shared, self.size, self.width, self.step, elsewhere)
 
     @property
     def width(self) -> int:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Experts for many rows: those of batches that verify, and of prompts. Rows are ordered by expert into blocks
-(`expert_order`); a program multiplies a block by some of its expert's columns. Four launches: the order; gates and what
-they gate of gathered rows; down-projections, each weighted and written to its row's place; their sums. For very many
-rows the last two go over the columns in several spans, so that what is summed stays small.
+(`expert_order`); a program multiplies a block by some of its expert's columns. Four launches, five for prompts: the
+order; gates and what they gate of gathered rows; down-projections, each weighted and written to its row's place; their
+sums. For very many rows the last two go over the columns in several spans, so that what is summed stays small.
 
 With the same kind of blocks and the same block_n of gates a row's result is a function of that row: its sums have one
 order whatever the other tiles, and are not split.
@@ -45,6 +45,7 @@ def _sum_slots(
     SPAN: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Columns first .. first + SPAN - 1, which part_ptr has, of [rows, SIZE]."""
@@ -52,10 +53,12 @@ def _sum_slots(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # a row goes to all its experts, or, padding, to none
-    inside = (column < SPAN) & (tl.load(chosen_ptr + row * SLOTS) >= 0)
+    if not PARTLY:  # a row goes to all its experts, or, padding, to none
+        inside = (column < SPAN) & (tl.load(chosen_ptr + row * SLOTS) >= 0)
     acc = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(SLOTS):
+        if PARTLY:
+            inside = (column < SPAN) & (tl.load(chosen_ptr + row * SLOTS + slot) >= 0)
         acc += tl.load(part_ptr + (row * SLOTS + slot) * SPAN + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + first + column, acc.to(out_ptr.dtype.element_ty), mask=column < SPAN)
 
@@ -63,7 +66,7 @@ def _sum_slots(
 def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
     """Blocks of as many rows as an expert has when rows choose evenly. deterministic: those with which a row's result
     is the same for any number of rows. Set by `tests.bench.experts --sweep` on an H200."""
-    each = rows * sizes.experts_per_token / sizes.num_routed
+    each = rows * sizes.share
     block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
     if block_m < TALL:
         gate_up = ProductTiles(64, 1, stages=5 if block_m == 16 else 3, warps=4)
@@ -76,7 +79,8 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
 def many_row_experts(
     x: Tensor | Fp8Rows, chosen: Tensor, weight: Tensor, weights: ExpertWeights, tiles: ExpertTiles, out: Tensor
 ) -> Tensor:
-    """out [rows, size] = the weighted sum of each row's experts, zeros for padding rows; contiguous.
+    """out [rows, size] = the weighted sum of each row's experts, zeros for those that go to none, for
+    instance padding rows; contiguous.
 
     x: as `workers.layers.kernels.few_row_experts.few_row_experts` takes it, scales in any order. chosen,
     weight: of `workers.layers.kernels.route`. tiles: any of `many_row_tiles`. Memory beside x: rows * slots results in
@@ -118,6 +122,7 @@ def down_projected(
             SPAN=span,
             SLOTS=slots,
             BLOCK=_SUM_COLUMNS,
+            PARTLY=weights.held is not None,
             num_warps=4,
             **pdl_wait(supports_pdl(out.device)),
         )

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
+from workers.layers.linear_method import Span
 from workers.layers.routing import RouterLogits
 
-NOBODY = -1  # in place of an expert, of padding rows
+NOBODY = -1  # in place of an expert: of padding rows, and where another rank has it
 MAX_LISTED = 64  # rows whose experts are listed
 
 
@@ -31,6 +32,8 @@ def _route(
     first_slot,
     scale,
     EXPERTS: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     K: tl.constexpr,
     SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -80,7 +83,7 @@ def _route(
             worth = tl.where(group == place, float("-inf"), worth)
         preference = tl.where(kept[:, None] > 0, preference, float("-inf"))
     slot = tl.arange(0, SLOTS_PADDED)
-    chosen = EXPERTS + slot - K  # shared experts stand after the others
+    chosen = HELD + slot - K  # shared experts stand after the others
     weight = tl.full([SLOTS_PADDED], 1.0, tl.float32)
     total = 0.0
     for i in tl.static_range(K):
@@ -97,6 +100,11 @@ def _route(
     if NORMALISE:
         factor = scale / (total + 1e-20)
     weight = tl.where(slot < K, weight * factor, weight)
+    if HELD < EXPERTS:
+        elsewhere = (slot < K) & ((chosen < FIRST) | (chosen >= FIRST + HELD))
+        chosen = tl.where(slot < K, chosen - FIRST, chosen)
+        chosen = tl.where(elsewhere, -1, chosen)
+        weight = tl.where(elsewhere, 0.0, weight)
     if HAS_LIVE:
         alive = tl.load(token_slot_ptr + row) >= first_slot
         chosen = tl.where(alive, chosen, -1)
@@ -114,7 +122,7 @@ def _route(
             found = tl.where(all_chosen < 0, BINS - 1, all_chosen)
             counts = tl.histogram(tl.reshape(found, [ROWS_PADDED * SLOTS_PADDED]), BINS)
             number = tl.arange(0, BINS)
-            is_used = ((counts > 0) & (number < EXPERTS + SHARED)).to(tl.int32)
+            is_used = ((counts > 0) & (number < HELD + SHARED)).to(tl.int32)
             num_used = tl.sum(is_used, 0)
             tl.store(used_ptr + tl.cumsum(is_used, 0) - 1, number, mask=is_used > 0)
             tl.store(used_ptr + number, -1, mask=(number >= num_used) & (number < most))
@@ -125,10 +133,10 @@ def _route(
 class Routed:
     """Where rows go.
 
-    chosen: [rows, slots] int32, experts of each row, the shared ones (numbered after the others) last; NOBODY for
-        padding rows.
-    weight: [rows, slots] float32, 1 for shared experts.
-    used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None for many rows.
+    chosen: [rows, slots] int32, experts of each row as this rank numbers them, the shared ones (numbered after the
+        others) last; NOBODY for padding rows, and where another rank has the expert.
+    weight: [rows, slots] float32, 1 for shared experts, 0 for nobody.
+    used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None where they are not listed.
     num_used: [1] int32, how many those are.
     """
 
@@ -138,10 +146,14 @@ class Routed:
     num_used: Tensor | None
 
 
-def route(router: RouterLogits, num_shared: int, ticket: Tensor) -> Routed:
-    """num_shared: experts that every row goes to. ticket: [1] int32, zero between launches.
+def route(
+    router: RouterLogits, num_shared: int, ticket: Tensor, list_used: bool = True, held: Span | None = None
+) -> Routed:
+    """num_shared: experts that every row goes to. ticket: [1] int32, zero between launches. list_used: of at most
+    MAX_LISTED rows list the experts that are used. Without it any number of rows is computed alike, so that a row's
+    result is a function of that row. held: the routed experts that this rank has; None if all.
 
-    Experts are listed for at most MAX_LISTED rows. Of equal preferences the lowest number is chosen.
+    Of equal preferences the lowest number is chosen.
 
     Reference: `workers.layers.routing.route`.
     """
@@ -149,10 +161,12 @@ def route(router: RouterLogits, num_shared: int, ticket: Tensor) -> Routed:
     rows, experts = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and experts == routing.num_experts
     assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
-    slots, listed = routing.experts_per_token + num_shared, rows <= MAX_LISTED
+    slots, listed = routing.experts_per_token + num_shared, list_used and rows <= MAX_LISTED
     chosen = torch.empty((rows, slots), dtype=torch.int32, device=logits.device)
     weight = torch.empty((rows, slots), dtype=torch.float32, device=logits.device)
-    most = min(experts, rows * routing.experts_per_token) + num_shared
+    held = held or Span.whole(experts)
+    assert held.total == experts
+    most = min(held.size, rows * routing.experts_per_token) + num_shared
     used = num_used = None
     if listed:
         used = torch.empty(most, dtype=torch.int32, device=logits.device)
@@ -174,6 +188,8 @@ def route(router: RouterLogits, num_shared: int, ticket: Tensor) -> Routed:
         0 if live is None else live.first,
         routing.scale,
         EXPERTS=experts,
+        FIRST=held.first,
+        HELD=held.size,
         K=routing.experts_per_token,
         SHARED=num_shared,
         GROUPS=routing.num_groups,
@@ -188,7 +204,7 @@ def route(router: RouterLogits, num_shared: int, ticket: Tensor) -> Routed:
         SLOTS_PADDED=triton.next_power_of_2(slots),
         LIST=listed,
         ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
-        BINS=triton.next_power_of_2(experts + num_shared + 1),
+        BINS=triton.next_power_of_2(held.size + num_shared + 1),
         num_warps=4 if listed and rows > 8 else 1,
         **pdl_wait(supports_pdl(logits.device)),
     )

@@ -114,7 +114,7 @@ class Fp8Experts(DenseExperts):
                 self.weights[i].data = join(self.weights[i].data, weight, num_shared)
                 scales[i] = join(scales[i], scale, num_shared)
         gate_up, down = (weights.data for weights in self.weights)
-        weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared)
+        weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
         self._fused = FusedExperts(weights, options.workspace, options.deterministic, self._dtype)
         self._shared, self.scales = None, nn.ParameterDict()
 

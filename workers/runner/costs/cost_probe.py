@@ -2,9 +2,10 @@
 request. Called by `workers.runner.build`; the scheduler gets the table.
 
 The steps are of slots that have no request: marked as finished, so that a commit keeps their row, with lengths and
-pages that are only pretended. Their KV goes to free pages and the dummy page, where whoever is given one writes before
-reading. Every rank runs the same steps in the same order: what decides about the next ones is gathered from all ranks,
-and so the tables are equal too.
+pages that are only pretended. Their tokens differ, and their KV goes to free pages, where whoever is given one writes
+before reading: a mixture of experts reads those that different rows choose, and rows of the dummy page choose none.
+Every rank runs the same steps in the same order: what decides about the next ones is gathered from all ranks, and so
+the tables are equal too.
 """
 
 import time
@@ -105,16 +106,21 @@ class CostProbe:
 
     def _pretend(self, num_requests: int, context: int) -> None:
         """Let slots 0 .. num_requests - 1 have `context` committed tokens each, on pages of their own: on shared ones
-        a GPU's cache would hold what it must read from memory. All slots are as before the first request otherwise."""
-        slots, pages = self.slots, -(-context // self.page_size)
+        a GPU's cache would hold what it must read from memory. After them are pages for what a round writes, shared
+        only where the pool has too few. All slots are as before the first request otherwise."""
+        slots, num_pages = self.slots, self.layout.num_pages
         slots.finished.fill_(True)
         slots.page_table.zero_()
         slots.seq_len.zero_()
-        if context:
-            assert num_requests * pages <= self.layout.num_pages, "pages that the pool does not have"
-            own = torch.arange(1, num_requests * pages + 1, dtype=torch.int32, device=slots.device)
-            slots.page_table[:num_requests, :pages] = own.view(num_requests, pages)
+        slots.bonus.zero_()
+        if num_requests:
+            assert num_requests * -(-context // self.page_size) <= num_pages, "pages that the pool does not have"
+            pages = -(-(context + self.layout.shapes.max_kv_tokens) // self.page_size)
+            pages = min(pages, slots.page_table.shape[1])
+            own = torch.arange(num_requests * pages, dtype=torch.int32, device=slots.device).view(pages, num_requests)
+            slots.page_table[:num_requests, :pages] = own.T % num_pages + 1
             slots.seq_len[:num_requests] = context
+            slots.bonus[:num_requests] = torch.arange(num_requests, device=slots.device) % slots.vocab_size
 
     def _batch(self, point: Point) -> StepBatch:
         running = torch.arange(point.num_requests, device=self.slots.device)
@@ -142,7 +148,7 @@ class CostProbe:
             batch=PrefillBatch.from_lists(
                 [context] * len(counts), counts, page_table.expand(len(counts), -1).contiguous()
             ),
-            ids=torch.ones(num_tokens, dtype=torch.int64, device=slots.device),
+            ids=torch.arange(num_tokens, dtype=torch.int64, device=slots.device) % slots.vocab_size,
             next_ids=next_ids,
             final_slots=padding,
             final_lengths=torch.zeros(1, dtype=torch.int32, device=slots.device),

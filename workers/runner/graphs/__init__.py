@@ -3,7 +3,8 @@
 cuda_graph     captures and replays the steps of any strategy
 capture_queue  which step is captured next
 step_capture   how one step becomes graphs
-kernel_compilation  kernels compiled ahead of captures, in threads
+kernel_compilation  kernels compiled ahead of captures
+compile_processes  processes that compile them
 graph_keys     which steps have a graph
 graph_inputs   what a captured step reads
 emitted        what a step emitted, on its way to the host

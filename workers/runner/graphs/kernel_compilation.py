@@ -1,4 +1,4 @@
-"""When Triton's kernels are compiled: ahead of their first launch, in threads, and never while a graph is captured.
+"""When Triton's kernels are compiled: ahead of their first launch, in processes, and never while a graph is captured.
 Used by `workers.runner.graphs.recorder`.
 
 Triton asks whatever is set as its asynchronous mode (`triton.runtime._async_compile`, Triton 3.6) for every kernel that
@@ -6,16 +6,21 @@ this process has not compiled or read from the disk cache yet. Elsewhere it is c
 """
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Protocol
 
 from attention.backend import NewUnderCaptureError
+from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, Outcome, is_cached, job_of
 
-MAX_THREADS = 16  # a kernel takes a core for about a second; an engine has fewer than a hundred
+logger = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 16  # a kernel takes a core for about a second; an engine has about a hundred
+BUSY_S = 0.01  # until what another process compiles is asked for again
 LIMIT_S = 240.0  # for all kernels that are waited for; those that take longer are compiled where they are launched
 
 
@@ -38,14 +43,21 @@ class _Unlaunched:
 
 
 class CompileAhead:
-    """Compiles in `num_threads` threads (None: one per core) what is launched while `rehearsing`, and launches nothing
-    of it. Most of the compiler and all of the assembler run without Python's lock."""
+    """Compiles what is launched while `rehearsing`, and launches nothing of it: in `processes`, one kernel each at a
+    time, and what they do not do in `num_threads` threads (None: one per core), which share Python's lock.
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        count = min(MAX_THREADS, num_threads or len(os.sched_getaffinity(0)))
+    process_seconds: what each kernel took in its process.
+    """
+
+    def __init__(self, num_threads: int | None = None, processes: CompileProcesses | None = None) -> None:
+        cores = len(os.sched_getaffinity(0))
+        count = processes.count if processes is not None else min(MAX_AT_ONCE, num_threads or cores)
+        self._processes = processes
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="compile")
         self._kernels: dict[Hashable, Future[Any]] = {}
         self._finalize: dict[Hashable, Callable[[Any], None]] = {}
+        self._has_warned = False
+        self.process_seconds: list[float] = []
 
     @property
     def num_kernels(self) -> int:
@@ -61,24 +73,61 @@ class CompileAhead:
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
         """Called by Triton. key: of the source and its options."""
         if key not in self._kernels:
-            self._kernels[key] = self._pool.submit(compile_kernel)
             self._finalize[key] = finalize
+            job = job_of(str(key), compile_kernel) if self._processes is not None else None
+            if job is None:
+                self._kernels[key] = self._pool.submit(compile_kernel)
+            else:
+                self._kernels[key] = Future()
+                self._pool.submit(self._compile, self._kernels[key], job, compile_kernel)
         return _Unlaunched()
+
+    def _compile(self, kernel: Future[Any], job: KernelJob, compile_kernel: Callable[[], Any]) -> None:
+        """In a thread: have a process compile it, then load it from the cache, or if that process could not do it,
+        compile it here."""
+        assert self._processes is not None
+        try:
+            outcome = Outcome() if is_cached(job) else self._processes.compile(job)
+            if outcome.is_busy:
+                time.sleep(BUSY_S)
+                self._pool.submit(self._compile, kernel, job, compile_kernel)  # after what else waits
+                return
+            if outcome.error and not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s is compiled by the rank itself: %s", job.function.name, outcome.error)
+            if outcome.seconds:
+                self.process_seconds.append(outcome.seconds)
+            kernel.set_result(compile_kernel())
+        except BaseException as error:
+            kernel.set_exception(error)
 
     def finish(self) -> float:
         """Wait for all kernels and load them, after which their launch may be captured; returns the seconds that this
         took. Raises what the first compilation raised that failed."""
         since_s = time.perf_counter()
-        wait([self._kernels[key] for key in self._finalize], timeout=LIMIT_S)
-        for key in [key for key in self._finalize if self._kernels[key].done()]:
-            kernel = self._kernels[key].result()
-            self._finalize.pop(key)(kernel)
-            kernel._init_handles()
+        waiting = {self._kernels[key]: key for key in self._finalize}
+        with contextlib.suppress(TimeoutError):
+            for done in as_completed(waiting, timeout=LIMIT_S):
+                kernel = done.result()
+                self._finalize.pop(waiting[done])(kernel)
+                kernel._init_handles()
         return time.perf_counter() - since_s
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads, and the processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
+
+
+def compile_processes(num_ranks: int) -> CompileProcesses:
+    """Begin one rank's share of this node's. num_ranks: of the node, as far as is known."""
+    return CompileProcesses.begin(processes_of(num_ranks))
+
+
+def processes_of(num_ranks: int) -> int:
+    """How many each of so many ranks has."""
+    return max(1, min(MAX_AT_ONCE, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 class _NothingNew:

@@ -1,0 +1,286 @@
+"""Ranks that `aerie serve` begins at once, beside Ray and Serve: processes of their own, which load and warm up while
+those start. The worker actor of such a rank is its proxy. No Ray here.
+
+One process imports torch and the compiler, and forks each rank and the processes that compile its kernels. A rank
+listens on a socket in a folder of the server; the first actor that wants the same rank of the same engine has it. Where
+there is none, or where the engine is another one, the actor builds the rank itself. Both ends go together: the rank
+ends when its actor's process does, and the actor's calls fail when the rank is gone.
+"""
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from cluster.assembly import Layout, RankBuilder, engine_spec, import_rank
+from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
+from cluster.logs import use_json_logs
+from cluster.replica.worker_loop import run_worker_loop
+from cluster.start_log import StartLog
+from cluster.transport.channel import RankChannel
+from cluster.transport.sockets import Transport
+from workers.distributed.ports import free_port
+from workers.runner.executor import StepExecutor
+from workers.scheduling.cost_table import CostTable
+
+if TYPE_CHECKING:
+    from workers.runner.graphs.compile_processes import CompileProcesses
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
+ADOPTION_LIMIT_S = 60.0  # for a rank to open its device, after which it says whether it is the right one
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class RankLostError(RuntimeError):
+    """The rank's process has ended."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What `RankPlace` says of a rank's process."""
+
+    pid: int
+    device: str
+    visible_devices: str | None
+
+
+class AdoptedRank:
+    """An actor's end of a rank that was begun ahead. Every call waits for its answer, and raises what the rank raised,
+    or RankLostError."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def facts(self) -> RankFacts:
+        """Where it is."""
+        facts: RankFacts = self._call("facts")
+        return facts
+
+    def build(self) -> tuple[Layout, CostTable | None]:
+        """Waits until it is ready for plans."""
+        built: tuple[Layout, CostTable | None] = self._call("build")
+        return built
+
+    def listen(self, transport: Transport, name: str, epoch: int) -> str:
+        """Bind the channel; returns the endpoint."""
+        endpoint: str = self._call("listen", transport, name, epoch)
+        return endpoint
+
+    def run(self) -> str:
+        """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
+        ended: str = self._call("run")
+        return ended
+
+    def _call(self, *request: object) -> Any:
+        try:
+            self._connection.send(request)
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise RankLostError("the process that was begun ahead has ended") from error
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def adopt(folder: Path | None, config: AerieConfig, rank: int) -> AdoptedRank | None:
+    """The rank that was begun ahead for an engine like this one, if there is one that nobody has yet and that could use
+    its device. folder: see `cluster.config.prestart_folder`."""
+    if folder is None:
+        return None
+    path = _socket_path(folder, rank)
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.connect(str(path))
+        path.unlink()
+        connection = Connection(end.detach())
+        connection.send(("adopt", _identity(config)))
+        if connection.poll(ADOPTION_LIMIT_S):
+            if connection.recv() is True:
+                return AdoptedRank(connection)
+            connection.recv()  # fails when it has ended, and has given its memory back
+        connection.close()
+    except (EOFError, OSError):
+        end.close()
+    return None
+
+
+def begin_ranks(config: AerieConfig, folder: Path) -> None:
+    """Fork all ranks of one engine, on this machine's first GPUs or on its CPUs. config: checked, and with its device.
+    This process must have one thread, and have used no device."""
+    import_rank(config.model.device)
+    cuda = config.model.device == "cuda"
+    if cuda:
+        from workers.runner.graphs.compile_processes import CompileProcesses, preload
+        from workers.runner.graphs.kernel_compilation import processes_of
+
+        preload()
+    if (count := len(os.listdir("/proc/self/task"))) > 1:
+        raise RuntimeError(f"this process has {count} threads and cannot be forked")
+    gc.freeze()  # imports stay shared between the processes
+    sys.stdout.flush()
+    size = config.parallel.tensor_parallel
+    rendezvous = f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
+    for rank in range(size):
+        compilers = CompileProcesses.fork(processes_of(size)) if cuda else None
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(_socket_path(folder, rank)))
+        listener.listen(1)
+        if os.fork() == 0:
+            _end_as_rank(functools.partial(_Rank, config, rank, rendezvous, compilers), listener)
+        listener.close()
+        if compilers is not None:
+            compilers.close()
+
+
+def wait_for_ranks() -> None:
+    """Until those that `begin_ranks` has forked have ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+class _Rank:
+    """A rank in its process: built in the main thread, which also runs it, while another thread answers its actor."""
+
+    def __init__(self, config: AerieConfig, rank: int, rendezvous: str, compilers: "CompileProcesses | None") -> None:
+        self._config = config
+        self._rank = rank
+        self._rendezvous = rendezvous
+        self._compilers = compilers
+        self._log = StartLog(f"rank {rank}", time.time())
+        self._opened = threading.Event()
+        self._facts: RankFacts | None = None
+        self._requests: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._connection: Connection
+
+    def run(self, listener: socket.socket) -> None:
+        """All of its life."""
+        threading.Thread(target=self._attend, args=(listener,), name="actor", daemon=True).start()
+        builder = self._open()
+        built: object
+        try:
+            executor = self._build(builder)
+            built = builder.layout(), executor.costs
+        except Exception as error:  # the actor raises it, when it asks
+            built = _portable(error)
+        while True:
+            method, *arguments = self._requests.get()
+            if method == "build":
+                self._connection.send(built)
+            elif method == "listen":
+                transport, name, epoch = arguments
+                channel = RankChannel(zmq.Context(), transport, self._rank, epoch, f"{name}-{epoch}-{self._rank}")
+                self._connection.send(channel.endpoint)
+            else:
+                self._connection.send(_outcome(functools.partial(run_worker_loop, executor, channel)))
+
+    def _open(self) -> RankBuilder:
+        """Ends the process where it cannot: the actor tries for itself, in a process of its own."""
+        if self._config.log_format == "json":
+            use_json_logs(f"rank {self._rank}")
+        if self._config.model.device == "cuda":
+            set_visible_devices(_device_of(self._rank, visible_devices()))
+        pin_network_interface(LOOPBACK_INTERFACE)
+        try:
+            builder = RankBuilder(self._config, self._rank, self._compilers)
+            self._facts = RankFacts(os.getpid(), builder.device_name, visible_devices())
+        finally:
+            self._opened.set()
+        self._log.done("device opened")
+        return builder
+
+    def _build(self, builder: RankBuilder) -> StepExecutor:
+        if self._config.model.device == "cpu":
+            # what steps cost is not measured while Ray and Serve start on the same cores
+            self._requests.put(self._requests.get())
+        gc.freeze()
+        executor = builder.build(self._rendezvous, self._report)
+        gc.freeze()
+        self._log.done("built")
+        return executor
+
+    def _attend(self, listener: socket.socket) -> None:
+        """In a thread: answer what need not wait, pass on the rest, and end the process with its actor."""
+        end, _ = listener.accept()
+        listener.close()
+        self._connection = connection = Connection(end.detach())
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                request = connection.recv()
+                if request[0] == "adopt":
+                    self._opened.wait()
+                    is_it = self._facts is not None and request[1] == _identity(self._config)
+                    connection.send(is_it)
+                    if not is_it:
+                        break
+                elif request[0] == "facts":
+                    connection.send(self._facts)
+                else:
+                    self._requests.put(request)
+        os._exit(1)
+
+    def _report(self, phase: str, seconds: float) -> None:
+        if self._rank == 0:
+            self._log.took(phase, seconds)
+
+
+def _end_as_rank(make: Callable[[], _Rank], listener: socket.socket) -> None:
+    """What a forked process does; never returns."""
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        make().run(listener)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _outcome(work: Callable[[], object]) -> object:
+    try:
+        return work()
+    except Exception as error:
+        traceback.print_exc()
+        return _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one with its text if it cannot be sent."""
+    import pickle
+
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _identity(config: AerieConfig) -> tuple[object, ...]:
+    """What a rank is made from."""
+    return engine_spec(config), config.engine.threads_per_worker
+
+
+def _device_of(rank: int, visible: str | None) -> str:
+    """The GPU of a rank, as CUDA names it. visible: those that the server may use."""
+    return str(rank) if visible is None else visible.split(",")[rank]
+
+
+def _socket_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"

@@ -1,0 +1,154 @@
+"""Shapes that follow the load on the embedded pair, whose acceptance is real: against every static shape and none.
+
+    python -m tests.bench.adaptive_pair --data eval/gsm8k.jsonl eval/mt_bench.jsonl [--device cuda] [--batches 1 8 32]
+
+Greedy chat answers to the first turns of each file's questions (JSON lines with "turns"), without --data to held-out
+prompts; local engines without Ray and HTTP, costs measured as a start measures them, the prefix cache off. Arms take
+turns, the better of --passes counts for each. Tokens/s while decoding (the time of the answers less that of the same
+prompts with one token), acceptance length, what the choice reaches of the best static shape and of none, and how many
+answers differ from those without a draft. A Markdown table, then one JSON line.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from speculative.build import EngineSpec
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from tests.bench.round import commit, hardware
+from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
+from tests.support.prompts import held_out_prompts, tokenized
+from workers.runner.local_engine import LocalEngine
+from workers.scheduling.plan import SamplingParams
+
+SHAPES = {"chain": CHAIN, "tree": TREE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """answers: token ids, of each prompt."""
+
+    tokens_per_s: float
+    acceptance_length: float
+    answers: list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """tokens_per_s, acceptance_length: by arm. different: answers that differ from those without a draft, by arm."""
+
+    prompts: str
+    batch: int
+    tokens_per_s: dict[str, float]
+    acceptance_length: dict[str, float]
+    different: dict[str, int]
+
+    def reached(self, shapes: str) -> tuple[float, float]:
+        """What the choice among these shapes reaches of the better of static and none, and of none."""
+        chosen, none = self.tokens_per_s[f"{shapes}, adaptive"], self.tokens_per_s["none"]
+        return chosen / max(none, self.tokens_per_s[f"{shapes}, static"]), chosen / none
+
+
+def arms() -> dict[str, SpeculativeConfig | None]:
+    found: dict[str, SpeculativeConfig | None] = {"none": None}
+    for name, shape in SHAPES.items():
+        found[f"{name}, static"] = dataclasses.replace(shape, adaptive=False)
+        found[f"{name}, adaptive"] = dataclasses.replace(shape, adaptive=True)
+    return found
+
+
+def spec_of(arm: SpeculativeConfig | None, device: str, most: int) -> EngineSpec:
+    spec = embedded_spec(arm, max_running=most, debug=False)
+    worker = dataclasses.replace(
+        spec.worker,
+        model=dataclasses.replace(spec.worker.model, device=device),
+        cache=dataclasses.replace(spec.worker.cache, prefix_cache=False, num_pages=most * 2048 // 16),
+        measure_costs=True,
+    )
+    return dataclasses.replace(spec, worker=worker)
+
+
+def answers(engine: LocalEngine, prompts: list[list[int]], max_tokens: int, batch: int) -> Turn:
+    sampling = SamplingParams(max_tokens, 0.0, stop_token_ids=eos_token_ids())
+    started_s = time.perf_counter()
+    engine.generate(prompts, SamplingParams(1, 0.0), batch)
+    first_s = time.perf_counter()
+    requests = engine.generate(prompts, sampling, batch)
+    decoding_s = time.perf_counter() - first_s - (first_s - started_s)
+    accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
+    return Turn(
+        sum(len(request.output) - 1 for request in requests) / decoding_s,
+        1 + accepted / max(1, sum(request.num_rounds for request in requests)),
+        [list(request.output) for request in requests],
+    )
+
+
+def measure(
+    engines: dict[str, LocalEngine], name: str, prompts: list[list[int]], batch: int, arguments: argparse.Namespace
+) -> Row:
+    turns: dict[str, list[Turn]] = {arm: [] for arm in engines}
+    for _ in range(arguments.passes):
+        for arm, engine in engines.items():
+            turns[arm].append(answers(engine, prompts, arguments.max_tokens, batch))
+    expected = turns["none"][0].answers
+    return Row(
+        name,
+        batch,
+        {arm: max(turn.tokens_per_s for turn in of) for arm, of in turns.items()},
+        {arm: of[0].acceptance_length for arm, of in turns.items()},
+        {arm: sum(a != b for a, b in zip(of[0].answers, expected, strict=True)) for arm, of in turns.items()},
+    )
+
+
+def questions(paths: Sequence[Path], count: int) -> dict[str, list[list[int]]]:
+    """Token ids of each file's first questions, as chat prompts."""
+    if not paths:
+        return {"held out": tokenized(held_out_prompts(count, seed=11))}
+    return {
+        path.stem: tokenized([json.loads(line)["turns"][0] for line in path.read_text().splitlines()[:count]])
+        for path in paths
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="*", type=Path, default=[], help="JSON lines with `turns`")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--questions", type=int, default=32, help="of each file")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--passes", type=int, default=2)
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    rows: list[Row] = []
+    with contextlib.ExitStack() as stack:
+        most = max(arguments.batches)
+        engines = {
+            arm: stack.enter_context(local_engine(spec_of(config, arguments.device, most)))
+            for arm, config in arms().items()
+        }
+        for name, prompts in questions(arguments.data, arguments.questions).items():
+            for batch in arguments.batches:
+                asked = prompts if batch > 1 else prompts[: max(1, len(prompts) // 4)]
+                rows.append(measure(engines, name, asked, batch, arguments))
+                print(rows[-1], flush=True)
+    print(f"\n| prompts | batch | {' | '.join(arms())} | chain of best, of none | tree of best, of none | different |")
+    print("| --- " * (len(arms()) + 5) + "|")
+    for row in rows:
+        each = (f"{row.tokens_per_s[a]:.0f} ({row.acceptance_length[a]:.2f})" for a in arms())
+        reached = ("{:.3f}, {:.3f}".format(*row.reached(shapes)) for shapes in SHAPES)
+        print(f"| {row.prompts} | {row.batch} | {' | '.join((*each, *reached))} | {sum(row.different.values())} |")
+    found = [dataclasses.asdict(row) for row in rows]
+    print(json.dumps({"bench": "adaptive_pair", "hardware": hardware(), "commit": commit(), "rows": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A rank that is begun before Ray: who gets it, and that both ends go together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.config import AerieConfig, parse, read_args
+from cluster.replica.rank_process import RankLostError, adopt
+from deploy.configs import PACKAGED, find_config
+
+LIMIT_S = 120.0  # for what takes seconds
+
+
+@dataclass
+class Begun:
+    """process: the one that has forked the ranks. config: as the actors have it."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    config: AerieConfig
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[Begun]:
+    """The embedded pair's two ranks, begun as `aerie serve` begins them."""
+    checked = tmp_path / "checked.json"
+    command = [sys.executable, "-m", "deploy.cli", "plan", "eagle"]
+    command += ["--checked-to", str(checked), "--begin-ranks", str(tmp_path)]
+    process = subprocess.Popen(command, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    config = parse(read_args(find_config("eagle")), PACKAGED)
+    model = replace(config.model, device="cpu", max_model_len=2048)
+    until(checked.exists)
+    yield Begun(process, tmp_path, config.model_copy(update={"model": model}))
+    process.kill()
+    process.wait()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
+    assert adopt(None, begun.config, 0) is None, "no server has begun any"
+    ranks = psutil.Process(begun.process.pid).children()
+    assert len(ranks) == 2
+    other = begun.config.model_copy(update={"speculative": None})
+    assert adopt(begun.folder, other, 0) is None, "it is made for another engine"
+    until(lambda: sum(process.is_running() and process.status() != "zombie" for process in ranks) == 1)
+    assert adopt(begun.folder, begun.config, 0) is None, "it is gone"
+
+    rank = adopt(begun.folder, begun.config, 1)
+    assert rank is not None and adopt(begun.folder, begun.config, 1) is None, "only one actor has it"
+    facts = rank.facts()
+    assert facts.pid in [process.pid for process in ranks] and facts.device == "cpu, 1 thread(s)"
+    os.kill(begun.process.pid, signal.SIGKILL)  # the server's end is that of its ranks
+    with pytest.raises(RankLostError):
+        rank.build()
