@@ -45,13 +45,14 @@ KINDS = (
 )
 
 
-def requests(all_schemas: Sequence[Any], free_every: int = 0) -> list[Request]:
+def requests(all_schemas: Sequence[Any], free_every: int = 0, max_tokens: int = MAX_TOKENS) -> list[Request]:
     """One for each schema, of all kinds in turn; every `free_every`th has no grammar."""
     prompts = tokenized(held_out_prompts(len(all_schemas)))
     found = []
     for i, (prompt, schema) in enumerate(zip(prompts, all_schemas, strict=True)):
         free = free_every and i % free_every == 0
-        sampling = replace(KINDS[i % len(KINDS)], grammar=None if free else grammar_of(schema))
+        grammar = None if free else grammar_of(schema)
+        sampling = replace(KINDS[i % len(KINDS)], max_tokens=max_tokens, grammar=grammar)
         found.append(Request(f"r{i}", prompt, sampling))
     return found
 
@@ -198,15 +199,17 @@ def test_an_answer_that_cannot_go_on_ends_with_an_error() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("count", type=int, nargs="?", default=1000)
+    parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
     arguments = parser.parse_args()
-    all_schemas = schemas(arguments.count, seed=1)
+    torch.set_num_threads(1)
+    all_schemas, max_tokens = schemas(arguments.count, seed=1), arguments.max_tokens
     expected: list[list[int]] = []
     for name, speculative in SHAPES.items():
         started_s = time.perf_counter()
-        asked = requests(all_schemas)
+        asked = requests(all_schemas, max_tokens=max_tokens)
         outputs = run(embedded_spec(speculative, max_running=32, debug=False), asked, streams=32)
         expected = expected or outputs
-        whole = sum(assert_follows(s, tokens, MAX_TOKENS) for s, tokens in zip(all_schemas, outputs, strict=True))
+        whole = sum(assert_follows(s, tokens, max_tokens) for s, tokens in zip(all_schemas, outputs, strict=True))
         equal = sum(a == b for a, b in zip(outputs, expected, strict=True))
         print(
             f"{name}: {whole} valid, {len(outputs) - whole} cut by length, {equal} equal to plain decoding, acceptance "

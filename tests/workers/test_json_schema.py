@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.embedded import eos_token_ids
+from tests.support.prompts import MODELS
+from workers.scheduling.plan import Grammar
 from workers.structured_output.json_schema import checked_schema
 from workers.structured_output.schema_keywords import UnsupportedSchemaError
+from workers.structured_output.trial import Trial, verdict
 
 UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"not": {"type": "integer"}}, "not", "#"),
@@ -31,13 +35,19 @@ UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"type": "number", "multipleOf": 0.5}, "multipleOf", "#"),
     ({"type": "integer", "multipleOf": 5, "minimum": 1}, "multipleOf", "#"),
     ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum", "#"),
-    ({"type": "array", "items": [{}]}, "items", "#"),
+    ({"type": "array", "items": [{}], "prefixItems": [{}]}, "prefixItems", "#"),
+    ({"type": "array", "items": {}, "additionalItems": False}, "additionalItems", "#"),
     ({"type": "string", "enum": [1]}, "enum", "#"),
     ({"type": "string", "const": 1}, "const", "#"),
     ({"type": "text"}, "type", "#"),
     ({"type": "string", "minimum": 3}, "minimum", "#"),
     ({"type": "string", "nullable": True}, "nullable", "#"),
+    ({"patternProperties": {"a*": {"type": "integer"}, "aaa*": {"maximum": 20}}}, "patternProperties", "#"),
+    ({"properties": {"foo": {"maxItems": 3}}, "patternProperties": {"f.o": {"minItems": 2}}}, "patternProperties", "#"),
+    ({"properties": {"x-a": {}}, "patternProperties": {"^x-": {"type": "null"}}}, "patternProperties", "#"),
+    ({"patternProperties": {"^x-": {}, "^x-y": {"type": "null"}}}, "patternProperties", "#"),
     ({"surprise": 1}, "surprise", "#"),
+    ({"strict": "yes"}, "strict", "#"),
     (5, "", "#"),
 ]
 
@@ -68,6 +78,22 @@ REWRITTEN: list[tuple[Any, Any]] = [
         {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 0}]},
     ),
     ({"type": "integer", "format": "int32"}, {"type": "integer"}),
+    ({"type": "string", "format": "date", "pattern": "^2.*$"}, {"type": "string", "pattern": "^2.*$"}),
+    ({"type": "string", "format": "cuid2", "pattern": "^[a-z]+$"}, {"type": "string", "pattern": "^[a-z]+$"}),
+    (
+        {"items": [{"type": "null"}], "additionalItems": {"minimum": 3}},
+        {"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "number", "minimum": 3}},
+    ),
+    ({"items": [{}], "additionalItems": False}, {"type": "array", "prefixItems": [{}], "items": False}),
+    ({"strict": True, "type": "null"}, {"type": "null"}),
+    (
+        {"properties": {"a": {}}, "patternProperties": {"^x-": {}, "^y-.*$": {"type": "null"}}},
+        {
+            "type": "object",
+            "properties": {"a": {}},
+            "patternProperties": {"^x-": {}, "^y-.*$": {"type": "null"}},
+        },
+    ),
     ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}}),
 ]
 
@@ -84,3 +110,10 @@ def test_depth_is_limited() -> None:
     assert checked_schema(schema, 6)
     with pytest.raises(UnsupportedSchemaError, match="nested more than 5 deep"):
         checked_schema(schema, 5)
+
+
+def test_what_the_compiler_warns_of_is_refused_every_time() -> None:
+    """It warns when it compiles: of a grammar that it remembers it says nothing."""
+    schema = {"type": "string", "oneOf": [{"minLength": 2}, {"maxLength": 4}]}
+    trial = Trial(str(MODELS / "target"), Grammar("json_schema", checked_schema(schema, 32), eos_token_ids()))
+    assert [verdict(trial).fault.partition(" ")[0] for _ in range(2)] == ["oneOf", "oneOf"]

@@ -8,6 +8,7 @@ grammar's own end tokens they are never allowed, except in structural tags, whos
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import xgrammar
 from tokenizers import Tokenizer, pre_tokenizers
@@ -29,25 +30,27 @@ class VocabularyError(ValueError):
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokenizer in a model's folder. The least recently used ones are forgotten.
+    """Compiles grammars for the tokenizer in a model's folder.
 
     vocab_size: of the model's logits, at least the tokenizer's.
     num_threads: that compile one grammar.
+    remembers: compiled grammars, but for the least recently used ones; of these the library warns only once.
     """
 
-    def __init__(self, folder: str | Path, vocab_size: int, num_threads: int = 1) -> None:
+    def __init__(self, folder: str | Path, vocab_size: int, num_threads: int = 1, remembers: bool = True) -> None:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise VocabularyError(f"{path}: missing; answers can follow a grammar only where there is a tokenizer")
         self._tokenizer = Tokenizer.from_file(str(path))
         self._vocab_size = vocab_size
         self._num_threads = num_threads
+        self._remembers = remembers
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Raises InvalidGrammarError."""
         compiler = self._compiler(grammar.end_token_ids, grammar.kind == "structural_tag")
         try:
-            return _compiled(compiler, grammar)
+            return compiled(compiler, grammar)
         except (RuntimeError, ValueError, TypeError) as error:
             raise InvalidGrammarError(_first_line(error)) from None
 
@@ -59,10 +62,13 @@ class GrammarCompiler:
     def _compiler(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.GrammarCompiler:
         words, kind = _words(self._tokenizer, self._vocab_size, with_special)
         info = xgrammar.TokenizerInfo(words, kind, vocab_size=self._vocab_size, stop_token_ids=list(end_token_ids))
-        return xgrammar.GrammarCompiler(info, max_threads=self._num_threads, cache_limit_bytes=CACHE_BYTES)
+        return xgrammar.GrammarCompiler(
+            info, max_threads=self._num_threads, cache_enabled=self._remembers, cache_limit_bytes=CACHE_BYTES
+        )
 
 
-def _compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    """Raises RuntimeError, ValueError or TypeError for what cannot be compiled."""
     match grammar.kind:
         case "json_schema":
             if grammar.any_whitespace:
@@ -78,9 +84,26 @@ def _compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.
             return compiler.compile_structural_tag(tag)
     tag = json.loads(grammar.text)
     if "format" in tag:
-        return compiler.compile_structural_tag(tag)
+        return compiler.compile_structural_tag(_with_bounded_whitespace(tag, grammar.any_whitespace))
     items = [xgrammar.StructuralTagItem.model_validate(item) for item in tag["structures"]]
     return compiler.compile_structural_tag(items, tag["triggers"])
+
+
+def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
+    """A structural tag, or a part of one, whose JSON has whitespace as JSON without a tag; where a part says its own
+    bound, that one. A tag's JSON schema cannot forbid whitespace, but for the grammar that it amounts to."""
+    if isinstance(part, list):
+        return [_with_bounded_whitespace(each, any_whitespace) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") != "json_schema":
+        return {name: _with_bounded_whitespace(each, any_whitespace) for name, each in part.items()}
+    if part.get("max_whitespace_cnt") is not None or part.get("style", "json") != "json":
+        return part
+    if any_whitespace:
+        return part | {"max_whitespace_cnt": MAX_WHITESPACE}
+    form = xgrammar.Grammar.from_json_schema(json.dumps(part["json_schema"]), any_whitespace=False)
+    return {"type": "grammar", "grammar": str(form)}
 
 
 def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[list[str], xgrammar.VocabType]:

@@ -22,6 +22,7 @@ from workers.structured_output.schema_keywords import (
     check_alone,
     check_counts,
     check_number,
+    check_patterns,
     check_string,
     is_of,
 )
@@ -61,6 +62,8 @@ class _Writer:
             return True
         if (key, schema[key]) in (("uniqueItems", False), ("nullable", False)):
             return True
+        if key == "strict" and isinstance(schema[key], bool):
+            return True  # OpenAI's word for functions, often written into their parameters
         if key == "format" and not self._may_be(schema, "string"):
             return True  # int32, double: OpenAPI's names for what `type` says
         if key not in ENFORCED:
@@ -172,6 +175,8 @@ class _Writer:
         found: Schema = {"type": kind} | {key: schema[key] for key in schema if key in OF_TYPE[kind]}
         match kind:
             case "string":
+                if "pattern" in found:  # then a format only tells what the pattern is of, as zod writes it
+                    found.pop("format", None)
                 check_string(found, path)
             case "number" | "integer":
                 check_number(found, kind, path)
@@ -184,7 +189,9 @@ class _Writer:
     def _array(self, found: Schema, path: str, depth: int) -> Schema:
         check_counts(found, ("minItems", "maxItems"), path)
         if isinstance(found.get("items"), list):
-            raise UnsupportedSchemaError(path, "items", "of a list of schemas; write prefixItems")
+            found = self._of_2020(found, path)
+        if "additionalItems" in found:
+            raise UnsupportedSchemaError(path, "additionalItems", "it is of items that are a list; write items")
         if "prefixItems" in found:
             if not isinstance(found["prefixItems"], list):
                 raise UnsupportedSchemaError(path, "prefixItems", "must be a list of schemas")
@@ -197,6 +204,15 @@ class _Writer:
                 found[name] = self._written(found[name], f"{path}/{name}", depth + 1)
         return found
 
+    @staticmethod
+    def _of_2020(found: Schema, path: str) -> Schema:
+        """A tuple of drafts before 2020-12, whose prefixItems are items and whose items are additionalItems."""
+        if "prefixItems" in found:
+            raise UnsupportedSchemaError(path, "prefixItems", "beside a list of items; leave one of the two out")
+        others = {key: value for key, value in found.items() if key not in ("items", "additionalItems")}
+        rest = {"items": found["additionalItems"]} if "additionalItems" in found else {}
+        return others | {"prefixItems": found["items"]} | rest
+
     def _object(self, found: Schema, path: str, depth: int) -> Schema:
         check_counts(found, ("minProperties", "maxProperties"), path)
         for name in ("properties", "patternProperties"):
@@ -205,6 +221,7 @@ class _Writer:
         names, required = found.get("properties", {}), found.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise UnsupportedSchemaError(path, "required", "must be a list of names")
+        check_patterns(names, found.get("patternProperties", ()), path)
         for name in required:
             if name not in names:
                 raise UnsupportedSchemaError(path, "required", f"{name!r} is not among properties; describe it there")

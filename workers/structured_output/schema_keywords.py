@@ -1,7 +1,8 @@
 """The keywords of JSON Schema that are enforced, by type, and what is demanded of each by itself. Read by
 `workers.structured_output.json_schema`; plain values, no torch."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Describe a schema and demand nothing of an instance (JSON Schema 2020-12, Validation, sections 7 to 9).
@@ -30,7 +31,7 @@ DEFINITIONS = ("$defs", "definitions")
 OF_TYPE: dict[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
+    "array": frozenset({"items", "additionalItems", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
     "object": frozenset(
         {
             "properties",
@@ -66,13 +67,13 @@ FORMATS = frozenset(
 )
 REMEDIES = {
     "nullable": 'write "type": ["string", "null"]',
-    "additionalItems": "write prefixItems, and items for the rest",
     "dependencies": "write one schema of anyOf for each case",
     "if": "write one schema of anyOf for each case",
     "not": "say what is allowed",
     "uniqueItems": "check the answer, or list what is allowed with enum",
 }
 Schema = dict[str, Any]
+_PREFIX = re.compile(r"\^([A-Za-z0-9_/-]+)(?:\.\*\$?)?")  # a pattern that says how a name begins
 
 
 class UnsupportedSchemaError(ValueError):
@@ -104,10 +105,25 @@ def check_string(schema: Schema, path: str) -> None:
         raise UnsupportedSchemaError(
             path, "format", f"{known!r} is not enforced; known are {', '.join(sorted(FORMATS))}"
         )
-    demands = [name for name in ("pattern", "format") if name in schema]
-    if demands and (len(demands) > 1 or "minLength" in schema or "maxLength" in schema):
-        other = next(name for name in ("format", "minLength", "maxLength") if name in schema and name != demands[0])
-        raise UnsupportedSchemaError(path, other, f"beside {demands[0]} it is not enforced; say it in a pattern")
+    demand = next((name for name in ("pattern", "format") if name in schema), None)
+    other = next((name for name in ("minLength", "maxLength") if name in schema), None)
+    if demand is not None and other is not None:
+        raise UnsupportedSchemaError(path, other, f"beside {demand} it is not enforced; say it in a pattern")
+
+
+def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str) -> None:
+    """Raises where one name may be described twice, by `properties` and patterns: the compiler takes one of the two.
+    Patterns are only read as far as they say a prefix: searching with one that a stranger sends may take for ever."""
+    prefixes = [_PREFIX.fullmatch(pattern) for pattern in patterns]
+    known = [found[1] for found in prefixes if found]
+    if (len(prefixes) > 1 or names) and len(known) < len(prefixes):
+        reason = "beside properties or other patterns it is enforced where it says a prefix, as ^x- does, alone"
+        raise UnsupportedSchemaError(path, "patternProperties", reason)
+    for i, prefix in enumerate(known):
+        for other in [*names, *known[:i], *known[i + 1 :]]:
+            if other.startswith(prefix):
+                reason = f"of {other!r} other properties speak too; describe each name once"
+                raise UnsupportedSchemaError(path, "patternProperties", reason)
 
 
 def check_number(schema: Schema, kind: str, path: str) -> None:

@@ -93,7 +93,7 @@ def _compiler(folder: str) -> "GrammarCompiler":
     from workers.structured_output.compiler import GrammarCompiler
 
     vocabulary = Tokenizer.from_file(f"{folder}/tokenizer.json").get_vocab(with_added_tokens=True)
-    return GrammarCompiler(folder, max(vocabulary.values()) + 1, num_threads=2)
+    return GrammarCompiler(folder, max(vocabulary.values()) + 1, num_threads=2, remembers=False)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
@@ -40,7 +40,8 @@ class ChatReply:
         return chunk_event(self._chunk(choice))
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        other = bool(delta.reasoning or delta.tool_calls)  # than content
+        reasoning = self._reasoning(delta)
+        other = reasoning is not UNSET or bool(delta.tool_calls)  # than content
         if self._text_events and not other:
             return self._text_events[index].event(delta.content) if delta.content else b""
         if not (delta.content or other or piece.tokens):
@@ -49,7 +50,8 @@ class ChatReply:
             index=index,
             delta=ChatDelta(
                 content=delta.content if delta.content or not other else UNSET,
-                reasoning_content=delta.reasoning or UNSET,
+                reasoning_content=reasoning,
+                reasoning=reasoning,
                 tool_calls=delta.tool_calls or UNSET,
             ),
             logprobs=self._logprobs(index, piece),
@@ -95,11 +97,13 @@ class ChatReply:
     def _choice(self, index: int, answer: WholeAnswer) -> ChatChoice:
         piece, delta, tool_calls = answer
         assert delta.finish is not None
+        reasoning = self._reasoning(delta)
         return ChatChoice(
             index=index,
             message=AssistantMessage(
                 content=delta.content if delta.content or not tool_calls else None,
-                reasoning_content=delta.reasoning or UNSET,
+                reasoning_content=reasoning,
+                reasoning=reasoning,
                 tool_calls=tool_calls or UNSET,
             ),
             logprobs=self._logprobs(index, piece),
@@ -108,6 +112,9 @@ class ChatReply:
             token_ids=piece.tokens if self._context.request.return_token_ids else UNSET,
             token_origins=self._context.origins(piece),
         )
+
+    def _reasoning(self, delta: ReplyDelta) -> str | UnsetType:
+        return delta.reasoning if delta.reasoning and self._context.request.include_reasoning else UNSET
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
         context = self._context

@@ -44,6 +44,7 @@ class EdgeRequest:
     prompt_logprobs: the same, of prompts. echo_logprobs: whether echoes have them. echo_only: and nothing after them.
     prompt_text: of a chat.
     tools: as the chat template gets them.
+    include_reasoning: whether the reply shows what the model thinks.
     reads_calls: whether the answer's parser looks for tool calls. parallel_calls: and shows more than the first.
     The rest says how the answer is shown.
     """
@@ -70,6 +71,7 @@ class EdgeRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     reads_calls: bool = False
     parallel_calls: bool = True
+    include_reasoning: bool = True
 
     @property
     def echo_logprobs(self) -> bool:
@@ -116,6 +118,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         tools=tuple(template_tool(tool) for tool in calls.tools),
         reads_calls=bool(calls.tools),
         parallel_calls=calls.parallel,
+        include_reasoning=body.include_reasoning is not False,
     )
 
 

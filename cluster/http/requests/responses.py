@@ -60,7 +60,7 @@ class ResponseStore:
         """Raises ApiError (404)."""
         if response_id not in self._stored:
             message = (
-                f"Response '{response_id[:100]}' is not stored here: it was sent with store: false, has made room for "
+                f"Response with id '{response_id[:100]}' not found. It was sent with store: false, has made room for "
                 "later ones, or was given by another ingress; send the whole conversation as input instead"
             )
             raise ApiError(404, message, param=param, code="previous_response_not_found")
@@ -74,6 +74,8 @@ class ResponseStore:
 
 def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> ChatCompletionRequest:
     """The chat that a request amounts to. conversation: `input_messages`, with what went before."""
+    if body.background:
+        raise unsupported("background", "a response is made while its client waits; leave it out, and stream")
     values: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     values |= {"messages": [*instructions, *conversation], "max_completion_tokens": body.max_output_tokens}

@@ -68,9 +68,9 @@ def answer_grammar(
     maker: GrammarMaker,
 ) -> Grammar | None:
     """What a chat's answer must be: calls of tools, or the form that the request asks for, `own`, or either; after what
-    the model may think. prompt, template: texts."""
-    if own is not None and calls.forced:
-        raise invalid("tool_choice", "tool_choice asks for a call; a form of answer cannot be asked for beside it")
+    the model may think. Where a call is forced there is no text that could have a form. prompt, template: texts."""
+    if calls.forced:
+        own = None
     either = own is not None and bool(calls.tools) and parser in SYNTAX
     of_calls: Any = None
     if calls.tools and parser in SYNTAX:

@@ -43,13 +43,14 @@ class AssistantMessage(Struct, kw_only=True):
     """The answer of a chat.
 
     content: null where there are only tool calls.
-    reasoning_content: what the model thought before.
+    reasoning_content, reasoning: what the model thought before, by both names that clients know.
     """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -103,6 +104,7 @@ class ChatDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: tuple[ToolCallDelta, ...] | UnsetType = UNSET
 
 

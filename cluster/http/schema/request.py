@@ -68,7 +68,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "chat_template": ("templates from requests are not run; the model's own is used", ()),
     "documents": ("the chat template gets messages only", ([],)),
     "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
-    "include_reasoning": ("reasoning is always shown", (True,)),
     "mm_processor_kwargs": ("prompts are text only", ({},)),
     "kv_transfer_params": ("prefill and decode run in one engine", ({},)),
     "vllm_xargs": ("there are no extensions by that name", ({},)),
@@ -81,7 +80,7 @@ class _SamplingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: str
+    model: str | None = None
     n: int | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -159,6 +158,7 @@ class ChatCompletionRequest(_SamplingRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
     continue_final_message: bool | None = None
 
 
@@ -169,6 +169,7 @@ class CompletionRequest(_SamplingRequest):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
+    include_reasoning: Literal[True] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 

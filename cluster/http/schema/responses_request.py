@@ -52,7 +52,7 @@ class TextOptions(_Strict):
 class ResponsesRequest(_Strict):
     """Continue a conversation. store: keep the reply in this ingress's memory, for previous_response_id."""
 
-    model: str
+    model: str | None = None
     input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
@@ -81,7 +81,7 @@ class ResponsesRequest(_Strict):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
     request_id: RequestId | None = None
     # Nothing here depends on them.
     metadata: dict[str, Any] | None = None

@@ -143,7 +143,7 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
 BAD = (
     [(CHAT, HELLO | extra, param) for extra, param in BAD_SHARED + BAD_CHAT]
     + [(TEXT, PROMPT | extra, param) for extra, param in BAD_SHARED + BAD_TEXT]
-    + [(CHAT, {"messages": HELLO["messages"]}, "model"), (CHAT, {"model": MODEL}, "messages")]
+    + [(CHAT, {"model": MODEL}, "messages")]
 )
 
 

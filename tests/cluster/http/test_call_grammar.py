@@ -18,6 +18,7 @@ from tests.cluster.http.test_tools import TIME, WEATHER
 from tests.support.edge_client import CHAT, HELLO, in_process
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
 from workers.scheduling.plan import Grammar
+from workers.structured_output.compiler import MAX_WHITESPACE, compiled
 
 BERN = '{"place": "Bern"}'
 # How one call and a second one are written, in the form of each parser.
@@ -53,7 +54,7 @@ def _compiler() -> xgrammar.GrammarCompiler:
 def _allows(grammar: Grammar, text: str) -> bool:
     """Whether `text` is a whole answer."""
     assert grammar.kind == "structural_tag"
-    matcher = xgrammar.GrammarMatcher(_compiler().compile_structural_tag(grammar.text))
+    matcher = xgrammar.GrammarMatcher(compiled(_compiler(), grammar))
     return matcher.accept_string(text) and matcher.accept_token(256)
 
 
@@ -140,10 +141,27 @@ async def test_an_answer_is_calls_or_the_form_that_is_asked_for() -> None:
     assert not _allows(grammar, "no") and not _allows(grammar, '{"a": 1}' + ONE["hermes"][0])
 
 
+@pytest.mark.parametrize("extra", [{"tools": []}, {}])
+async def test_whitespace_is_bounded_as_where_nothing_may_come_first(extra: dict[str, Any]) -> None:
+    """Else a model that likes spaces writes them until its tokens are used up."""
+    grammar = await _grammar("hermes", "{{ tools }}<think>\n", **AS_JSON, **extra)
+    assert grammar is not None
+    assert _allows(grammar, 'so</think>{"a":' + " " * MAX_WHITESPACE + "1}")
+    assert not _allows(grammar, 'so</think>{"a":' + " " * (MAX_WHITESPACE + 1) + "1}")
+
+
+@pytest.mark.parametrize("extra", [{"tools": []}, {}])
+async def test_whitespace_can_be_forbidden_where_something_may_come_first(extra: dict[str, Any]) -> None:
+    asked = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+    grammar = await _grammar("hermes", "{{ tools }}<think>\n", **asked, **extra)
+    assert grammar is not None
+    assert _allows(grammar, 'so</think>{"a": 1}')
+    assert not _allows(grammar, 'so</think>{"a":1}') and not _allows(grammar, 'so</think>{"a":  1}')
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        (AS_JSON | {"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "min_tokens": 5}, "min_tokens"),
         ({"tool_choice": "required", "ignore_eos": True}, "tools"),
         (

@@ -20,6 +20,7 @@ WHOLE = {
     "content": "now: ",
     "refusal": None,
     "reasoning_content": "let me see",
+    "reasoning": "let me see",
     "tool_calls": [
         {"id": "call-0", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
         {"id": "call-1", "type": "function", "function": {"name": "find", "arguments": "{}"}},
@@ -106,8 +107,8 @@ async def test_stream_has_a_delta_for_each_part(marked: None, extra: dict[str, A
     call = {"index": 0, "id": "call-0", "type": "function", "function": {"name": "look"}}
     expected = [
         {"role": "assistant", "content": ""},
-        {"reasoning_content": "let me"},
-        {"reasoning_content": " see"},
+        {"reasoning_content": "let me", "reasoning": "let me"},
+        {"reasoning_content": " see", "reasoning": " see"},
         {"content": "now: "},
         {"tool_calls": [call]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"at":'}}]},

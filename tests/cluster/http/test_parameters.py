@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.http.requests.edge_request import choice_seed
-from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, in_process
+from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -71,6 +71,20 @@ async def test_defaults_are_openais_or_the_configurations() -> None:
     assert (text.max_tokens, text.temperature, text.top_k) == (16, 0.25, 20)
     (text,) = await _sampling(TEXT, PROMPT | {"prompt": [1] * 250})
     assert text.max_tokens == 6
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [(CHAT, {"messages": HELLO["messages"]}), (TEXT, {"prompt": "hi"}), ("/v1/responses", {"input": "hi"})],
+)
+async def test_without_a_name_the_model_that_is_served_answers(
+    route: str, body: dict[str, Any], model: dict[str, Any]
+) -> None:
+    async with in_process(FakeEngine(says("x"))) as client:
+        reply = await client.post(route, json=body | model)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["model"] == MODEL
 
 
 async def test_null_means_default() -> None:

@@ -107,7 +107,7 @@ async def test_openais_client_streams_parses_and_goes_on() -> None:
         parsed = await client.responses.parse(model=MODEL, input="hi", text_format=Answer, extra_body=THINKS)
         assert await client.responses.retrieve(final.id)
         await client.responses.delete(final.id)
-        with pytest.raises(openai.NotFoundError, match="not stored here"):
+        with pytest.raises(openai.NotFoundError, match="Response with id .* not found"):
             await client.responses.retrieve(final.id)
     assert types[0] == "response.created" and types[-1] == "response.completed"
     assert final.output_text == '{"a": 1}' and parsed.output_parsed == Answer(a=1)

@@ -133,6 +133,31 @@ async def test_openais_client_streams_calls_and_reasoning() -> None:
     assert small_tokenizer().decode(engine.calls[0].prompt).endswith("<think>")
 
 
+async def test_a_form_of_answer_beside_a_forced_call_asks_for_nothing_more() -> None:
+    """It is one of text, and there is none: clients that have an output type and tools send both."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "properties": {}}}}
+    engine = FakeEngine(says(CALL))
+    asked = WITH_TOOLS | {"tool_choice": "required"}
+    async with in_process(engine, tool_tokenizer()) as client:
+        (alone,) = (await client.post(CHAT, json=asked)).json()["choices"]
+        beside = await client.post(CHAT, json=asked | {"response_format": form})
+    assert beside.status_code == 200, beside.text
+    assert beside.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert engine.calls[0].sampling.grammar == engine.calls[1].sampling.grammar
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_can_be_left_out(stream: bool) -> None:
+    engine = FakeEngine(says("hm", "m</think>\n", "yes"))
+    body = HELLO | {"reasoning_effort": "high", "include_reasoning": False, "stream": stream, "logprobs": True}
+    async with in_process(engine, tool_tokenizer()) as client:
+        reply = await client.post(CHAT, json=body)
+    assert reply.status_code == 200 and "reasoning" not in reply.text, reply.text
+    choices = [chunk["choices"][0]["delta"] for chunk in events(reply.text)] if stream else []
+    message = {} if stream else reply.json()["choices"][0]["message"]
+    assert "".join(delta.get("content", "") for delta in choices) + message.get("content", "") == "yes"
+
+
 async def test_special_tokens_that_are_marks_reach_the_parser_and_no_client() -> None:
     tokenizer = small_tokenizer()
     tokenizer.add_special_tokens(["[TOOL_CALLS]"])
