@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from cluster.assembly import Layout, RankBuilder, engine_spec, import_rank
+from cluster.assembly import Layout, RankBuilder, import_rank
 from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
 from cluster.logs import use_json_logs
 from cluster.replica.worker_loop import run_worker_loop
@@ -273,8 +273,8 @@ def _portable(error: Exception) -> Exception:
 
 
 def _identity(config: AerieConfig) -> tuple[object, ...]:
-    """What a rank is made from."""
-    return engine_spec(config), config.engine.threads_per_worker
+    """What a rank is made from, as it is told without torch."""
+    return config.worker, config.speculative, config.draft_attention, config.engine.threads_per_worker
 
 
 def _device_of(rank: int, visible: str | None) -> str:

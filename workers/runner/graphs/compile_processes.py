@@ -205,12 +205,15 @@ def serve(numbers: str) -> None:
 
 
 def preload() -> None:
-    """Import the compiler, and read what its keys are made of: all of its files."""
+    """Import the compiler, and read what its keys are made of: all of its files. What it compiles from now on is kept
+    without the stages before the cubin, which a rank would read too."""
     for name in PRELOADED:
         importlib.import_module(name)
+    from triton import knobs
     from triton.runtime.cache import triton_key
 
     triton_key()
+    knobs.compilation.store_binary_only = True
 
 
 def _end_as_worker(connection: Connection, others: Sequence[socket.socket]) -> None:
