@@ -176,13 +176,14 @@ def test_a_rank_finds_what_processes_compiled(driver: Hopper, compiled_here: lis
     forget()
     ahead = compiled_ahead(ended())
     assert compiled_here == [] and ahead.process_seconds == [], "what is in the cache is not asked for"
+    assert ahead.num_kernels == NUM_KERNELS and ahead.num_missing == 0
 
 
 def test_a_rank_compiles_what_processes_do_not(
     driver: Hopper, compiled_here: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ahead = compiled_ahead(ended())
-    assert len(compiled_here) == len(driver.loaded) == NUM_KERNELS and ahead.process_seconds == []
+    assert len(compiled_here) == len(driver.loaded) == ahead.num_missing == NUM_KERNELS and not ahead.process_seconds
     assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
     assert "compiled by the rank itself: the process ended" in caplog.text
 

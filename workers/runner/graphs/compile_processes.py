@@ -98,12 +98,12 @@ def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
     return job
 
 
-def is_cached(job: KernelJob) -> bool:
-    """Whether the kernel need not be compiled, as Triton (3.6) finds out."""
+def is_cached(key: str, compile_kernel: Callable[[], Any]) -> bool:
+    """Whether the kernel need not be compiled, as Triton (3.6) finds out. compile_kernel: as for `job_of`."""
     from triton.runtime.cache import get_cache_manager
 
-    found = get_cache_manager(_hash(job.key)).get_group(f"{job.function.name[:150]}.json")
-    return bool(found)
+    source = inspect.getclosurevars(compile_kernel).nonlocals.get("src")
+    return source is not None and bool(get_cache_manager(_hash(key)).get_group(f"{source.name[:150]}.json"))
 
 
 def compile_job(job: KernelJob) -> Outcome:
