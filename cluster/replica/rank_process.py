@@ -126,10 +126,10 @@ def begin_ranks(config: AerieConfig, folder: Path) -> None:
     import_rank(config.model.device)
     cuda = config.model.device == "cuda"
     if cuda:
-        from workers.runner.graphs.compile_processes import CompileProcesses, preload
+        from workers.runner.graphs.compile_processes import CompileProcesses, import_compiler
         from workers.runner.graphs.kernel_compilation import processes_of
 
-        preload()
+        import_compiler()
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"this process has {count} threads and cannot be forked")
     gc.freeze()  # imports stay shared between the processes
