@@ -1,4 +1,4 @@
-"""Adds `train-target` and `train-draft` to the `aerie` command. Imports no torch before one of them runs."""
+"""Adds `train-target`, `train-deepseek` and `train-draft` to the `aerie` command. Imports no torch before one runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Registers both commands; each sets `run`, a function of the parsed arguments that returns the exit code."""
+    """Registers the commands; each sets `run`, a function of the parsed arguments that returns the exit code."""
     _add_target(subparsers)
+    _add_deepseek(subparsers)
     _add_draft(subparsers)
 
 
@@ -16,6 +17,12 @@ def _run_target(arguments: argparse.Namespace) -> int:
     from speculative.training.commands import run_train_target
 
     return run_train_target(arguments)
+
+
+def _run_deepseek(arguments: argparse.Namespace) -> int:
+    from speculative.training.deepseek_command import run_train_deepseek
+
+    return run_train_deepseek(arguments)
 
 
 # The fields of `speculative.draft_models.eagle3_config.HeadFlags`; a test compares them.
@@ -52,17 +59,40 @@ def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.set_defaults(run=_run_target)
 
 
+def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "train-deepseek",
+        help="train a small chat model of DeepSeek-V3's shape",
+        description="Trains a small model of DeepSeek-V3's architecture (latent attention, experts) and its module for "
+        "multi-token prediction together on your rows.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_common(parser, lr=2e-3, epochs=12.0, batch_tokens=16384)
+    parser.add_argument("--size", choices=("small", "tiny"), default="small", help="31 MB, or 1 MB for tests on a CPU")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a model whose tokenizer it gets, instead of its own")
+    training = parser.add_argument_group("training of target and module")
+    training.add_argument("--dropout", type=float, default=0.1, help="on what attention and experts add")
+    training.add_argument("--prompt-weight", type=float, default=0.3, help="weight of prompt tokens in the loss")
+    training.add_argument("--mtp-steps", type=int, default=3, help="steps the module is unrolled on its own outputs")
+    training.add_argument("--mtp-weight", type=float, default=0.3, help="weight of its loss beside the target's")
+    training.add_argument("--router-bias-speed", type=float, default=1e-3, help="what a step changes a bias by")
+    training.add_argument("--preview", nargs="*", default=[], metavar="PROMPT", help="prompts to answer at the end")
+    parser.set_defaults(run=_run_deepseek)
+
+
 def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "train-draft",
-        help="train an EAGLE-3 head for a target model",
-        description="Trains an EAGLE-3 head for a Llama, Qwen2 or Qwen3 model, saved in the published layout.",
+        help="train a draft for a target model",
+        description="Trains an EAGLE-3 head for a Llama, Qwen2 or Qwen3 model, or a DeepSeek-V3's own module for "
+        "multi-token prediction further; saved in the published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
+    parser.add_argument("--method", choices=("eagle3", "mtp"), default="eagle3", help="a head, or the target's module")
     _add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
     draft = parser.add_argument_group("head")
-    draft.add_argument("--draft-vocab", type=int, default=32000, help="tokens the draft may propose")
+    draft.add_argument("--draft-vocab", type=int, help="tokens the draft may propose; 32000 when not given")
     draft.add_argument("--intermediate-size", type=int, help="width of its MLP; the target's when not given")
     draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="how it differs from EAGLE-3's paper")
     draft.add_argument("--ttt-length", type=int, default=7, help="steps it is unrolled on its own outputs")

@@ -12,14 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from speculative.training.arguments import check_arguments, choose_device, choose_dtype, loop_options, open_checkpoint
-from speculative.training.draft import (
-    DraftOptions,
-    build_head,
-    measure_acceptance,
-    report,
-    train_draft,
-)
-from speculative.training.draft_files import draft_config, load_draft, read_draft_config, save_draft
+from speculative.training.draft import DraftOptions, measure_acceptance, report, train_draft
+from speculative.training.draft_kinds import DRAFTS, DraftKind
 from speculative.training.errors import TrainingError
 from speculative.training.regenerate import (
     answer_prompts,
@@ -44,7 +38,7 @@ from speculative.training.target import (
     save_target,
     train_target,
 )
-from speculative.training.vocabulary import choose_vocabulary, coverage
+from speculative.training.vocabulary import coverage
 
 
 def run_train_target(arguments: argparse.Namespace) -> int:
@@ -91,7 +85,7 @@ def run_train_target(arguments: argparse.Namespace) -> int:
 
 
 def run_train_draft(arguments: argparse.Namespace) -> int:
-    """Trains and saves a head for `--target`; prints its loss and its acceptance by depth. Returns 0."""
+    """Trains and saves a draft for `--target`; prints its loss and its acceptance by depth. Returns 0."""
     check_arguments(
         arguments,
         {
@@ -111,15 +105,11 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(arguments)
     train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
     tokenizer, target = load_target(arguments.target, device, dtype)
-    draft_vocab = min(arguments.draft_vocab, target.config.vocab_size)
-    config = draft_config(target, draft_vocab, arguments.intermediate_size, arguments.head_flags or ())
-    method = read_draft_config(config, target, arguments.output)
+    draft = DRAFTS[arguments.method](arguments, target)
     samples = training_samples(arguments, target, tokenizer, train)
     held_samples = greedy_answers(arguments, target, tokenizer, held)
-    stops = sorted(stop_tokens(target, tokenizer))
-    vocabulary = choose_vocabulary(samples, method.vocab_size, method.model.vocab_size, stops).to(device)
+    head, vocabulary = draft.build(samples, sorted(stop_tokens(target, tokenizer)))
     print(f"draft: {len(samples)} answers; its vocabulary covers {coverage(samples, vocabulary):.2%} of their tokens")
-    head = build_head(target, method, vocabulary, arguments.seed)
     options = DraftOptions(
         epochs=arguments.epochs,
         steps=arguments.steps,
@@ -133,13 +123,11 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
     losses = train_draft(
         head, target, vocabulary, samples, held_samples, options, checkpoint=checkpoint, resume=arguments.resume
     )
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    token_ids = {name: getattr(target.generation_config, name) for name in names}
-    save_draft(head, vocabulary, config | token_ids, arguments.output)
+    draft.save(head, vocabulary, arguments.output)
     if not arguments.keep_checkpoint:
         checkpoint.discard()
     print(f"draft: loss {mean_tail(losses):.4f} over the last steps; saved to {arguments.output}")
-    measure_saved(arguments, target, tokenizer, {"validation": held_samples})
+    measure_saved(arguments, draft, target, tokenizer, {"validation": held_samples})
     return 0
 
 
@@ -192,12 +180,13 @@ def greedy_answers(
 
 def measure_saved(
     arguments: argparse.Namespace,
+    draft: DraftKind,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sets: dict[str, list[Sample]],
 ) -> None:
-    """Prints the saved head's acceptance on the sets and on each of `--measure`."""
-    head, vocabulary = load_draft(arguments.output, target)
+    """Prints the saved draft's acceptance on the sets and on each of `--measure`."""
+    head, vocabulary = draft.load(arguments.output)
     for source in arguments.measure:
         sets[source] = greedy_answers(arguments, target, tokenizer, read_conversations([source]))
     for name, samples in sets.items():

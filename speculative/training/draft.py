@@ -1,7 +1,7 @@
-"""Trains an EAGLE-3 head for a frozen target: soft cross-entropy over unrolled steps, and greedy acceptance.
+"""Trains a draft for a frozen target: soft cross-entropy over unrolled steps, and greedy acceptance.
 
-Called by `aerie train-draft`. The target runs beside the head in every step, so no hidden state is ever stored.
-Paper: EAGLE-3, arXiv 2503.01840 (training-time test, three captured layers).
+Called by `aerie train-draft`, for EAGLE-3 heads and for modules of multi-token prediction. The target runs beside the
+draft in every step, so no hidden state is ever stored. Paper: EAGLE-3, arXiv 2503.01840 (training-time test).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from speculative.draft_models.eagle3 import Eagle3
 from speculative.training.acceptance import AcceptanceTally, add_rounds
 from speculative.training.checkpoint import Checkpoint
-from speculative.training.draft_model import Eagle3Head
+from speculative.training.draft_model import Eagle3Head, TrainedDraft
 from speculative.training.loop import LoopOptions, fit
 from speculative.training.samples import Batch, Sample, causal_mask, collate, plan_batches, plan_steps
 from speculative.training.vocabulary import DraftVocabulary
@@ -24,7 +24,7 @@ from speculative.training.vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How a head is trained: `num_steps` unrolled steps, step s weighted by `step_decay ** s`."""
+    """How a draft is trained: `num_steps` unrolled steps, step s weighted by `step_decay ** s`."""
 
     epochs: float
     steps: int | None
@@ -38,7 +38,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class TargetView:
-    """What a batch's target run gives the head: `embeddings` [B, T, H] and `captured` [B, T, 3H], in its dtype.
+    """What a batch's target run gives the head: `embeddings` [B, T, H] and `captured` [B, T, F], in its dtype.
 
     For each of the batch's anchors n, the target's prediction at position n+1: `probabilities` [A, draft_vocab]
     float32, within the draft vocabulary, and `in_vocabulary` [A] bool, whether its first choice is in there.
@@ -63,22 +63,21 @@ def build_head(target: PreTrainedModel, method: Eagle3, vocabulary: DraftVocabul
 
 
 @torch.no_grad()
-def view_target(target: PreTrainedModel, batch: Batch, method: Eagle3, vocabulary: DraftVocabulary) -> TargetView:
+def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocabulary: DraftVocabulary) -> TargetView:
     """Runs the frozen target over the batch and keeps what the head reads and is judged by."""
     mask = causal_mask(batch.tokens.shape[1], batch.tokens.device)
     output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
-    captured = torch.cat([output.hidden_states[layer] for layer in method.capture], dim=-1)
     judged = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
     logits = target.get_output_embeddings()(judged).float()
     return TargetView(
         embeddings=target.get_input_embeddings()(batch.tokens),
-        captured=captured,
+        captured=head.features(output),
         probabilities=torch.softmax(logits[:, vocabulary.target_ids], dim=-1),
         in_vocabulary=vocabulary.t2d[logits.argmax(-1)],
     )
 
 
-def draft_loss(head: Eagle3Head, view: TargetView, batch: Batch, options: DraftOptions) -> Tensor:
+def draft_loss(head: TrainedDraft, view: TargetView, batch: Batch, options: DraftOptions) -> Tensor:
     """Weighted mean over the steps of the cross-entropy to the target's distribution within the draft vocabulary.
 
     Step s from anchor n is judged by the target at position n + s + 1, which is the anchor s places later as long
@@ -98,7 +97,7 @@ def draft_loss(head: Eagle3Head, view: TargetView, batch: Batch, options: DraftO
 
 @torch.no_grad()
 def measure_acceptance(
-    head: Eagle3Head,
+    head: TrainedDraft,
     target: PreTrainedModel,
     vocabulary: DraftVocabulary,
     samples: Sequence[Sample],
@@ -110,7 +109,7 @@ def measure_acceptance(
     device = target.device
     for indices in plan_batches([len(sample.tokens) for sample in samples], batch_tokens, 0):
         batch = collate([samples[i] for i in indices], 0, device)
-        view = view_target(target, batch, head.method, vocabulary)
+        view = view_target(target, batch, head, vocabulary)
         hidden = head(view.embeddings.float(), view.captured.float(), depth)
         matches = []
         for step, states in enumerate(hidden):
@@ -129,7 +128,7 @@ def report(tally: AcceptanceTally) -> dict[str, float]:
 
 
 def train_draft(
-    head: Eagle3Head,
+    head: TrainedDraft,
     target: PreTrainedModel,
     vocabulary: DraftVocabulary,
     samples: Sequence[Sample],
@@ -152,7 +151,7 @@ def train_draft(
         return collate([samples[i] for i in indices], 0, target.device, full_tokens=full_tokens)
 
     def loss_of(batch: Batch) -> Tensor:
-        return draft_loss(head, view_target(target, batch, head.method, vocabulary), batch, options)
+        return draft_loss(head, view_target(target, batch, head, vocabulary), batch, options)
 
     def evaluate() -> dict[str, float]:
         return report(measure_acceptance(head, target, vocabulary, held, options.num_steps, options.batch_tokens))

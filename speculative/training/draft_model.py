@@ -13,7 +13,9 @@ rows 0..n) and to its own branch (steps 1..s, row n), as drafting does.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,23 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, hidden: Tensor) -> Tensor:
         """[.., H] -> [.., H]."""
         return nn.functional.rms_norm(hidden, self.normalized_shape, self.weight.to(hidden.dtype), self.eps)
+
+
+class TrainedDraft(nn.Module, ABC):
+    """What `draft` trains and measures: a draft over whole sequences."""
+
+    @abstractmethod
+    def features(self, output: Any) -> Tensor:
+        """[B, T, F]: what it reads of transformers' output of the target, which has the streams before all layers."""
+
+    @abstractmethod
+    def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
+        """The recurrent state [B, T, H] of every step, of the target's embedding of each row's token [B, T, H] and its
+        features [B, T, F]."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., H] recurrent states -> [.., draft vocabulary]."""
 
 
 class DraftAttention(nn.Module):
@@ -128,7 +147,7 @@ class DraftLayer(nn.Module):
         return hidden
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(TrainedDraft):
     """The trainable head; the token embedding is the target's and is handed in."""
 
     frequencies: Tensor
@@ -145,6 +164,9 @@ class Eagle3Head(nn.Module):
         self.norm = RMSNorm(model.hidden_size, eps=model.rms_eps)
         self.lm_head = nn.Linear(model.hidden_size, method.vocab_size, bias=False)
         self.register_buffer("frequencies", frequencies(model.rope, model.head_dim), persistent=False)
+
+    def features(self, output: Any) -> Tensor:
+        return torch.cat([output.hidden_states[layer] for layer in self.method.capture], dim=-1)
 
     def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
         """The recurrent hidden state of every step, before the final norm unless the head has norm_output: `num_steps`

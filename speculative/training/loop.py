@@ -65,13 +65,15 @@ def fit(
     resume: bool = False,
     stop_after: int | None = None,
     evaluate: Callable[[], dict[str, float]] | None = None,
+    after_step: Callable[[], None] | None = None,
     title: str = "train",
     progress: bool = True,
 ) -> list[float]:
     """Trains the model in place with one step for each batch of `plan`; returns the loss of every step.
 
     `batch_of` makes a batch of sample indices, `loss_of` its scalar loss. `evaluate` runs every
-    `options.eval_every` steps and at the end; its numbers are printed. `stop_after` ends the run early with a
+    `options.eval_every` steps and at the end; its numbers are printed. `after_step` runs after every step's update, for
+    what has no gradient. `stop_after` ends the run early with a
     checkpoint, as a kill would.
     With a checkpoint the state is kept every `options.checkpoint_every` steps and at the end, so that a resume with a
     longer plan of the same batches goes on; from there the learning rate follows the longer plan.
@@ -98,6 +100,8 @@ def fit(
             pending.append(run(batch_of(plan[step])))
             nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
             optimizer.step()
+            if after_step is not None:
+                after_step()
             bar.update()
             done = step + 1
             leaving = done in (stop_after, len(plan))

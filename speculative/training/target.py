@@ -142,13 +142,13 @@ def plain_texts(
 
 
 def add_dropout(model: nn.Module, rate: float) -> None:
-    """Drops out what each attention and MLP adds to the residual stream, in training mode only."""
+    """Drops out what each attention, MLP and mixture of experts adds to the residual stream, in training mode only."""
 
     def drop(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return functional.dropout(output, rate, module.training)
 
     for name, module in model.named_modules():
-        if name.endswith(("o_proj", "down_proj")) and rate > 0:
+        if name.endswith(("o_proj", "down_proj", ".experts")) and rate > 0:
             module.register_forward_hook(drop)
 
 

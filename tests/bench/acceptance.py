@@ -104,9 +104,8 @@ def view(
     ids, first, count = torch.tensor([[*prompt, *tokens]]), len(prompt), len(tokens)
     out = target.base_model(input_ids=ids, output_hidden_states=True, use_cache=False)
     logits = target.get_output_embeddings()(out.last_hidden_state)[0, first - 1 : first - 1 + count]
-    captured = torch.cat([out.hidden_states[layer] for layer in head.shape.target_layers], dim=-1)
     draft = []
-    for step, hidden in enumerate(head(target.get_input_embeddings()(ids), captured, DEPTH)):
+    for step, hidden in enumerate(head(target.get_input_embeddings()(ids), head.features(out), DEPTH)):
         rows = (torch.arange(count) + first - step - 2).clamp_min(0)
         proposed = torch.full((count, logits.shape[1]), NONE)
         proposed[:, vocabulary.target_ids] = head.logits(hidden)[0, rows]
@@ -188,7 +187,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(GROUPS), default=sorted(GROUPS))
     arguments = parser.parse_args()
     target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
-    head, vocabulary = load_draft(MODELS / "draft", CPU)
+    head, vocabulary = load_draft(MODELS / "draft", target)
     prompts = tokenized(held_out_prompts(arguments.prompts))
     print("| request | " + " | ".join(RULES) + " |\n| --- |" + " --- |" * len(RULES), flush=True)
     results = {}

@@ -34,7 +34,17 @@ def test_help_does_not_import_torch_or_ray() -> None:
         "assert not {'torch', 'ray', 'transformers', 'httpx', 'rich'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
-    for command in ("serve", "plan", "doctor", "config", "chat", "bench", "train-target", "train-draft"):
+    for command in (
+        "serve",
+        "plan",
+        "doctor",
+        "config",
+        "chat",
+        "bench",
+        "train-target",
+        "train-deepseek",
+        "train-draft",
+    ):
         assert command in done.stdout
 
 

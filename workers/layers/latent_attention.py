@@ -19,7 +19,7 @@ from workers.layers.rotary import Angles
 if TYPE_CHECKING:
     from workers.layers.kernels.fp8_rows import Fp8Rows
 
-_LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
+LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
 
 class LatentUpProjection(ColumnParallelLinear):
@@ -85,9 +85,9 @@ class LatentAttention(AttentionLayer):
         q_rows = heads.times(key_dim + rotated_dim)
         first = {"q_proj": q_rows} if q_rank is None else {"q_a_proj": Span.whole(q_rank)}
         self.qkv_a = ColumnParallelLinear(hidden_size, first | {"kv_a_proj_with_mqa": Span.whole(self.row_dim)})
-        self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, _LATENT_EPS)
+        self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, LATENT_EPS)
         self.q_b_proj = None if q_rank is None else ColumnParallelLinear(q_rank, {"": q_rows})
-        self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS)
+        self.kv_a_layernorm = RMSNorm(latent, LATENT_EPS)
         self.kv_b_proj = LatentUpProjection(latent, heads, key_dim, value_dim)
         self.o_proj = RowParallelLinear(num_heads * value_dim, hidden_size, group, "num_attention_heads")
 
@@ -122,7 +122,7 @@ class LatentAttention(AttentionLayer):
             both,
             None if self.q_a_layernorm is None else self.q_a_layernorm.weight,
             self.kv_a_layernorm.weight,
-            _LATENT_EPS,
+            LATENT_EPS,
             angles,
             context.pool.layer(self.layer),
             context.slot_mapping,

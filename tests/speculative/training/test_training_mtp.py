@@ -1,0 +1,205 @@
+"""A small DeepSeek-V3 and its module: what is trained is what transformers and the engine compute from the saved files;
+the module is trained further by `aerie train-draft`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from attention.backends.torch_backend import TorchBackend
+from attention.kv_cache.pool import KVPool
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from speculative.draft_models.loading import load_draft
+from speculative.draft_models.registry import read_draft
+from speculative.drafter import DraftRunner
+from speculative.training.cli import add_commands
+from speculative.training.deepseek import DeepseekShape, DeepseekTarget, build_deepseek, save_deepseek
+from speculative.training.deepseek_files import read_module, save_module
+from speculative.training.deepseek_layers import Experts, Router, routers
+from speculative.training.draft_kinds import DRAFTS
+from speculative.training.errors import TrainingError
+from speculative.training.rows import Conversation
+from workers.config import ModelSource
+from workers.distributed.tp_group import SOLO
+from workers.layers.routing import Routing
+from workers.models.loading import load_target, read_target_config
+
+CPU = torch.device("cpu")
+LENGTH, NUM_STEPS, PAGE_SIZE, NUM_PAGES = 19, 4, 4, 9
+MAX_POSITION = PAGE_SIZE * NUM_PAGES
+SHAPE = DeepseekShape(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    q_lora_rank=20,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=256,
+)
+
+
+@pytest.fixture
+def model(tokenizer: PreTrainedTokenizerBase) -> DeepseekTarget:
+    """Random, with routers that choose various experts, and biases."""
+    model = build_deepseek(SHAPE, tokenizer, seed=1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else torch.nn.init.uniform_(
+            parameter, 0.5, 1.5
+        )
+    for router in routers(model):
+        torch.nn.init.uniform_(router.e_score_correction_bias, -0.2, 0.2)
+    for tensor in model.state_dict().values():
+        tensor.copy_(tensor.bfloat16())  # what is saved
+    return model.eval()
+
+
+def test_training_and_serving_compute_the_same_states_and_logits(
+    tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Of the target, and of the module: a text in one pass, then a chain drafted from its last row with the text's own
+    tokens. In float32, sums in another order: within 1e-5 of values of about 1."""
+    save_deepseek(model, SHAPE, tokenizer, tmp_path)
+    source = ModelSource(path=str(tmp_path), dtype="float32", device="cpu")
+    config = read_target_config(source, 1)
+    decoder = load_target(source, config, SOLO, CPU, MAX_POSITION)
+    method = read_draft("mtp", "", str(tmp_path), config)
+    served = load_draft(method, source, decoder, SOLO, CPU, MAX_POSITION)
+    pool = KVPool(method.model.kv_groups(1, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
+    runner = DraftRunner(served, pool, dict.fromkeys(Mode, TorchBackend()))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 300, (LENGTH + NUM_STEPS,), generator=torch.Generator().manual_seed(4))
+    table = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32)[None]
+    with torch.inference_mode():
+        hidden = model(tokens[None])
+        torch.testing.assert_close(model.lm_head(hidden), reference(tokens[None]).logits, atol=1e-4, rtol=1e-4)
+        trained = model.mtp(model.embed_tokens(tokens)[None], hidden, NUM_STEPS)
+        chunks = PrefillBatch.from_lists([0], [LENGTH], table)
+        states = served.extend(tokens[1 : LENGTH + 1], hidden[0, :LENGTH], runner.context(None, None, chunks))
+        torch.testing.assert_close(states, trained[0][0, :LENGTH], atol=1e-4, rtol=1e-4)
+        state, length = states[-1:], torch.tensor([LENGTH], dtype=torch.int32)
+        for step in range(1, NUM_STEPS):
+            mask = causal_mask(1, step, CPU)[:, -1:]
+            decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, table, MAX_POSITION)
+            state = served.step(tokens[LENGTH + step, None], state, runner.context(decode))
+            torch.testing.assert_close(state[0], trained[step][0, LENGTH - 1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(served.logits(state), model.mtp.logits(state), atol=1e-4, rtol=1e-4)
+
+
+def test_a_saved_module_is_read_again(
+    tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    save_deepseek(model, SHAPE, tokenizer, tmp_path / "target")
+    head = read_module(tmp_path / "target")
+    for name, tensor in model.mtp.state_dict().items():
+        assert torch.equal(head.state_dict()[name], tensor), name
+    save_module(head, tmp_path / "alone")
+    again = read_module(tmp_path / "alone").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in head.state_dict().items())
+    alone = load_file(tmp_path / "alone" / "model.safetensors")
+    assert {name.rsplit(".layers.")[1].partition(".")[0] for name in alone} == {"3"}
+
+
+def test_experts_compute_the_same_together_and_one_by_one() -> None:
+    torch.manual_seed(0)
+    experts = Experts(16, 6, 5)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x, weight = torch.randn(11, 16), torch.rand(11, 2)
+    chosen = torch.rand(11, 5).topk(2).indices
+    torch.testing.assert_close(experts._all(x, chosen, weight), experts._chosen(x, chosen, weight))
+
+
+def test_the_bias_of_a_router_evens_out_who_is_chosen() -> None:
+    """A router that would send every row to the same experts."""
+    torch.manual_seed(0)
+    router = Router(16, Routing(8, 2, "sigmoid", 4, 2, 2, has_bias=True, normalise=True)).train()
+    torch.nn.init.normal_(router.weight, std=0.05)
+    router.weight.data += torch.linspace(-0.2, 0.2, 8)[:, None]
+    x = torch.randn(256, 16) + 0.5
+    used = []
+    for _ in range(300):
+        router(x, torch.arange(256) < 200)
+        assert int(router.counts.sum()) == 2 * 200  # not the padding
+        used.append(router.counts / router.counts.mean())
+        router.balance(0.01)
+    assert float(used[0].max()) > 3 and float(used[0].min()) < 0.05
+    assert float(used[-1].max()) < 2 and float(used[-1].min()) > 0.3
+
+
+@pytest.fixture
+def rows(tmp_path: Path, conversations: list[Conversation]) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": c.messages()}) for c in conversations))
+    return path
+
+
+def run(line: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(required=True))
+    arguments = parser.parse_args([*line.split(), "--device", "cpu"])
+    return int(arguments.run(arguments))
+
+
+def test_the_module_of_a_trained_model_is_trained_further(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the checkpoint's own module, on the target's own answers."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    common = f"--data {rows} --batch-tokens 512 --val-fraction 0.1 --warmup-steps 2"
+    assert run(f"train-deepseek --size tiny {common} --output {target} --steps 2 --mtp-steps 1") == 0
+    assert "least_used_expert" in capsys.readouterr().out
+    made = "--regenerate --temperatures 0 --max-new-tokens 5 --ttt-length 2 --measure-depths 3"
+    assert run(f"train-draft --method mtp {common} --target {target} --output {draft} --steps 2 {made}") == 0
+    said = capsys.readouterr().out
+    assert "greedy chain of 3: acceptance_length" in said and "covers 100.00%" in said
+    before, after = (read_module(folder).state_dict() for folder in (target, draft))
+    changes = {name: float((after[name] - tensor).abs().max()) for name, tensor in before.items()}
+    assert 0 < max(changes.values()) < 0.05, "it does not start from the checkpoint's own module"
+
+
+def test_what_cannot_be_trained_further_is_refused(
+    tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    save_deepseek(model, SHAPE, tokenizer, tmp_path)
+    nothing = dict.fromkeys(("draft_vocab", "intermediate_size", "head_flags"))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(TrainingError, match="draft_vocab=64: is of EAGLE-3 heads; leave it out with --method mtp"):
+        DRAFTS["mtp"](argparse.Namespace(target=tmp_path, **nothing | {"draft_vocab": 64}), reference)
+    with pytest.raises(TrainingError, match="model_type='deepseek_v3' is not supported"):
+        DRAFTS["eagle3"](argparse.Namespace(target=tmp_path, output=tmp_path / "x", **nothing), reference)
+    weights = load_file(tmp_path / "model.safetensors")
+    quantised = weights | {"model.layers.3.eh_proj.weight_scale_inv": torch.ones(1)}
+    save_file(quantised, tmp_path / "model.safetensors")
+    with pytest.raises(TrainingError, match="its module is quantised, which cannot be trained; give one in bfloat16"):
+        read_module(tmp_path)
+    del weights["model.layers.3.eh_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(TrainingError, match="lacks model.layers.3.eh_proj.weight; download it again"):
+        read_module(tmp_path)
+    for changes, text in (
+        ({"num_nextn_predict_layers": 0}, "the checkpoint has no module for drafting"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "has no module for multi-token prediction; only DeepseekV3ForCausalLM",
+        ),
+    ):
+        config = json.loads((tmp_path / "config.json").read_text()) | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(TrainingError, match=text):
+            read_module(tmp_path)
+    with pytest.raises(TrainingError, match="tokenizer: has .* tokens, the model 40; give another, or a larger --size"):
+        build_deepseek(replace(SHAPE, vocab_size=40), tokenizer, seed=0)
