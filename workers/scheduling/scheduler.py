@@ -207,7 +207,7 @@ class Scheduler:
         in_flight = InFlightStep(
             self._next_step, sequences, slots, users, max_new_tokens, shape, drafted, reason, builder.asking
         )
-        in_flight.expected_ms = budget.step_ms(rounds)
+        in_flight.expected_ms, in_flight.has_chunks = budget.step_ms(rounds), bool(builder.chunks)
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:

@@ -75,6 +75,7 @@ class InFlightStep:
     reason: for this shape.
     asking: whose prompt chunks ask for log-probabilities, in the plan's order.
     expected_ms: what the step should take by the cost table; None without one.
+    has_chunks: whether prompt tokens run beside the rounds.
     """
 
     __slots__ = (
@@ -89,6 +90,7 @@ class InFlightStep:
         "reason",
         "asking",
         "expected_ms",
+        "has_chunks",
     )
 
     def __init__(
@@ -114,6 +116,7 @@ class InFlightStep:
         self.reason = reason
         self.asking = asking
         self.expected_ms: float | None = None
+        self.has_chunks = False
         rest = sequences[len(round_slots) :]
         if rest:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))

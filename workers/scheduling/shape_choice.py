@@ -1,7 +1,7 @@
 """Which shape a step verifies and drafts: the one that promises most tokens per millisecond.
 
-The scheduler asks once a step and tells what rounds reported; ranks are told by the plan. Pure: the costs are handed
-in, steps are its clock, and equal calls give equal answers.
+The scheduler asks once a step and tells what rounds reported and how long they took; ranks are told by the plan. Pure:
+the costs are handed in, steps are its clock, and equal calls give equal answers.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
+from workers.scheduling.cost_correction import CostCorrection
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.survival import Bools, Floats, Ints, Survival
 
@@ -24,6 +25,7 @@ PROMPTS_LINGER = 8  # steps after a prompt chunk in which the next one is expect
 PROBING_SHARE = 1 / 200  # of the time, which probes may cost
 PROBE_AGE = 128  # steps after which what is known of a shape is old
 PROBE_ROUNDS = 32  # of requests, that a probe should see
+TIMED_ROUNDS = 5  # of a probe that is to find out how long a shape takes
 
 
 class Reason(StrEnum):
@@ -34,7 +36,7 @@ class Reason(StrEnum):
     BEST = "best"  # most tokens per millisecond
     PROMPTS = "prompts"  # the best of those that run beside prompt chunks
     SAMPLING = "sampling"  # the best of those that are captured for every kind of sampling
-    PROBE = "probe"  # to learn what it would accept
+    PROBE = "probe"  # to learn what it would accept, or how long it takes
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class ShapeChoice:
         self._current = shapes.default
         self._rates: _Rates | None = None
         self._costs: CostTable | None = None
+        self._num_slots = num_slots
+        self._correction = CostCorrection(len(shapes), num_slots)
         self._allowed: tuple[int, ...] = ()
         self._num_requests = 0
         self._until_evaluation = 0
@@ -96,6 +100,11 @@ class ShapeChoice:
         if self._shapes.adaptive and shape:
             self.survival.record(slots, users, drafted, shape, accepted)
 
+    def observe(self, shape: int, num_requests: int, expected_ms: float, took_ms: float) -> None:
+        """A step of so many rounds, and of nothing else, took `took_ms` where the costs say `expected_ms`."""
+        if self._shapes.adaptive:
+            self._correction.observe(shape, num_requests, expected_ms, took_ms)
+
     def choose(self, load: Load, costs: CostTable | None) -> int:
         """The index of the shape that the next step verifies and drafts."""
         num_requests = len(load.slots)
@@ -108,6 +117,8 @@ class ShapeChoice:
         self._until_evaluation -= 1
         moved = abs(num_requests - self._num_requests) * 8 > self._num_requests
         if self._until_evaluation <= 0 or moved or allowed != self._allowed or costs is not self._costs:
+            if costs is not self._costs and self._costs is not None:
+                self._correction = CostCorrection(len(self._shapes), self._num_slots)  # other ranks
             self._costs = costs
             self._evaluate(load, costs, allowed)
         assert self._rates is not None
@@ -135,7 +146,13 @@ class ShapeChoice:
         best is what loses least: a chunk costs the same beside any."""
         num_requests, shapes = len(load.slots), self._shapes
         tokens = self.survival.expected_tokens(load.slots, load.users, load.speculative)
-        ms = np.array([costs.round_ms(shape, num_requests, load.kv_tokens) for shape in range(len(shapes))])
+        factor = self._correction.factor
+        ms = np.array(
+            [
+                costs.round_ms(shape, num_requests, load.kv_tokens) * factor(shape, num_requests)
+                for shape in range(len(shapes))
+            ]
+        )
         rates = tokens / ms
         self._rates = found = _Rates(tokens, ms, float(rates.max()))
         self.expected = {shape.name: float(rate) for shape, rate in zip(shapes.shapes, rates, strict=True)}
@@ -156,14 +173,21 @@ class ShapeChoice:
             if self._probe_left == 0:
                 self._until_evaluation = min(self._until_evaluation, FIRST_RESULTS)
             return self._probe if self._probe != self._current else 0
-        old = [shape for shape in range(1, len(self._shapes)) if self._step - self._informed[shape] > PROBE_AGE]
-        if not old:
-            return 0
-        shape = min(old, key=lambda index: int(self._informed[index]))
-        rounds = min(9, 2 + -(-PROBE_ROUNDS // num_requests))
         found = self._rates
         assert found is not None
-        lost_ms = rounds * float(found.ms[shape] - num_requests / found.best)  # if nothing is accepted
+        others = [shape for shape in range(1, len(self._shapes)) if shape != self._current]
+        old = [shape for shape in others if self._step - self._informed[shape] > PROBE_AGE]
+        untimed = [shape for shape in others if not self._correction.is_known(shape, num_requests)]
+        if old:
+            shape = min(old, key=lambda index: int(self._informed[index]))
+            rounds = min(9, 2 + -(-PROBE_ROUNDS // num_requests))
+            lost_ms = rounds * float(found.ms[shape] - num_requests / found.best)  # if nothing is accepted
+        elif untimed:
+            shape = min(untimed, key=found.loss)
+            rounds = TIMED_ROUNDS
+            lost_ms = rounds * found.loss(shape)
+        else:
+            return 0
         if lost_ms > self._credit_ms:
             return 0
         self._credit_ms -= lost_ms

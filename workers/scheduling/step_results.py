@@ -35,6 +35,7 @@ class StepResults:
         self._shapes = shapes
         self._num_drafts = np.array([shape.width - 1 for shape in shapes.shapes])
         self._clock = clock
+        self._last_s = clock()  # when the last result came
 
     def apply(self, step: InFlightStep, result: StepResult) -> list[RequestOutput]:
         """What the step of `result` brought, a request each."""
@@ -44,6 +45,12 @@ class StepResults:
         now = self._clock()
         committed_before = self._advance(step, counts, now)
         num_drafted = self._learn(step, unpack_i32(result.accepted))
+        took_s, self._last_s = (
+            min(result.elapsed_s, now - self._last_s),
+            now,
+        )  # from its plan, or the step before it, on
+        if step.expected_ms and step.num_rounds and not step.has_chunks:
+            self._shape_choice.observe(step.shape, step.num_rounds, step.expected_ms, took_s * 1e3)
         outputs = _prompt_outputs(step, result) if step.asking else []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
