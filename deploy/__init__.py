@@ -4,6 +4,7 @@ cli       the command `aerie`
 configs   which configuration a command means, and where the paths in it start; eagle.yaml and its neighbours lie here
 model_options, model_config  a configuration made of a model's name and options; hub: models by name
 checks    `aerie plan`: what can be checked without a cluster
+check_process  the process that runs them for `aerie serve`, and then begins the ranks
 doctor    `aerie doctor`: what is needed next on this machine
 guard     the process that signals go to in place of the server
 launch    `aerie serve`; watches: what it watches; ray_output: what it does not print; nodes: `aerie start`

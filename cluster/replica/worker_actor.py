@@ -8,6 +8,7 @@ import gc
 import os
 import socket
 import struct
+import time
 
 import ray
 import zmq
@@ -39,7 +40,7 @@ class Worker:
         """rank: None for a spare, which has imported all that a rank needs and waits for `take_rank`."""
         set_process_environment(config.engine.threads_per_worker)
         self._config = config
-        self._log = StartLog("actor" if rank is None else f"rank {rank}")
+        self._log = StartLog("spare" if rank is None else f"rank {rank}")
         if rank is not None:
             self._log.done("actor began")
         self._adopted: AdoptedRank | None = None
@@ -61,6 +62,7 @@ class Worker:
     def take_rank(self, rank: int, devices: str | None) -> None:
         """Turn a spare into a rank. devices: the GPUs that the rank before it saw."""
         set_visible_devices(devices)
+        self._log = StartLog(f"rank {rank}", time.time())
         self._become(rank)
 
     def place(self) -> RankPlace:
@@ -120,7 +122,7 @@ class Worker:
                 self._log.done("took the rank begun ahead")
         if self._adopted is None:
             self._builder = self.rank_builder(self._config, rank)
-            self._log.done("imported, device opened")
+            self._log.done("device opened")
 
     def _report(self, phase: str, seconds: float) -> None:
         if self._rank == 0:

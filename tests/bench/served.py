@@ -35,7 +35,7 @@ GROUPS = (
     ("ray::ServeReplica:aerie:Engine", "engine"),
     ("ray::EagleCoordinator", "coordinator"),
     ("ray::Worker", "worker"),
-    ("deploy.cli plan", "rank, plan"),
+    ("deploy.check_process", "rank, check"),
     ("haproxy.cfg", "proxy"),
     ("ray::HAProxyManager", "proxy's manager"),
     ("ray::ProxyActor", "Python proxy"),

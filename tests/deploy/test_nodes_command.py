@@ -1,6 +1,8 @@
 """`aerie start` without starting Ray: its command line, environment and token. `tests.load` shows that its nodes
 work."""
 
+import importlib.util
+import os
 import socket
 import stat
 from pathlib import Path
@@ -107,10 +109,28 @@ def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_clus
 
     asked: list[str | None] = []
     monkeypatch.setattr(ray, "init", lambda address=None, **others: asked.append(address))
-    for name in ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart", "RAY_USAGE_STATS_ENABLED"):
-        monkeypatch.setenv(name, "0")  # it sets them, and they are as before afterwards
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets some, and they are as before afterwards
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     _start_ray(150)
-    assert asked == ["local"]
+    assert asked == ["local"] and dict(os.environ)["RAY_prestart_worker_first_driver"] == "0"
+
+
+def test_where_there_are_cores_processes_begin_before_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from deploy.launch import SERVING_MODULES, _start_ray
+
+    monkeypatch.setattr(ray, "init", lambda *_, **others: None)
+    monkeypatch.setattr(os, "environ", {"PYTHONPATH": "/some/where"})
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    _start_ray(150, num_ranks=2)
+    found = dict(os.environ)
+    assert found["RAY_prestart_worker_first_driver"] == "1"
+    assert found["RAY_worker_maximum_startup_concurrency"] == "10", "Serve's, an engine's, and two ranks'"
+    names = found["RAY_preload_python_modules"].split(",")
+    assert names == list(SERVING_MODULES) and all(importlib.util.find_spec(name) for name in names)
+    root, *others = found["PYTHONPATH"].split(os.pathsep)
+    assert (Path(root) / "deploy" / "app.py").is_file() and others == ["/some/where"]
 
 
 def test_start_wants_a_role(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,10 @@ compiler for Hopper and a driver that needs no GPU."""
 import fcntl
 import hashlib
 import os
+import pickle
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -176,13 +179,14 @@ def test_a_rank_finds_what_processes_compiled(driver: Hopper, compiled_here: lis
     forget()
     ahead = compiled_ahead(ended())
     assert compiled_here == [] and ahead.process_seconds == [], "what is in the cache is not asked for"
+    assert ahead.num_kernels == NUM_KERNELS and ahead.num_missing == 0
 
 
 def test_a_rank_compiles_what_processes_do_not(
     driver: Hopper, compiled_here: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ahead = compiled_ahead(ended())
-    assert len(compiled_here) == len(driver.loaded) == NUM_KERNELS and ahead.process_seconds == []
+    assert len(compiled_here) == len(driver.loaded) == ahead.num_missing == NUM_KERNELS and not ahead.process_seconds
     assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
     assert "compiled by the rank itself: the process ended" in caplog.text
 
@@ -201,6 +205,13 @@ def test_a_kernel_under_another_key_is_not_compiled(compiled_here: list[str], mo
         compiled_ahead(ended())
     assert len(jobs) == NUM_KERNELS
     assert "another one" in compile_job(replace(jobs[0], key=jobs[1].key)).error
+    script = "import pickle, sys; from workers.runner.graphs.compile_processes import CompileProcesses, import_compiler"
+    script += "; import_compiler(); jobs = pickle.load(sys.stdin.buffer); processes = CompileProcesses.fork(2)"
+    script += "; print([processes.compile(job).error for job in jobs])"
+    other = subprocess.run(
+        [sys.executable, "-c", script], input=pickle.dumps(jobs[:2]), stdout=subprocess.PIPE, check=True, timeout=300
+    )
+    assert other.stdout.decode().strip() == "['', '']", "by processes that were forked"
     held = locked(jobs[0])
     assert compile_job(jobs[0]) == Outcome(is_busy=True), "another process compiles it"
     os.close(held)

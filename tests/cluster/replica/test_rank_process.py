@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +12,7 @@ import pytest
 
 from cluster.config import AerieConfig, parse, read_args
 from cluster.replica.rank_process import RankLostError, adopt
+from deploy.check_process import CheckProcess, Task
 from deploy.configs import PACKAGED, find_config
 
 LIMIT_S = 120.0  # for what takes seconds
@@ -23,7 +22,7 @@ LIMIT_S = 120.0  # for what takes seconds
 class Begun:
     """process: the one that has forked the ranks. config: as the actors have it."""
 
-    process: subprocess.Popen[bytes]
+    process: CheckProcess
     folder: Path
     config: AerieConfig
 
@@ -31,16 +30,14 @@ class Begun:
 @pytest.fixture
 def begun(tmp_path: Path) -> Iterator[Begun]:
     """The embedded pair's two ranks, begun as `aerie serve` begins them."""
-    checked = tmp_path / "checked.json"
-    command = [sys.executable, "-m", "deploy.cli", "plan", "eagle"]
-    command += ["--checked-to", str(checked), "--begin-ranks", str(tmp_path)]
-    process = subprocess.Popen(command, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    config = parse(read_args(find_config("eagle")), PACKAGED)
+    path, process = find_config("eagle"), CheckProcess()
+    process.begin(Task(str(path), True, str(tmp_path)))
+    config = parse(read_args(path), PACKAGED)
+    found = process.checked()
+    assert found == {"max_model_len": 2048}
     model = replace(config.model, device="cpu", max_model_len=2048)
-    until(checked.exists)
     yield Begun(process, tmp_path, config.model_copy(update={"model": model}))
-    process.kill()
-    process.wait()
+    process.close()
 
 
 def until(holds: Callable[[], bool]) -> None:

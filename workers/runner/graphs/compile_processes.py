@@ -10,6 +10,7 @@ Nothing here is needed: what a process cannot do, or not as the rank asks for it
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib
 import inspect
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-PRELOADED = ("torch", "triton", "triton.compiler", "triton.backends.nvidia.compiler")
+COMPILER = ("torch", "triton", "triton.compiler", "triton.backends.nvidia.compiler")
 _SERVER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve(sys.argv[2])"
 
 
@@ -98,12 +99,12 @@ def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
     return job
 
 
-def is_cached(job: KernelJob) -> bool:
-    """Whether the kernel need not be compiled, as Triton (3.6) finds out."""
+def is_cached(key: str, compile_kernel: Callable[[], Any]) -> bool:
+    """Whether the kernel need not be compiled, as Triton (3.6) finds out. compile_kernel: as for `job_of`."""
     from triton.runtime.cache import get_cache_manager
 
-    found = get_cache_manager(_hash(job.key)).get_group(f"{job.function.name[:150]}.json")
-    return bool(found)
+    source = inspect.getclosurevars(compile_kernel).nonlocals.get("src")
+    return source is not None and bool(get_cache_manager(_hash(key)).get_group(f"{source.name[:150]}.json"))
 
 
 def compile_job(job: KernelJob) -> Outcome:
@@ -158,9 +159,8 @@ class CompileProcesses:
     def fork(count: int) -> "CompileProcesses":
         """Of this process, which has imported the compiler, has no second thread and has used no device."""
         pairs = [socket.socketpair() for _ in range(count)]
-        for _, end in pairs:
-            if os.fork() == 0:
-                _end_as_worker(Connection(os.dup(end.fileno())), [each for pair in pairs for each in pair])
+        if os.fork() == 0:
+            _end_as(functools.partial(_serve, [end for _, end in pairs]), [ours for ours, _ in pairs])
         for _, end in pairs:
             end.close()
         return CompileProcesses([Connection(ours.detach()) for ours, _ in pairs])
@@ -191,12 +191,28 @@ class CompileProcesses:
 
 
 def serve(numbers: str) -> None:
-    """The new Python of `CompileProcesses.begin`: a process for each connection. numbers: their files, as JSON."""
-    preload()
-    ends = [socket.socket(fileno=number) for number in json.loads(numbers)]
+    """The new Python of `CompileProcesses.begin`. numbers: the files of its ends, as JSON."""
+    import_compiler()
+    _serve([socket.socket(fileno=number) for number in json.loads(numbers)])
+
+
+def import_compiler() -> None:
+    """What every process that compiles has imported."""
+    for name in COMPILER:
+        importlib.import_module(name)
+
+
+def _serve(ends: Sequence[socket.socket]) -> None:
+    """A process for each end, until they have ended. They share what Triton's keys are made of, which is read once: all
+    of the compiler's files. What they keep is without the stages before the cubin, which a rank would read too."""
+    from triton import knobs
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+    knobs.compilation.store_binary_only = True
     for end in ends:
         if os.fork() == 0:
-            _end_as_worker(Connection(os.dup(end.fileno())), ends)
+            _end_as(functools.partial(_work, Connection(os.dup(end.fileno()))), ends)
     for end in ends:
         end.close()
     with contextlib.suppress(ChildProcessError):
@@ -204,22 +220,13 @@ def serve(numbers: str) -> None:
             os.wait()
 
 
-def preload() -> None:
-    """Import the compiler, and read what its keys are made of: all of its files."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    from triton.runtime.cache import triton_key
-
-    triton_key()
-
-
-def _end_as_worker(connection: Connection, others: Sequence[socket.socket]) -> None:
-    """What a forked process does until the other end is closed; never returns. others: to be closed here."""
+def _end_as(work: Callable[[], None], others: Sequence[socket.socket]) -> None:
+    """What a forked process does; never returns. others: ends that are to be closed here."""
     try:
         for end in others:
             end.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end says when it is over
-        _work(connection)
+        work()
     finally:
         os._exit(0)
 

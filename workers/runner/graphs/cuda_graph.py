@@ -41,7 +41,6 @@ _LEFT_OUT = (
     "graph_capture.limit_gb is used up, so that %d kinds of steps (with prompt chunks, filters, penalties or "
     "log-probabilities) have no CUDA graph of their own; raise it, or lower scheduler.max_running"
 )
-COLD_S = 1.0  # for kernels of two steps: from the disk cache they take less, compiled more
 
 
 @dataclass(frozen=True)
@@ -133,15 +132,17 @@ class GraphedDecoding:
 
     @torch.inference_mode()
     def rehearse(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
-        """Let `ahead` compile what the steps of `keys` launch: first a round and a step with prompts, then, unless
-        their kernels come from the disk cache on all ranks of `group`, all others. Nothing runs, on no rank."""
+        """Let `ahead` compile what the steps of `keys` launch: a round and a step with prompts, and unless all of their
+        kernels are in the disk cache on all ranks of `group`, all others. Nothing runs, on no rank."""
         ordered = [key for key in self._keys.wanted() if key in keys]
         largest = {key.tokens > 0: key for key in reversed(ordered)}.values()
-        for part in (largest, [key for key in ordered if key not in largest]):
-            for key in part:
+        for key in largest:
+            self._step_capture.rehearse(key, ahead)
+        if on_any_rank(ahead.num_missing > 0, group, self._slots.device):
+            for key in (key for key in ordered if key not in largest):
+                ahead.take_done()  # what is there is not asked for again
                 self._step_capture.rehearse(key, ahead)
-            if not on_any_rank(ahead.finish() >= COLD_S, group, self._slots.device):
-                return
+        ahead.finish()
 
     def capture(
         self,

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Protocol
 
 from attention.backend import NewUnderCaptureError
-from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, Outcome, is_cached, job_of
+from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, is_cached, job_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class CompileAhead:
     """Compiles what is launched while `rehearsing`, and launches nothing of it: in `processes`, one kernel each at a
     time, and what they do not do in `num_threads` threads (None: one per core), which share Python's lock.
 
+    num_missing: kernels that were not in the disk cache.
     process_seconds: what each kernel took in its process.
     """
 
@@ -57,6 +58,7 @@ class CompileAhead:
         self._kernels: dict[Hashable, Future[Any]] = {}
         self._finalize: dict[Hashable, Callable[[Any], None]] = {}
         self._has_warned = False
+        self.num_missing = 0
         self.process_seconds: list[float] = []
 
     @property
@@ -74,7 +76,9 @@ class CompileAhead:
         """Called by Triton. key: of the source and its options."""
         if key not in self._kernels:
             self._finalize[key] = finalize
-            job = job_of(str(key), compile_kernel) if self._processes is not None else None
+            is_here = is_cached(str(key), compile_kernel)
+            self.num_missing += not is_here
+            job = None if is_here or self._processes is None else job_of(str(key), compile_kernel)
             if job is None:
                 self._kernels[key] = self._pool.submit(compile_kernel)
             else:
@@ -87,7 +91,7 @@ class CompileAhead:
         compile it here."""
         assert self._processes is not None
         try:
-            outcome = Outcome() if is_cached(job) else self._processes.compile(job)
+            outcome = self._processes.compile(job)
             if outcome.is_busy:
                 time.sleep(BUSY_S)
                 self._pool.submit(self._compile, kernel, job, compile_kernel)  # after what else waits
@@ -101,17 +105,23 @@ class CompileAhead:
         except BaseException as error:
             kernel.set_exception(error)
 
-    def finish(self) -> float:
-        """Wait for all kernels and load them, after which their launch may be captured; returns the seconds that this
-        took. Raises what the first compilation raised that failed."""
-        since_s = time.perf_counter()
+    def take_done(self) -> None:
+        """Load those kernels that are compiled. Raises what a compilation raised that failed."""
+        for key in [key for key in self._finalize if self._kernels[key].done()]:
+            self._load(key)
+
+    def finish(self) -> None:
+        """Wait for all kernels and load them, after which their launch may be captured. Raises what the first
+        compilation raised that failed."""
         waiting = {self._kernels[key]: key for key in self._finalize}
         with contextlib.suppress(TimeoutError):
             for done in as_completed(waiting, timeout=LIMIT_S):
-                kernel = done.result()
-                self._finalize.pop(waiting[done])(kernel)
-                kernel._init_handles()
-        return time.perf_counter() - since_s
+                self._load(waiting[done])
+
+    def _load(self, key: Hashable) -> None:
+        kernel = self._kernels[key].result()
+        self._finalize.pop(key)(kernel)
+        kernel._init_handles()
 
     def close(self) -> None:
         """Ends the threads, and the processes."""
