@@ -5,6 +5,7 @@ from typing import Literal
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 MAX_MEMORY_SHARE = 0.95
+MIN_WINDOW = 64  # of a draft: more than a round has columns, all of which a window then holds
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class AttentionUse:
     layout: how KV is kept, the `kind` of its `KVLayout`.
     value_dim: of what comes out of a head, if that is not head_dim: of latent rows the leading part, whose dimensions
         are values too.
+    window: tokens that a row sees at most, None for all.
     """
 
     mode: Mode
@@ -48,6 +49,7 @@ class AttentionUse:
     tree: bool = False
     layout: str = "heads"
     value_dim: int | None = None
+    window: int | None = None
 
     @property
     def group(self) -> int:

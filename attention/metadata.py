@@ -42,6 +42,8 @@ class DecodeBatch:
     mask_words: the mask once more, in the backend's own `verify_buffer`, if it has one and it has been filled.
     chain: the host knows that row r sees columns 0 .. r of the suffix, which are as many as rows, so that masks need
         not be read.
+    window: tokens that a row sees at most, the last of its own path and itself among them: of the prefix it sees as
+        many fewer as it sees columns of the suffix. At least `attention.config.MIN_WINDOW`; None for all.
     """
 
     mode: Mode
@@ -53,6 +55,7 @@ class DecodeBatch:
     max_kv_len: int
     mask_words: Tensor | None = None
     chain: bool = False
+    window: int | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -96,6 +99,7 @@ class PrefillBatch:
     page_table: [C, max_pages] int32.
     num_rows: of the pass's tensors, padding included.
     lists: the same on the host, None where only the device knows. With it nothing waits for the device.
+    window: tokens that a row sees at most, the last before it and itself; None for all.
     """
 
     qo_indptr: Tensor
@@ -103,6 +107,7 @@ class PrefillBatch:
     page_table: Tensor
     num_rows: int
     lists: ChunkLists | None
+    window: int | None = None
 
     @staticmethod
     def from_lists(
@@ -162,7 +167,7 @@ class PrefillBatch:
             ends = [max(start + n - 1, 0) for start, n in zip(self.lists.starts, self.lists.counts, strict=True)]
             lists = ChunkLists(tuple(ends), (1,) * len(ends))
         last = (self.starts + count - 1).clamp_min(0)
-        return PrefillBatch(steps, last, self.page_table, self.num_chunks, lists)
+        return PrefillBatch(steps, last, self.page_table, self.num_chunks, lists, self.window)
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -27,6 +27,7 @@ class BackendFacts:
     cpu_seq_lens_modes: see `needs_cpu_seq_lens`; prompt chunks are never among them, their lengths come with the plan.
     chunks_on_device: whether it attends to prompt chunks that are described on the device alone, so that steps with
         chunks can be captured.
+    windows: whether rows can see the last of their tokens alone (`DecodeBatch.window`).
     package: what it imports beyond torch, of the extra `cuda`.
     """
 
@@ -36,6 +37,7 @@ class BackendFacts:
     layouts: frozenset[str] = frozenset({"heads"})
     cpu_seq_lens_modes: frozenset[Mode] = frozenset()
     chunks_on_device: bool = False
+    windows: bool = False
     package: str | None = None
 
 
@@ -64,8 +66,10 @@ def _trtllm() -> AttentionBackend:
 
 
 BACKENDS: dict[str, BackendFacts] = {
-    "torch": BackendFacts(_torch, torch_refusal, layouts=ALL_LAYOUTS),
-    "triton": BackendFacts(_triton, triton_refusal, layouts=ALL_LAYOUTS, chunks_on_device=True, package="triton"),
+    "torch": BackendFacts(_torch, torch_refusal, layouts=ALL_LAYOUTS, windows=True),
+    "triton": BackendFacts(
+        _triton, triton_refusal, layouts=ALL_LAYOUTS, chunks_on_device=True, windows=True, package="triton"
+    ),
     "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, layouts=ALL_LAYOUTS, package="flashinfer"),
     "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),
 }
@@ -121,6 +125,8 @@ def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
         return _mode_refusal(facts)
     if use.layout not in facts.layouts:
         return f"it reads KV kept as {', '.join(sorted(facts.layouts))}, not as {use.layout}"
+    if use.window is not None and not facts.windows:
+        return f"speculative.window={use.window}: it attends to the whole context"
     return facts.refusal(use)
 
 

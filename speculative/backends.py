@@ -7,12 +7,12 @@ from attention.registry import Choice, choose_backends
 from workers.runner.backends import Backends, ModelShape
 
 
-def draft_backends(names: DraftAttention, shape: ModelShape, tree: bool) -> Backends:
-    """tree: whether drafting branches. Raises ValueError as `choose_backends` does."""
+def draft_backends(names: DraftAttention, shape: ModelShape, tree: bool, window: int | None = None) -> Backends:
+    """tree: whether drafting branches. window: see `SpeculativeConfig`. Raises ValueError as `choose_backends` does."""
     return choose_backends(
         [
-            Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
-            Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND)),
-            Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, tree)),
+            Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL, window=window)),
+            Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND, window=window)),
+            Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, tree, window)),
         ]
     )

@@ -97,7 +97,7 @@ class DraftSpeculation:
 
     def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
         shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device)
-        return draft_backends(self.attention, shape, self._drafts_trees)
+        return draft_backends(self.attention, shape, self._drafts_trees, self.config.window)
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         draft, group = self.draft, TPGroup(0, self.draft_tp)
@@ -114,7 +114,7 @@ class DraftSpeculation:
             self.draft, worker.model, parts.target.model, group, device, max_position=parts.layout.max_position
         )
         done("draft loaded")
-        draft = DraftRunner(model, parts.pool_beside, backends)
+        draft = DraftRunner(model, parts.pool_beside, backends, self.config.window)
         synthetic = self.config.synthetic_acceptance_length
         masks = parts.grammars.masks
         return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic)

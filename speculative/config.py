@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from attention.config import MIN_WINDOW
+
 Method = Literal["eagle", "eagle3", "mtp"]
 
 MAX_TREE_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integer
@@ -18,7 +20,8 @@ class SpeculativeConfig:
     verified per round, the root (the bonus token) included. draft_tp: ranks that share the draft; 1 replicates it.
     synthetic_acceptance_length: for benchmarks with dummy weights; accept so that 1 + accepted/rounds has this mean
     (minimum-variance schedule, the definition vLLM uses), whatever the draft says, as far as a round's shape holds so
-    many; None verifies for real. adaptive: the tree is the most that rounds verify and draft, and the scheduler may run
+    many; None verifies for real. window: tokens that the draft attends to, the newest of a request; None for all.
+    adaptive: the tree is the most that rounds verify and draft, and the scheduler may run
     smaller shapes, down to none (`speculative.shapes.shapes_of`), as load and acceptance want it.
     """
 
@@ -30,6 +33,7 @@ class SpeculativeConfig:
     draft_tp: int | None = None
     synthetic_acceptance_length: float | None = None
     adaptive: bool = True
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -55,6 +59,11 @@ class SpeculativeConfig:
             raise ValueError(
                 f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
                 f"most {MAX_TREE_WIDTH}; lower one of them"
+            )
+        if self.window is not None and self.window < MIN_WINDOW:
+            raise ValueError(
+                f"window={self.window}: must be at least {MIN_WINDOW}; take the length of the texts that the draft was "
+                "trained on, or leave it out, and it attends to the whole context"
             )
         length = self.synthetic_acceptance_length
         if length is not None and not 1.0 <= length <= self.num_steps + 1:

@@ -6,6 +6,7 @@ suffix, and nothing of that outlives the round. A random request's scores carry 
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +23,19 @@ from workers.runner.model_runner import ModelRunner
 from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
+BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
+
+@dataclass(frozen=True)
 class DraftRunner(ModelRunner[DraftModel]):
-    """The draft with its own pool; page ids are the target's."""
+    """The draft with its own pool; page ids are the target's, so that pages before a window are kept as long as the
+    target needs them.
+
+    window: tokens that each of its rows sees at most, None for all. Rotary embedding knows differences of positions
+        alone, so the draft is as at the beginning of a text, and its KV lies as it would without.
+    """
+
+    window: int | None = None
 
     def context(
         self,
@@ -35,10 +46,18 @@ class DraftRunner(ModelRunner[DraftModel]):
     ) -> ForwardContext:
         """As every runner's; of a draft of several layers only the last is `attending`'s, since the KV of the others'
         successors is made of their output."""
+        if self.window is not None:
+            decode, chunks = self._windowed(decode), self._windowed(chunks)
+            if attending is not None:
+                seen = self._windowed(attending.decode), self._windowed(attending.chunks)
+                attending = Attending(attending.rows, *seen)
         if attending is None or self.model.num_layers == 1:
             return super().context(decode, decode_positions, chunks, attending)
         last = super().context(decode, decode_positions, chunks, attending)
         return replace(super().context(decode, decode_positions, chunks), last=last)
+
+    def _windowed(self, batch: BatchT | None) -> BatchT | None:
+        return None if batch is None else replace(batch, window=self.window)
 
 
 @dataclass(frozen=True)

@@ -19,23 +19,23 @@ class TorchBackend(AttentionBackend):
     name = "torch"
 
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
-        return _prepare_decode(batch) if isinstance(batch, DecodeBatch) else _PreparedPrefill(batch)
+        return _PreparedDecode(batch, {}) if isinstance(batch, DecodeBatch) else _PreparedPrefill(batch)
 
 
 @dataclass(frozen=True)
 class _PreparedDecode(Prepared):
-    """pages: [B, n] int64. hidden: [B, 1, 1, R, n * page_size] bool, True where a row must not look."""
+    """hidden_of: by page size, [B, 1, 1, R, length] bool, True where a row must not look: of the positions that
+    `_pages_seen` gives."""
 
     batch: DecodeBatch
-    pages: Tensor
     hidden_of: dict[int, Tensor]
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
         batch = self.batch
         page_size = page_size_of(kv)
-        num_pages = -(-batch.max_kv_len // page_size)
-        length = num_pages * page_size
-        k, v = _keys_and_values(kv, self.pages[:, :num_pages].flatten())
+        pages, first = _pages_seen(batch, page_size)
+        length = pages.shape[1] * page_size
+        k, v = _keys_and_values(kv, pages.flatten())
         num_kv_heads, head_dim = k.shape[1:]
         k, v = (x.view(batch.num_requests, length, num_kv_heads, -1) for x in (k, v))
         group = q.shape[1] // num_kv_heads
@@ -44,28 +44,41 @@ class _PreparedDecode(Prepared):
         rows = rows.reshape(batch.num_requests, num_kv_heads, group * batch.rows, head_dim)
         scores = (rows * scale) @ k.permute(0, 2, 3, 1)
         scores = scores.view(batch.num_requests, num_kv_heads, group, batch.rows, length)
-        scores = scores.masked_fill(self._hidden(length), float("-inf"))
+        scores = scores.masked_fill(self._hidden(page_size, first, length), float("-inf"))
         weights = torch.softmax(scores.float(), dim=-1).to(q.dtype)
         out = weights.view(batch.num_requests, num_kv_heads, group * batch.rows, length) @ v.permute(0, 2, 1, 3)
         out = out.view(batch.num_requests, num_kv_heads, group, batch.rows, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(batch.num_rows, q.shape[1], -1)
 
-    def _hidden(self, length: int) -> Tensor:
-        if length not in self.hidden_of:
-            self.hidden_of[length] = _hidden_positions(self.batch, length)
-        return self.hidden_of[length]
+    def _hidden(self, page_size: int, first: Tensor | None, length: int) -> Tensor:
+        if page_size not in self.hidden_of:
+            self.hidden_of[page_size] = _hidden_positions(self.batch, first, length)
+        return self.hidden_of[page_size]
 
 
-def _prepare_decode(batch: DecodeBatch) -> _PreparedDecode:
-    return _PreparedDecode(batch, batch.page_table.long(), {})
+def _pages_seen(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor | None]:
+    """Pages [B, n] int64 in which all that rows see lies, and the positions [B] int64 at which the first of them
+    begins, None for 0. Places of a window that are after a table's end repeat its last page, and are masked."""
+    num_pages = -(-batch.max_kv_len // page_size)
+    if batch.window is None:
+        return batch.page_table[:, :num_pages].long(), None
+    first = (batch.prefix_len.long() + 1 - batch.window).clamp_min(0) // page_size
+    num_seen = min(num_pages, (batch.window + batch.suffix_len - 2) // page_size + 2)
+    places = first.unsqueeze(1) + torch.arange(num_seen, device=first.device)
+    return batch.page_table.gather(1, places.clamp_max(batch.page_table.shape[1] - 1)).long(), first * page_size
 
 
-def _hidden_positions(batch: DecodeBatch, length: int) -> Tensor:
-    """[B, 1, 1, R, length] bool: True where a row must not look."""
-    column = torch.arange(length, device=batch.mask.device) - batch.prefix_len.long().unsqueeze(1)
+def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> Tensor:
+    """[B, 1, 1, R, length] bool: True where a row must not look, of positions from `first` [B] on."""
+    origin = batch.prefix_len.long() if first is None else batch.prefix_len.long() - first
+    column = torch.arange(length, device=batch.mask.device) - origin.unsqueeze(1)
     in_suffix = (column >= 0) & (column < batch.suffix_len)
     bits = (batch.mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
-    seen = (column < 0).unsqueeze(1) | (in_suffix.unsqueeze(1) & bits.bool())
+    in_prefix = (column < 0).unsqueeze(1)
+    if batch.window is not None:
+        own = (batch.mask.unsqueeze(2) >> torch.arange(batch.suffix_len, device=column.device)) & 1
+        in_prefix = in_prefix & (column.unsqueeze(1) >= own.sum(2, keepdim=True) - batch.window)
+    seen = in_prefix | (in_suffix.unsqueeze(1) & bits.bool())
     return ~seen.view(batch.num_requests, 1, 1, batch.rows, length)
 
 
@@ -79,22 +92,31 @@ class _PreparedPrefill(Prepared):
         for c, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
             first, end = end, end + count
             if count:
-                out[first:end] = _attend_chunk(q[first:end], kv, self.batch.page_table[c], start, scale)
+                out[first:end] = _attend_chunk(q[first:end], kv, self.batch, c, start, scale)
         out[end:] = 0.0  # padding
         return out
 
 
-def _attend_chunk(q: Tensor, kv: LayerKV | LatentKV, pages: Tensor, start: int, scale: float) -> Tensor:
+def _attend_chunk(
+    q: Tensor, kv: LayerKV | LatentKV, batch: PrefillBatch, chunk: int, start: int, scale: float
+) -> Tensor:
     """Causal attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1."""
-    length = start + q.shape[0]
-    k, v = _keys_and_values(kv, pages[: -(-length // page_size_of(kv))].long())
+    page_size, end = page_size_of(kv), start + q.shape[0]
+    first = 0 if batch.window is None else max(start + 1 - batch.window, 0) // page_size
+    k, v = _keys_and_values(kv, batch.page_table[chunk, first : -(-end // page_size)].long())
+    first *= page_size
+    length = end - first
     k, v = k[:length].transpose(0, 1), v[:length].transpose(0, 1)
     num_kv_heads, head_dim = k.shape[0], k.shape[2]
     group = q.shape[1] // num_kv_heads
     rows = q.view(q.shape[0], num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
     scores = ((rows * scale) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)
     position = torch.arange(length, device=q.device)
-    scores = scores.masked_fill(position > position[start:].unsqueeze(1), float("-inf"))
+    own = position[start - first :].unsqueeze(1)
+    hidden = position > own
+    if batch.window is not None:
+        hidden |= position <= own - batch.window
+    scores = scores.masked_fill(hidden, float("-inf"))
     weights = torch.softmax(scores.float(), dim=-1).to(q.dtype).view(num_kv_heads, -1, length)
     out = (weights @ v).view(num_kv_heads, group, q.shape[0], -1)
     return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)

@@ -112,7 +112,9 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
     budget = split_budget(
         batch.num_requests, multiprocessors * tiles.programs_per_sm // shape.columns(batch.rows, tiles)
     )
-    items = plan_items(batch.prefix_len, batch.suffix_len, budget, tiles.min_span, tiles.block_n, MAX_SPLITS)
+    items = plan_items(
+        batch.prefix_len, batch.suffix_len, budget, tiles.min_span, tiles.block_n, MAX_SPLITS, batch.window
+    )
     each = min(MAX_SPLITS, budget // batch.num_requests)
     at_once = min(MERGED_AT_ONCE, 1 << max(1, (each - 1).bit_length()))
     workspace = backend.workspace(tiles, shape.dim, device)
@@ -124,7 +126,7 @@ def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) ->
     small kernel."""
     device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles
     assert span is not None and batch.max_kv_len <= span * MAX_SPLITS
-    items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len)
+    items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len, batch.window)
     each = partial_rows(tiles, batch.rows * shape.group)
     num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * each
     workspace = backend.fixed_workspace(tiles, num_rows, shape.dim, device)
@@ -213,6 +215,7 @@ class _PreparedPieces(Prepared):
                 causal_mask(len(start), size, device),
                 self.batch.page_table[chunk],
                 longest,
+                window=self.batch.window,
             )
             places = (row.unsqueeze(1) + torch.arange(size, device=device)).flatten()
             prepared.append((_PreparedDecode(decode, self.backend), places))

@@ -25,6 +25,7 @@ from attention.kernels.merge_states import merge_by_the_last, merge_rows
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
 from attention.kernels.pdl import pdl_wait
 from attention.kernels.split_kv import ITEM_FIELDS
+from attention.kernels.window import oldest_seen
 from attention.metadata import DecodeBatch, Mode
 from attention.views import LayerKV
 
@@ -80,6 +81,7 @@ def _attend_decode(
     APART: tl.constexpr,
     PATHS: tl.constexpr,
     PART_M: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -97,6 +99,8 @@ def _attend_decode(
     bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
     prefix = tl.load(prefix_ptr + request)
     last = prefix + suffix_len - 1
+    if WINDOW:
+        oldest = oldest_seen(bits, prefix, WINDOW)
     # Triton keeps several tiles of K and V in flight only if their page numbers were loaded a tile earlier. Positions
     # after the last read some row of its page, and are masked.
     table = table_ptr + request * table_stride
@@ -129,6 +133,8 @@ def _attend_decode(
             seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
             seen = (over < 0)[None, :] | ((over < suffix_len)[None, :] & (seen != 0))
             scores = tl.where(seen, scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
         top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
     if PATHS:
         first_row = tl.program_id(0) // KV_HEADS * BLOCK_M // GROUP
@@ -137,6 +143,8 @@ def _attend_decode(
             for r in range(first_row, end_row):
                 path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
                 place, seen = path_columns(path, start + n - prefix)
+                if WINDOW:
+                    seen = seen & (start + n >= oldest_seen(path, prefix, WINDOW))
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
                 scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
@@ -221,6 +229,7 @@ def attend_decode(
         APART=plan.apart,
         PATHS=plan.fixed and batch.mode in TREE_MODES,
         PART_M=part_m,
+        WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -261,8 +270,13 @@ def reference(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tenso
             for x in (kv.k, kv.v)
         )
         seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
-        seen = torch.cat((seen.new_ones(batch.rows, prefix), seen), 1)
+        seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
         rows = slice(b * batch.rows, (b + 1) * batch.rows)
         scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * scale
         out[rows] = torch.einsum("hrn,nhd->rhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
     return out
+
+
+def within_window(seen: Tensor, window: int | None) -> Tensor:
+    """seen [rows, positions] bool, of which each row keeps the last `window`."""
+    return seen if window is None else seen & (seen.flip(1).cumsum(1).flip(1) <= window)

@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode import TREE_MODES, merge_apart, path_columns
+from attention.kernels.decode import TREE_MODES, merge_apart, path_columns, within_window
 from attention.kernels.decode_plan import FAN, DecodePlan, DecodeTiles, partial_rows
 from attention.kernels.latent_tile import accumulate_latent, finish_latent, load_queries, no_state, score_latent_tile
 from attention.kernels.merge_states import merge_by_the_last
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E
 from attention.kernels.pdl import pdl_wait
 from attention.kernels.split_kv import ITEM_FIELDS
+from attention.kernels.window import oldest_seen
 from attention.metadata import DecodeBatch
 from attention.views import LatentKV
 
@@ -77,6 +78,7 @@ def _attend_latent(
     APART: tl.constexpr,
     PATHS: tl.constexpr,
     PART_M: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -93,6 +95,8 @@ def _attend_latent(
     bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
     prefix = tl.load(prefix_ptr + request)
     last = prefix + suffix_len - 1
+    if WINDOW:
+        oldest = tl.expand_dims(oldest_seen(bits, prefix, WINDOW), TOKENS)
     # Page numbers are loaded a tile ahead, else Triton keeps no tiles in flight: see `attention.kernels.decode`.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
@@ -117,6 +121,8 @@ def _attend_latent(
             seen = ((tl.expand_dims(bits, TOKENS) >> place) & 1) != 0
             seen = tl.expand_dims(over < 0, 1 - TOKENS) | (tl.expand_dims(over < suffix_len, 1 - TOKENS) & seen)
             scores = tl.where(seen, scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(tl.expand_dims(column, 1 - TOKENS) >= oldest, scores, float("-inf"))
         top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS)
     if PATHS:
         first_row = tl.program_id(0) * BLOCK_M // HEADS
@@ -125,6 +131,8 @@ def _attend_latent(
             for r in range(first_row, end_row):
                 path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
                 place, there = path_columns(path, start + n - prefix)
+                if WINDOW:
+                    there = there & (start + n >= oldest_seen(path, prefix, WINDOW))
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
                 scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, D, ROTATED, TOKENS, UPCAST)
@@ -213,6 +221,7 @@ def attend_latent(
         APART=plan.apart,
         PATHS=plan.fixed and batch.mode in TREE_MODES,
         PART_M=part_m,
+        WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -239,7 +248,7 @@ def reference(q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> Tens
         pages = batch.page_table[b, : -(-length // page_size)].long()
         rows = kv.rows[pages].double().view(-1, width)[:length]
         seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
-        seen = torch.cat((seen.new_ones(batch.rows, prefix), seen), 1)
+        seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
         mine = slice(b * batch.rows, (b + 1) * batch.rows)
         scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)

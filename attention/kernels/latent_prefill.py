@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention.kernels.latent_tile import accumulate_latent, finish_latent, load_queries, no_state, score_latent_tile
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E
-from attention.kernels.prefill import PrefillTiles
+from attention.kernels.prefill import PrefillTiles, hidden_of_chunk
 from attention.kernels.prefill_plan import TILE_FIELDS
 from attention.metadata import PrefillBatch
 from attention.views import LatentKV
@@ -35,6 +35,7 @@ def _attend_latent_prefill(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     ROWS: tl.constexpr = BLOCK_M // HEADS_OF_TILE
@@ -52,14 +53,19 @@ def _attend_latent_prefill(
     q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
     top, total, acc = no_state(BLOCK_M, BLOCK_N, D, 1)
     table = table_ptr + chunk * table_stride
-    page = tl.load(table + tl.minimum(0 if PAGE % BLOCK_N == 0 else n, last) // PAGE)
-    for start in range(0, last + 1, BLOCK_N):
+    low = 0
+    if WINDOW:
+        low = tl.maximum(start_position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    for start in range(low, last + 1, BLOCK_N):
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
         scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, D, ROTATED, 1, UPCAST)
         if start + BLOCK_N > start_position:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, 1)
     total, acc = finish_latent(total, acc, 1)
     out = out_ptr + ((row * HEADS + head) * D)[:, None] + d[None, :]
@@ -111,6 +117,7 @@ def attend_latent_prefill(
         PAGE=kv.rows.shape[1],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -128,7 +135,7 @@ def reference(q: Tensor, kv: LatentKV, batch: PrefillBatch, scale: float) -> Ten
         length = start + mine.stop - mine.start
         pages = batch.page_table[c, : -(-length // page_size)].long()
         rows = kv.rows[pages].double().view(-1, width)[:length]
-        hidden = torch.ones(mine.stop - mine.start, length, dtype=torch.bool, device=q.device).triu(start + 1)
+        hidden = hidden_of_chunk(start, mine.stop - mine.start, batch.window).to(q.device)
         scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[mine] = torch.einsum("hrn,nd->rhd", weights, rows[:, : kv.latent])

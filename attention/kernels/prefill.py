@@ -40,6 +40,7 @@ def _attend_span(
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """KV positions low .. high - 1 for rows at `position` [M]; without MASKED every row sees all of them."""
@@ -51,6 +52,8 @@ def _attend_span(
         scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
         if MASKED:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
+            if WINDOW:
+                scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
     return top, total, acc
 
@@ -73,6 +76,7 @@ def _attend_prefill(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     ROWS: tl.constexpr = BLOCK_M // GROUP
@@ -99,8 +103,37 @@ def _attend_prefill(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     table = table_ptr + chunk * table_stride
     common = (start + 1) // BLOCK_N * BLOCK_N
+    low = 0
+    if WINDOW:
+        # Of the tiles before those that all rows see, each row sees its own part.
+        first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        low = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
+        top, total, acc = _attend_span(
+            first_tile,
+            low,
+            q,
+            k_ptr,
+            v_ptr,
+            table,
+            position,
+            last,
+            head,
+            scale_log2,
+            top,
+            total,
+            acc,
+            n,
+            d,
+            KV_HEADS,
+            D,
+            PAGE,
+            BLOCK_N,
+            True,
+            WINDOW,
+            UPCAST,
+        )
     top, total, acc = _attend_span(
-        0,
+        low,
         common,
         q,
         k_ptr,
@@ -120,6 +153,7 @@ def _attend_prefill(
         PAGE,
         BLOCK_N,
         False,
+        WINDOW,
         UPCAST,
     )
     top, total, acc = _attend_span(
@@ -143,6 +177,7 @@ def _attend_prefill(
         PAGE,
         BLOCK_N,
         True,
+        WINDOW,
         UPCAST,
     )
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
@@ -201,6 +236,7 @@ def attend_prefill(
         PAGE=page_size,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -222,7 +258,13 @@ def reference(q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tens
             x[pages].double().view(-1, num_kv_heads, head_dim)[:length].repeat_interleave(group, 1)
             for x in (kv.k, kv.v)
         )
-        hidden = torch.ones(rows.stop - rows.start, length, dtype=torch.bool, device=q.device).triu(start + 1)
+        hidden = hidden_of_chunk(start, rows.stop - rows.start, batch.window).to(q.device)
         scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * scale
         out[rows] = torch.einsum("hrn,nhd->rhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
     return out
+
+
+def hidden_of_chunk(start: int, rows: int, window: int | None) -> Tensor:
+    """[rows, start + rows] bool: the positions that rows at `start` onwards do not see."""
+    every = torch.ones(rows, start + rows, dtype=torch.bool)
+    return every.triu(start + 1) if window is None else every.triu(start + 1) | every.tril(start - window)

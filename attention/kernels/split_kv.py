@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.window import first_seen
+
 # Columns of an item: the request or IDLE; the first and one past the last KV position; the number of its partial result
 # (among those of all requests that are cut); that of the request's first item; the request's number of items.
 ITEM_FIELDS = tl.constexpr(8)  # six, so that an item does not cross a 32-byte sector
@@ -33,10 +35,15 @@ def _plan_items(
     MAX_SPLITS: tl.constexpr,
     REQUESTS: tl.constexpr,
     ITEMS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     request = tl.arange(0, REQUESTS)
     present = request < num_requests
     length = tl.where(present, tl.load(prefix_ptr + request, mask=present, other=0) + suffix_len, 0)
+    end = length
+    if WINDOW:
+        origin = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // TILE * TILE
+        length -= origin
     # With spans of total / budget, rounding up adds less than one item per request: at most budget + num_requests.
     span = tl.maximum(tl.cdiv(tl.sum(length, 0), budget), min_span)
     count = tl.minimum(tl.cdiv(length, span), MAX_SPLITS)
@@ -50,9 +57,11 @@ def _plan_items(
         item = items_ptr + (start[:, None] + i) * ITEM_FIELDS
         used = i < count[:, None]
         low = i * even[:, None]
+        if WINDOW:
+            low += origin[:, None]
         tl.store(item, request[:, None] + i * 0, mask=used)
         tl.store(item + 1, low, mask=used)
-        tl.store(item + 2, tl.minimum(low + even[:, None], length[:, None]), mask=used)
+        tl.store(item + 2, tl.minimum(low + even[:, None], end[:, None]), mask=used)
         tl.store(item + 3, first[:, None] + i, mask=used)
         tl.store(item + 4, first[:, None] + i * 0, mask=used)
         tl.store(item + 5, count[:, None] + i * 0, mask=used)
@@ -64,16 +73,21 @@ def _plan_items(
 
 
 @triton.jit(do_not_specialize=["suffix_len", "span", "each"])
-def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EACH: tl.constexpr):
+def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EACH: tl.constexpr, WINDOW: tl.constexpr):
     request, i = tl.program_id(0), tl.arange(0, EACH)
     length = tl.load(prefix_ptr + request) + suffix_len
     count = tl.minimum(tl.cdiv(length, span), each)
+    place = i
+    if WINDOW:
+        skipped = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // span
+        count = tl.minimum(tl.cdiv(length, span) - skipped, each)
+        place += skipped
     first = request * each
     item = items_ptr + (first + i) * ITEM_FIELDS
     there = i < each
     tl.store(item, tl.where(i < count, request, IDLE), mask=there)
-    tl.store(item + 1, i * span, mask=there)
-    tl.store(item + 2, tl.minimum(i * span + span, length), mask=there)
+    tl.store(item + 1, place * span, mask=there)
+    tl.store(item + 2, tl.minimum(place * span + span, length), mask=there)
     tl.store(item + 3, first + i, mask=there)
     tl.store(item + 4, first + i * 0, mask=there)
     tl.store(item + 5, count + i * 0, mask=there)
@@ -91,8 +105,17 @@ class Items:
     requests: Tensor
 
 
-def plan_items(prefix_len: Tensor, suffix_len: int, budget: int, min_span: int, tile: int, max_splits: int) -> Items:
-    """The items of requests of prefix_len [B] int32 plus suffix_len positions each.
+def plan_items(
+    prefix_len: Tensor,
+    suffix_len: int,
+    budget: int,
+    min_span: int,
+    tile: int,
+    max_splits: int,
+    window: int | None = None,
+) -> Items:
+    """The items of requests of prefix_len [B] int32 plus suffix_len positions each, from the tile on in which their
+    window begins, if they have one.
 
     No request is cut into more than max_splits items nor, but for the last, into items shorter than about min_span;
     boundaries are multiples of `tile`. At most 2 * budget partials are used. budget = 0 cuts nothing.
@@ -114,31 +137,53 @@ def plan_items(prefix_len: Tensor, suffix_len: int, budget: int, min_span: int, 
         MAX_SPLITS=max_splits,
         REQUESTS=triton.next_power_of_2(num_requests),
         ITEMS=triton.next_power_of_2(num_items),
+        WINDOW=window or 0,
         num_warps=4,
     )
     return Items(items, requests)
 
 
-def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int) -> Items:
+def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, window: int | None = None) -> Items:
     """The items of requests of prefix_len [B] int32 plus suffix_len positions each, at most max_kv_len: each request is
-    cut at the multiples of `span`, whatever the others are. A request has ceil(max_kv_len / span) partials."""
+    cut at the multiples of `span`, whatever the others are. A request has ceil(max_kv_len / span) partials, or those
+    that a window may touch."""
     num_requests, each = prefix_len.shape[0], triton.cdiv(max_kv_len, span)
+    if window is not None:
+        each = min(each, triton.cdiv(window + suffix_len, span) + 1)
     items = torch.empty((num_requests * each, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
     _plan_spans[(num_requests,)](
-        prefix_len, items, requests, suffix_len, span, each, EACH=triton.next_power_of_2(each), num_warps=1
+        prefix_len,
+        items,
+        requests,
+        suffix_len,
+        span,
+        each,
+        EACH=triton.next_power_of_2(each),
+        WINDOW=window or 0,
+        num_warps=1,
     )
     return Items(items, requests)
 
 
-def reference(lengths: list[int], budget: int, min_span: int, tile: int, max_splits: int) -> list[list[int]]:
+def reference(
+    prefixes: list[int],
+    suffix_len: int,
+    budget: int,
+    min_span: int,
+    tile: int,
+    max_splits: int,
+    window: int | None = None,
+) -> list[list[int]]:
     """The same items as rows of six fields, without the idle ones."""
+    origins = [first_seen(prefix, window) // tile * tile for prefix in prefixes]
+    lengths = [prefix + suffix_len - origin for prefix, origin in zip(prefixes, origins, strict=True)]
     span = max(triton.cdiv(sum(lengths), max(budget, 1)), min_span if budget else 1 << 30)
     items, partial = [], 0
-    for request, length in enumerate(lengths):
+    for request, (origin, length) in enumerate(zip(origins, lengths, strict=True)):
         count = min(triton.cdiv(length, span), max_splits)
         even = triton.cdiv(triton.cdiv(length, count), tile) * tile
-        bounds = [(low, min(low + even, length)) for low in range(0, length, even)]
+        bounds = [(origin + low, origin + min(low + even, length)) for low in range(0, length, even)]
         items += [[request, low, high, partial + i, partial, len(bounds)] for i, (low, high) in enumerate(bounds)]
         partial += len(bounds) if len(bounds) > 1 else 0
     return items

@@ -102,7 +102,9 @@ def _draft(config: AerieConfig) -> str:
     if draft is None:
         return "none: plain decoding"
     kind = "chain" if draft.top_k == 1 else f"tree of top {draft.top_k}"
-    return f"{draft.path} ({draft.method}, {kind}, depth {draft.num_steps}, {draft.num_draft_tokens} nodes verified)"
+    sees = "" if draft.window is None else f", sees the last {draft.window} tokens"
+    nodes = f"{draft.num_draft_tokens} nodes verified"
+    return f"{draft.path} ({draft.method}, {kind}, depth {draft.num_steps}, {nodes}{sees})"
 
 
 def _ms(value: float) -> str:

@@ -36,9 +36,9 @@ def matrix() -> str:
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     lines += [
         "",
-        "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | "
+        "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | window of the draft | "
         "reads lengths on the host |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [f"| `{name}` | {' | '.join(_facts(name))} |" for name in BACKENDS]
     lines += ["", "Refused, in the words of a refused start:", ""]
@@ -66,6 +66,7 @@ def _facts(name: str) -> list[str]:
         _able(name, {dim: dataclasses.replace(home, head_dim=dim) for dim in HEAD_DIMS}),
         _able(name, {group: dataclasses.replace(home, num_heads=count) for group, count in heads.items()}),
         _able(name, {str(t).removeprefix("torch."): dataclasses.replace(home, dtype=t) for t in TYPES}),
+        "no" if refusal(name, dataclasses.replace(home, window=1024)) else "yes",
         ", ".join(sorted(mode.value for mode in BACKENDS[name].cpu_seq_lens_modes)) or "never",
     ]
 
@@ -86,6 +87,7 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(home, head_dim=512),
         dataclasses.replace(home, num_heads=64 * home.num_kv_heads),
         dataclasses.replace(home, dtype=torch.float32),
+        dataclasses.replace(home, window=1024),
         latent,
         dataclasses.replace(latent, mode=Mode.PREFILL),
         dataclasses.replace(latent, capability=(10, 0)),

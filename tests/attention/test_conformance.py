@@ -28,6 +28,7 @@ from tests.support.attention_cases import (
     LENGTHS,
     MAX_LENGTH,
     SHAPES,
+    WINDOWED,
     WORKS,
     Shape,
     Work,
@@ -46,6 +47,7 @@ CASES = [
     pytest.param(work, shape, id=f"{work.name.replace(' ', '_')}-{shape.name}")
     for work, shape in (
         *itertools.product(WORKS, (*SHAPES, *LATENT_SHAPES)),
+        *itertools.product(WINDOWED, (*SHAPES[:3], *LATENT_SHAPES[:2])),
         (WIDE, SHAPES[0]),
         (WIDE, LATENT_SHAPES[0]),
     )
@@ -61,7 +63,11 @@ CPU_CASES = [
         id=f"{work.name.replace(' ', '_')}-{shape.name}",
         marks=() if shape == CPU_SHAPES[0] or work.name in EVERY_SHAPE else pytest.mark.slow,
     )
-    for work, shape in (*itertools.product(WORKS, CPU_SHAPES), (WIDE, CPU_SHAPES[0]))
+    for work, shape in (
+        *itertools.product(WORKS, CPU_SHAPES),
+        *((work, CPU_SHAPES[0]) for work in (WIDE, *WINDOWED)),
+        (WINDOWED[-1], CPU_SHAPES[-1]),
+    )
 ]
 on_gpu = pytest.mark.gpu
 
@@ -106,7 +112,7 @@ class Conformance:
         self.kv = random_pool(shape, num_pages(shape.page_size, work.suffix_len), device).layer(0)
         self.batch: DecodeBatch | PrefillBatch
         if work.mode is Mode.PREFILL:
-            self.batch = prefill_batch(shape, device)
+            self.batch = prefill_batch(shape, device, work.window)
         else:
             self.batch = dataclasses.replace(decode_batch(work, shape, LENGTHS[0], device), max_kv_len=MAX_LENGTH)
         self.q = random_rows(self.batch.num_rows, shape, device)

@@ -93,11 +93,12 @@ def test_contexts_are_cut_at_the_same_places_in_every_batch() -> None:
 
 @pytest.mark.parametrize("rows,suffix_len", [(1, 1), (5, 9)] if INTERPRETED else [(1, 1), (4, 4), (5, 9), (21, 21)])
 @pytest.mark.parametrize("mode", [Mode.VERIFY, Mode.DRAFT_EXTEND])
-def test_attention_is_right(rows: int, suffix_len: int, mode: Mode) -> None:
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_is_right(rows: int, suffix_len: int, mode: Mode, window: int | None) -> None:
     torch.manual_seed(rows)
     num_pages = sum(-(-(n + suffix_len) // PAGE) for n in PREFIXES) + 3
     pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, DTYPE)
-    batch = random_decode(mode, rows, suffix_len, PREFIXES, PAGE, num_pages)
+    batch = random_decode(mode, rows, suffix_len, PREFIXES, PAGE, num_pages, window)
     q = random_rows(batch.num_rows, GROUP * KV_HEADS, HEAD_DIM, DTYPE)
     assert_close(attend(pool, batch, q), decode.reference(q, pool.layer(0), batch, SCALE), DTYPE)
 

@@ -1,6 +1,8 @@
 """The triton backend over latent rows, and the kernels around it, against float64 and torch: on a GPU, or small cases
 under Triton's interpreter, which `test_triton_interpreter` starts. Tolerances: `tests.support.triton_cases`."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,11 +52,12 @@ def check(
     latent: int = 32,
     rotated: int = 16,
     span: int | None = None,
+    window: int | None = None,
 ) -> None:
     torch.manual_seed(rows * 100 + suffix_len)
     num_pages = sum(-(-(n + suffix_len) // page_size) for n in prefixes) + 3
     kv = random_layer(num_pages, page_size, latent, rotated, dtype)
-    batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages)
+    batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
     prepared = TritonBackend(span).prepare(batch)
     expected = latent_decode.reference(q, kv, batch, SCALE)
@@ -70,6 +73,16 @@ def check(
 )
 def test_small_ragged_batches(page_size: int, heads: int, rows: int, suffix_len: int) -> None:
     check(Mode.VERIFY, rows, suffix_len, [0, 1, 77, 130], heads, page_size, torch.float32)
+
+
+@pytest.mark.parametrize("page_size,heads,rows,suffix_len", [(1, 4, 1, 1), (16, 8, 4, 9)])
+def test_small_batches_in_a_window(page_size: int, heads: int, rows: int, suffix_len: int) -> None:
+    check(Mode.VERIFY, rows, suffix_len, [0, 63, 64, 230], heads, page_size, torch.float32, window=70)
+
+
+@pytest.mark.parametrize("rows,heads", [(1, 16), (3, 8), (4, 20)])
+def test_tiles_of_half_types_in_a_window(rows: int, heads: int) -> None:
+    check(Mode.DRAFT_EXTEND, rows, rows, [130, 0, 300], heads, 16, torch.bfloat16, window=100)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +121,24 @@ def test_in_a_fixed_plan_a_row_is_the_same_in_a_tree_and_alone() -> None:
     assert torch.equal(tree[[0, 2, 3]], chain)
 
 
-def prefill(heads: int, page_size: int, dtype: torch.dtype, latent: int, rotated: int, longest: int, most: int) -> None:
+def prefill(
+    heads: int,
+    page_size: int,
+    dtype: torch.dtype,
+    latent: int,
+    rotated: int,
+    longest: int,
+    most: int,
+    window: int | None = None,
+) -> None:
     torch.manual_seed(heads)
     starts, counts = (0, 33, 5, longest), (7, 1, 0, most)
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     num_pages = sum(-(-n // page_size) for n in lengths) + 1
     kv = random_layer(num_pages, page_size, latent, rotated, dtype)
     batch = PrefillBatch.from_lists(starts, counts, random_table(lengths, page_size, num_pages), sum(counts) + 3)
-    on_device = PrefillBatch(batch.qo_indptr, batch.starts, batch.page_table, batch.num_rows, None)
+    batch = dataclasses.replace(batch, window=window)
+    on_device = dataclasses.replace(batch, lists=None)
     q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
     expected = latent_prefill.reference(q, kv, batch, SCALE)
     for each in (batch, on_device):
@@ -127,6 +150,10 @@ def prefill(heads: int, page_size: int, dtype: torch.dtype, latent: int, rotated
 @pytest.mark.parametrize("heads,page_size", [(5, 16), (20, 1)])
 def test_prompt_chunks(heads: int, page_size: int) -> None:
     prefill(heads, page_size, torch.float32 if INTERPRETED else torch.bfloat16, 32, 16, 18, 9)
+
+
+def test_prompt_chunks_in_a_window() -> None:
+    prefill(5, 16, torch.float32 if INTERPRETED else torch.bfloat16, 32, 16, 100, 40, window=64)
 
 
 def test_sizes_without_tiles_are_refused() -> None:

@@ -1,5 +1,7 @@
 """The oracle backend against attention written out position by position."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,37 +47,51 @@ def paged(lengths: list[int], page_size: int, seed: int) -> tuple[KVPool, Tensor
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
-@pytest.mark.parametrize("rows,suffix_len", [(1, 1), (4, 4), (3, 9), (7, 7)])
-def test_decode_rows_see_their_prefix_and_their_mask(page_size: int, rows: int, suffix_len: int) -> None:
-    prefixes = [0, 1, 17, 54]
+@pytest.mark.parametrize(
+    "rows,suffix_len,window", [(1, 1, None), (4, 4, None), (3, 9, None), (7, 7, None), (4, 4, 64), (3, 9, 65)]
+)
+def test_decode_rows_see_their_prefix_and_their_mask(
+    page_size: int, rows: int, suffix_len: int, window: int | None
+) -> None:
+    """Through a window the newest of them, as many as it is wide, whatever columns of others lie between."""
+    prefixes = [0, 1, 17, 54] if window is None else [0, 60, 64, 200]
     pool, table, keys, values = paged([n + suffix_len for n in prefixes], page_size, seed=rows)
     generator = torch.Generator().manual_seed(suffix_len)
     mask = torch.randint(0, 1 << suffix_len, (len(prefixes), rows), generator=generator)
     mask |= 1 << torch.arange(suffix_len - rows, suffix_len)  # every row sees itself
     q = torch.randn(len(prefixes) * rows, HEADS, DIM, generator=generator)
     batch = DecodeBatch(
-        Mode.VERIFY, rows, suffix_len, torch.tensor(prefixes, dtype=torch.int32), mask, table, 54 + suffix_len
+        Mode.VERIFY,
+        rows,
+        suffix_len,
+        torch.tensor(prefixes, dtype=torch.int32),
+        mask,
+        table,
+        prefixes[-1] + suffix_len,
+        window=window,
     )
     out = build_backend("torch", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
     for b, prefix in enumerate(prefixes):
         for r in range(rows):
             seen = list(range(prefix)) + [prefix + j for j in range(suffix_len) if int(mask[b, r]) >> j & 1]
-            expected = naive(q[b * rows + r], keys[b], values[b], seen)
-            # float32 sums of up to 63 terms: 63 * 2^-24 relative, values below 4
+            expected = naive(q[b * rows + r], keys[b], values[b], seen[-window:] if window else seen)
+            # float32 sums of up to 74 terms: 74 * 2^-24 relative, values below 4
             torch.testing.assert_close(out[b * rows + r].double(), expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_chunk_rows_see_all_before_them(page_size: int) -> None:
-    starts, counts = [0, 5, 33], [7, 1, 20]
+@pytest.mark.parametrize("window", [None, 64])
+def test_chunk_rows_see_all_before_them(page_size: int, window: int | None) -> None:
+    starts, counts = ([0, 5, 33], [7, 1, 20]) if window is None else ([0, 63, 133], [70, 3, 20])
     pool, table, keys, values = paged([s + n for s, n in zip(starts, counts, strict=True)], page_size, seed=3)
     q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(1))
-    batch = PrefillBatch.from_lists(starts, counts, table)
+    batch = dataclasses.replace(PrefillBatch.from_lists(starts, counts, table), window=window)
     out = build_backend("torch", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), DIM**-0.5)
     row = 0
     for c, start in enumerate(starts):
         for i in range(counts[c]):
-            expected = naive(q[row], keys[c], values[c], list(range(start + i + 1)))
+            seen = list(range(start + i + 1))
+            expected = naive(q[row], keys[c], values[c], seen[-window:] if window else seen)
             torch.testing.assert_close(out[row].double(), expected, atol=2e-6, rtol=1e-5)
             row += 1
 

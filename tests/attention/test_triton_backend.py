@@ -39,11 +39,12 @@ def check_decode(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    window: int | None = None,
 ) -> None:
     torch.manual_seed(rows * 100 + suffix_len)
     num_pages = sum(-(-(n + suffix_len) // page_size) for n in prefixes) + 3
     pool = random_pool(num_pages, page_size, num_kv_heads, head_dim, dtype)
-    batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages)
+    batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     prepared = build_backend("triton", mode).prepare(batch)
     expected = decode.reference(q, pool.layer(0), batch, head_dim**-0.5)
@@ -75,6 +76,25 @@ def test_small_ragged_batches(page_size: int, group: int, rows: int, suffix_len:
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_small_batches_in_half_types(mode: Mode, rows: int, suffix_len: int, dtype: torch.dtype) -> None:
     check_decode(mode, rows, suffix_len, [130, 0, 64], 4, 1, 32, 16, dtype)
+
+
+@pytest.mark.parametrize("page_size,rows,suffix_len,window", [(1, 1, 1, 64), (16, 4, 4, 65), (64, 3, 63, 64)])
+def test_small_batches_in_a_window(page_size: int, rows: int, suffix_len: int, window: int) -> None:
+    check_decode(Mode.VERIFY, rows, suffix_len, [0, 63, 64, 300], 4, 1, 16, page_size, torch.float32, window)
+
+
+def test_what_is_before_a_window_is_not_read() -> None:
+    """It is no number here. Rows that share a tile have windows that begin at different places."""
+    torch.manual_seed(5)
+    prefix, page_size, window = 200, 4, 64
+    pool = random_pool(60, page_size, 2, 16, torch.float32)
+    batch = random_decode(Mode.DRAFT_DECODE, 2, 2, [prefix], page_size, 60, window)
+    batch.mask.fill_(1).mul_(torch.tensor([1, 3], device=DEVICE))
+    before = (prefix - window) // decode_plan.decode_tiles(4, 16, 4, 0.5).block_n * 32 // page_size
+    pool.layer(0).k[batch.page_table[0, :before].long()] = float("nan")
+    q = random_rows(2, 4, 16, torch.float32)
+    out = build_backend("triton", Mode.DRAFT_DECODE).prepare(batch).forward(q, pool.layer(0), 0.25)
+    assert out.isfinite().all()
 
 
 def test_more_rows_than_a_program_takes() -> None:
@@ -133,20 +153,25 @@ def test_a_causal_mask_without_memory_per_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths,budget",
+    "lengths,budget,window",
     [
-        ([5], 0),
-        ([700], 16),
-        ([640, 640, 640], 9),
-        ([4, 4000, 65, 64, 1], 7),
-        ([33] * 50, 12),
-        ([8192], 64),
+        ([5], 0, None),
+        ([700], 16, None),
+        ([640, 640, 640], 9, None),
+        ([4, 4000, 65, 64, 1], 7, None),
+        ([33] * 50, 12, None),
+        ([8192], 64, None),
+        ([4, 4000, 65, 64, 1, 129], 7, 64),
+        ([8192, 1000], 64, 900),
+        ([4000, 63], 0, 100),
     ],
 )
-def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budget: int) -> None:
+def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budget: int, window: int | None) -> None:
     prefix = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
-    items = split_kv.plan_items(prefix, 1, budget, min_span=50, tile=32, max_splits=64).items.tolist()
-    expected = split_kv.reference(lengths, budget, 50, 32, 64)
+    items = split_kv.plan_items(prefix, 1, budget, 50, tile=32, max_splits=64, window=window).items.tolist()
+    expected = split_kv.reference(prefix.tolist(), 1, budget, 50, 32, 64, window)
+    if window is not None:
+        assert sum(high - low for _, low, high, *_ in expected) <= len(lengths) * (window + 32)
     assert [row[:6] for row in items[: len(expected)]] == expected
     assert all(row[0] == split_kv.IDLE.value for row in items[len(expected) :])
     assert len(expected) <= len(items) == len(lengths) + budget

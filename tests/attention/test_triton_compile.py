@@ -92,6 +92,7 @@ def decode_constants(
         "APART": False,
         "PATHS": False,
         "PART_M": tiles.block_m,
+        "WINDOW": 0,
         "PDL": True,
         "UPCAST": False,
     }
@@ -142,9 +143,23 @@ def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan.D
         "APART": False,
         "PATHS": False,
         "PART_M": tiles.block_m,
+        "WINDOW": 0,
         "PDL": True,
         "UPCAST": False,
     }
+
+
+def test_decode_attention_in_a_window_fits_hopper(tmp_path: Path) -> None:
+    """As without: no state of it spills, and as many programs run."""
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
+    pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
+    for rows, page_size, density in ((1, 16, 0.5), (4, 16, 8)):
+        tiles = decode_plan.decode_tiles(rows * 4, 128, 2, density)
+        constants = decode_constants(rows, 4, 128, page_size, tiles) | {"APART": density <= 1, "WINDOW": 2048}
+        spills, shared, ptx = compiled(decode._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages)
+        assert spills == 0
+        assert shared * tiles.programs_per_sm <= SHARED_PER_SM
+        assert "cp.async.cg" in ptx
 
 
 LATENT_POINTERS = dict.fromkeys(("q_ptr", "rows_ptr", "out_ptr"), "bf16")
@@ -152,20 +167,23 @@ LATENT_POINTERS |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
 
 
 @pytest.mark.parametrize(
-    "rows,heads,page_size,density",
+    "rows,heads,page_size,density,window",
     [
-        (1, 16, 16, 0.1),
-        (1, 16, 64, 8),
-        (2, 16, 1, 0.5),
-        (4, 16, 16, 0.1),
-        (4, 16, 1, 8),
-        (8, 16, 64, 1),
-        (1, 128, 64, 1),
+        (1, 16, 16, 0.1, 0),
+        (1, 16, 64, 8, 0),
+        (2, 16, 1, 0.5, 0),
+        (4, 16, 16, 0.1, 0),
+        (4, 16, 1, 8, 0),
+        (8, 16, 64, 1, 0),
+        (1, 128, 64, 1, 0),
+        (4, 16, 16, 0.1, 2048),
     ],
 )
-def test_latent_attention_fits_hopper(rows: int, heads: int, page_size: int, density: float, tmp_path: Path) -> None:
+def test_latent_attention_fits_hopper(
+    rows: int, heads: int, page_size: int, density: float, window: int, tmp_path: Path
+) -> None:
     tiles = latent_decode.latent_tiles(rows * heads, 2, density)
-    constants = latent_constants(rows, heads, page_size, tiles) | {"APART": density <= 1}
+    constants = latent_constants(rows, heads, page_size, tiles) | {"APART": density <= 1, "WINDOW": window}
     spills, shared, ptx = compiled(
         latent_decode._attend_latent, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages
     )
@@ -175,12 +193,12 @@ def test_latent_attention_fits_hopper(rows: int, heads: int, page_size: int, den
     assert "cp.async.cg" in ptx  # latent rows are loaded ahead
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_latent_chunk_attention_fits_hopper(heads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads,window", [(16, 0), (128, 0), (16, 2048)])
+def test_latent_chunk_attention_fits_hopper(heads: int, window: int, tmp_path: Path) -> None:
     tiles = latent_prefill.latent_prefill_tiles(2)
     together = latent_prefill.heads_of_tile(heads, tiles)
     constants = {"HEADS": heads, "HEADS_OF_TILE": together, "D": 512, "ROTATED": 64, "PAGE": 16, "UPCAST": False}
-    constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "WINDOW": window}
     spills, shared, ptx = compiled(
         latent_prefill._attend_latent_prefill, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages
     )
@@ -207,9 +225,10 @@ def test_decode_attention_in_fixed_spans_fits_hopper(
 
 
 @pytest.mark.parametrize(
-    "group,head_dim,dtype", [(4, 128, "bf16"), (1, 128, "bf16"), (7, 64, "bf16"), (4, 128, "fp32")]
+    "group,head_dim,dtype,window",
+    [(4, 128, "bf16", 0), (1, 128, "bf16", 0), (7, 64, "bf16", 0), (4, 128, "fp32", 0), (4, 128, "bf16", 2048)],
 )
-def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_path: Path) -> None:
+def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, window: int, tmp_path: Path) -> None:
     tiles = prefill.prefill_tiles(group, head_dim, DTYPES[dtype])
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     constants = {
@@ -219,6 +238,7 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_
         "PAGE": 16,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
+        "WINDOW": window,
         "UPCAST": False,
     }
     spills, shared, ptx = compiled(prefill._attend_prefill, tmp_path, pointers, constants, tiles.warps, tiles.stages)
@@ -230,7 +250,8 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, tmp_
 
 def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     constants: dict[str, Any] = {"TILE": 64, "MAX_SPLITS": 64, "REQUESTS": 512, "ITEMS": 1024}
-    assert compiled(split_kv._plan_items, tmp_path, {}, constants, 4, 1)[0] == 0
+    for window in (0, 2048):
+        assert compiled(split_kv._plan_items, tmp_path, {}, constants | {"WINDOW": window}, 4, 1)[0] == 0
     constants = {"BLOCK": prefill_plan.BLOCK, "CHUNKS": prefill_plan.CHUNKS}
     assert compiled(prefill_plan._plan_tiles, tmp_path, {}, constants, 4, 1)[0] == 0
     constants = {"BLOCK": slot_mapping.BLOCK, "CHUNKS": slot_mapping.CHUNKS}

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 # An engine's answers, and kernels that others have most in common with or that `make test` compiles for Hopper.
 SLOW_FILES = (
     "tests/speculative/test_deterministic_interpreted.py",
+    "tests/speculative/test_deterministic_experts.py",
     "tests/workers/test_expert_kernels.py",
+    "tests/workers/test_expert_layers.py",
     "tests/attention/test_fixed_spans.py",
     "tests/workers/test_fp8_layers.py",
     "tests/attention/test_flashinfer_latent.py",

@@ -37,12 +37,14 @@ def check_prefill(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    window: int | None = None,
 ) -> None:
     torch.manual_seed(len(starts))
     lengths = [start + n for start, n in zip(starts, counts, strict=True)]
     num_pages = sum(-(-n // page_size) for n in lengths) + 3
     pool = random_pool(num_pages, page_size, num_kv_heads, head_dim, dtype)
     batch = PrefillBatch.from_lists(starts, counts, random_table(lengths, page_size, num_pages))
+    batch = dataclasses.replace(batch, window=window)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), head_dim**-0.5)
     assert_close(out, prefill.reference(q, pool.layer(0), batch, head_dim**-0.5), dtype)
@@ -51,6 +53,11 @@ def check_prefill(
 @pytest.mark.parametrize("page_size,group", [(1, 1), (4, 3), (16, 4), (64, 8)])
 def test_small_ragged_chunks(page_size: int, group: int) -> None:
     check_prefill([0, 5, 33, 0], [7, 1, 20, 30], group, 2, 16, page_size, torch.float32)
+
+
+@pytest.mark.parametrize("page_size,group,window", [(1, 1, 64), (16, 4, 65)])
+def test_small_chunks_in_a_window(page_size: int, group: int, window: int) -> None:
+    check_prefill([0, 62, 150], [70, 9, 1], group, 1, 16, page_size, torch.float32, window)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)

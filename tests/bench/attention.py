@@ -63,7 +63,9 @@ def layer_views(memory: Tensor, num_layers: int, num_pages: int) -> list[LayerKV
     return [LayerKV(pool[0], pool[1]) for pool in pools]
 
 
-def decode_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[Callable[[], None], int]:
+def decode_layers(
+    memory: Tensor, batch: int, rows: int, context: int, window: int | None
+) -> tuple[Callable[[], None], int]:
     """A pass of verify attention, and its number of layers."""
     pages = -(-(context + rows) // PAGE)
     bytes_per_layer = 2 * (batch * pages + 1) * PAGE * KV_HEADS * DIM * 2
@@ -78,6 +80,7 @@ def decode_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[
         causal_mask(batch, rows, device),
         table.to(device),
         MAX_PREFIX,
+        window=window,
     )
     q = torch.randn((batch * rows, HEADS, DIM), device=device, dtype=memory.dtype)
     backend = build_backend("triton", Mode.VERIFY)
@@ -91,19 +94,20 @@ def decode_layers(memory: Tensor, batch: int, rows: int, context: int) -> tuple[
 
 
 def bench_decode(
-    clock: Clock, memory: Tensor, batches: list[int], widths: list[int], contexts: list[int]
+    clock: Clock, memory: Tensor, batches: list[int], widths: list[int], contexts: list[int], window: int | None
 ) -> list[dict]:
     results = []
     for context in contexts:
         for batch in batches:
             if batch * (context + PAGE * 2) * BYTES_PER_TOKEN * 2 > memory.nbytes:
                 continue
-            passes = [decode_layers(memory, batch, rows, context) for rows in widths]
+            passes = [decode_layers(memory, batch, rows, context, window) for rows in widths]
             graphs = [captured(run) for run, _ in passes]
             *times, copy = clock.medians(*(graph.replay for graph in graphs))
             rate = clock.copy_rate(copy)
             for rows, (_, num_layers), time in zip(widths, passes, times, strict=True):
-                floor = batch * (context + rows) * BYTES_PER_TOKEN / rate / 1e6
+                seen = context + rows if window is None else min(context + rows, window)
+                floor = batch * seen * BYTES_PER_TOKEN / rate / 1e6
                 us = time / num_layers
                 results.append(
                     {
@@ -200,20 +204,17 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[640, 1024, 8192, 32768])
     parser.add_argument("--gigabytes", type=int, default=80, help="memory for KV")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--window", type=int, help="tokens that rows see, as those of a draft may; then rounds alone")
     args = parser.parse_args()
     memory = random_memory(args.gigabytes)
     clock = Clock(args.rounds)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version(), flush=True)
-    print(
-        json.dumps(
-            {
-                "device": torch.cuda.get_device_name(),
-                "decode": bench_decode(clock, memory, args.batches, args.widths, args.contexts),
-                "prefill": bench_prefill(clock, memory, [(64, 512), (8, 4096), (1, 16384)]),
-                "rope_store": bench_rope_store(clock, memory, [4, 256, 8192]),
-            }
-        )
-    )
+    decode = bench_decode(clock, memory, args.batches, args.widths, args.contexts, args.window)
+    figures = {"device": torch.cuda.get_device_name(), "window": args.window, "decode": decode}
+    if args.window is None:
+        figures["prefill"] = bench_prefill(clock, memory, [(64, 512), (8, 4096), (1, 16384)])
+        figures["rope_store"] = bench_rope_store(clock, memory, [4, 256, 8192])
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.bench.attention import Clock
-from tests.bench.experts import MAX_ROWS, MODELS, Layer, Pass, sizes_of, table
+from tests.bench.experts import MODELS, Layer, Pass, sizes_of, table
 from tests.bench.gpu_time import captured
-from workers.layers.kernels.expert_weights import ExpertSizes, ExpertTiles, ProductTiles
+from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, ExpertSizes, ExpertTiles, ProductTiles
 from workers.layers.kernels.tall_block_experts import MIN_ROWS as TALL
 
 PAIRS = 3  # of products that are timed together
@@ -44,17 +44,17 @@ class Case:
 def candidates(rows: int, sizes: ExpertSizes) -> Iterator[Case]:
     own = table(rows, sizes)
     for block_m in _block_sizes(rows, own.block_m):
-        for gate_up in _few_gates(sizes) if rows <= MAX_ROWS else _many_gates(block_m):
+        for gate_up in _few_gates(sizes) if rows <= MAX_FEW_ROWS else _many_gates(block_m):
             yield Case(rows, "gates", replace(own, block_m=block_m, gate_up=gate_up))
         for inner in (64, 128):
             gate_up = own.gate_up if own.gate_up.block_n == inner else replace(own.gate_up, block_n=inner, warps=8)
-            downs = _few_downs(rows) if rows <= MAX_ROWS else _many_downs(block_m, sizes)
+            downs = _few_downs(rows) if rows <= MAX_FEW_ROWS else _many_downs(block_m, sizes)
             for down in downs:
                 yield Case(rows, "downs", ExpertTiles(block_m, gate_up, down))
 
 
 def _block_sizes(rows: int, own: int) -> Sequence[int]:
-    return [own] if rows <= MAX_ROWS else sorted({max(16, own // 2), own, min(128, own * 2)})
+    return [own] if rows <= MAX_FEW_ROWS else sorted({max(16, own // 2), own, min(128, own * 2)})
 
 
 def _few_gates(sizes: ExpertSizes) -> Iterator[ProductTiles]:

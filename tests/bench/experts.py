@@ -22,13 +22,17 @@ from tests.bench.gpu_time import captured
 from workers.layers.kernels import few_row_experts as few
 from workers.layers.kernels import many_row_experts as many
 from workers.layers.kernels.expert_order import ExpertOrder, order_by_expert
-from workers.layers.kernels.expert_weights import FP8, ExpertSizes, ExpertTiles, ExpertWeights, InnerRows
-from workers.layers.kernels.few_row_experts import (
-    MAX_ROWS,
-    few_row_experts,
+from workers.layers.kernels.expert_weights import (
+    FP8,
+    MAX_FEW_ROWS,
+    ExpertSizes,
+    ExpertTiles,
+    ExpertWeights,
+    InnerRows,
     few_row_tiles,
     partial_sizes,
 )
+from workers.layers.kernels.few_row_experts import few_row_experts
 from workers.layers.kernels.fp8_rows import quantize_rows
 from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles
 from workers.layers.kernels.route import Routed, route
@@ -116,7 +120,7 @@ class Pass:
         self.out = torch.empty_like(self.x)
         self.all_logits = [layer.logits(rows) for layer in layers]
         needs = [router_workspace_size(self.model.routing.num_experts, self.model.size)]
-        if rows <= MAX_ROWS:
+        if rows <= MAX_FEW_ROWS:
             needs.append(partial_sizes(rows, sizes, self.tiles))
         cells, tickets = (max(each) for each in zip(*needs, strict=True))
         self.workspace = Workspace.of_size(cells, tickets, torch.device("cuda"))
@@ -129,7 +133,7 @@ class Pass:
         return route(router, self.model.num_shared, self.workspace.tickets)
 
     def _multiply(self, layer: Layer, routed: Routed, inputs: object) -> None:
-        if self.rows <= MAX_ROWS:
+        if self.rows <= MAX_FEW_ROWS:
             few_row_experts(inputs, routed, layer.weights, self.workspace, self.tiles, self.out)  # type: ignore[arg-type]
         else:
             many_row_experts(inputs, routed.chosen, routed.weight, layer.weights, self.tiles, self.out)  # type: ignore[arg-type]
@@ -151,7 +155,7 @@ class Pass:
     def prepare(self) -> None:
         """Before `gates` and `downs`."""
         self.all_routed = [self._route(layer, one) for layer, one in zip(self.layers, self.all_logits, strict=True)]
-        if self.rows > MAX_ROWS:
+        if self.rows > MAX_FEW_ROWS:
             num, block_m = self.layers[0].weights.num_experts, self.tiles.block_m
             self.orders = [order_by_expert(routed.chosen, num, block_m) for routed in self.all_routed]
         self.gates()
@@ -160,7 +164,7 @@ class Pass:
         """The first product alone."""
         self.inners = []
         for i, (layer, routed) in enumerate(zip(self.layers, self.all_routed, strict=True)):
-            if self.rows <= MAX_ROWS:
+            if self.rows <= MAX_FEW_ROWS:
                 inner = few.inner_rows(self.inputs, routed, layer.weights, self.workspace, self.tiles)
             else:
                 inner = many.inner_rows(self.inputs, self.orders[i], layer.weights, self.tiles, self.model.slots)
@@ -170,7 +174,7 @@ class Pass:
         """The second alone, with the sums."""
         for i, (layer, routed) in enumerate(zip(self.layers, self.all_routed, strict=True)):
             inner, weights, tiles = self.inners[i], layer.weights, self.tiles
-            if self.rows <= MAX_ROWS:
+            if self.rows <= MAX_FEW_ROWS:
                 few.down_projected(inner, routed, weights, self.workspace, tiles, self.out)
             else:
                 order = self.orders[i]
@@ -183,7 +187,7 @@ class Pass:
 
 
 def table(rows: int, sizes: ExpertSizes) -> ExpertTiles:
-    return few_row_tiles(rows, sizes) if rows <= MAX_ROWS else many_row_tiles(rows, sizes)
+    return few_row_tiles(rows, sizes) if rows <= MAX_FEW_ROWS else many_row_tiles(rows, sizes)
 
 
 def sizes_of(model: Model) -> ExpertSizes:

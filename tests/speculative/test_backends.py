@@ -220,6 +220,8 @@ def gpu_spec(speculative: SpeculativeConfig, decode: str, extend: str, draft: st
     "speculative,names",
     [
         (CHAIN, ("triton", "triton", "triton")),
+        (dataclasses.replace(CHAIN, window=64), ("triton", "triton", "triton")),
+        (dataclasses.replace(TREE, window=64), ("triton", "triton", "triton")),
         (CHAIN, ("trtllm", "trtllm", "trtllm")),
         (CHAIN, ("flashinfer", "flashinfer", "flashinfer")),
         (TREE, ("triton", "triton", "triton")),

@@ -83,10 +83,3 @@ def test_neither_speculation_nor_company_changes_a_token(tmp_path: Path) -> None
     assert answers(pair, None, 3, 40) == expected
     assert answers(pair, pair.chain(), 3, 40) == expected
     assert answers(pair, pair.tree(), 3, 64) == expected
-
-
-def test_with_experts_neither(tmp_path: Path) -> None:
-    """In their kernels for many rows, which take a second for each pass here."""
-    experts = {"architecture": "Qwen3Moe", "moe_intermediate_size": 128, "num_experts": 4}
-    pair = wide_pair(tmp_path, (3, 21), calm=0.02, num_hidden_layers=1, **experts)
-    assert answers(pair, pair.tree(), 2, 16) == answers(pair, None, 1, 512)

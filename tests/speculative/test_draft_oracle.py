@@ -41,13 +41,31 @@ def test_drafts_are_those_of_the_text_alone(spec: EngineSpec, arm: tuple[str, Or
     assert not rank.faults, "\n".join(rank.faults[:5])
 
 
-def test_drafts_of_a_head_of_several_layers_are_those_of_the_text_alone(spec: EngineSpec, tmp_path: Path) -> None:
-    """The KV of its deeper layers is made of every row's output, of which only the newest goes through the last."""
+def test_drafts_in_a_window_are_those_of_the_text_alone(spec: EngineSpec) -> None:
+    """Requests of up to 130 tokens, of which drafts see 64."""
+    assert spec.speculative is not None
+    windowed, shapes = replace(spec, speculative=replace(spec.speculative, window=64)), SHAPES["changing"]
+    case = replace(CASES[2], num_requests=6, num_pages=90, longer=30)
+    rank = run_case(windowed, Oracle(windowed, shapes), case, shapes, seed=1)
+    assert rank.num_kv > 20 and rank.num_drafts > 0
+    assert max(map(len, rank._texts.values())) > 100
+    assert not rank.faults, "\n".join(rank.faults[:5])
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(64, marks=pytest.mark.slow)])
+def test_drafts_of_a_head_of_several_layers_are_those_of_the_text_alone(
+    spec: EngineSpec, tmp_path: Path, window: int | None
+) -> None:
+    """The KV of its deeper layers is made of every row's output, of which only the newest goes through the last. Each
+    row has its own window, whether it is a chunk's or a round's."""
     head = Head(layers=2, draft_vocab=96, fc_norm=True, norm_output=True, norm_before_residual=True)
     config = head.layer_config() | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96}
     config |= {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
     folder = save_head(tmp_path / "head", config, head.tensors())
-    deep, shapes = replace(spec, speculative=SpeculativeConfig(str(folder), "eagle3", 3, 1, 4)), SHAPES["changing"]
+    deep, shapes = (
+        replace(spec, speculative=SpeculativeConfig(str(folder), "eagle3", 3, 1, 4, window=window)),
+        SHAPES["changing"],
+    )
     rank = run_case(deep, Oracle(deep, shapes), replace(CASES[0], num_requests=3), shapes, seed=0)
     assert rank.num_kv > 30 and rank.num_drafts > 0
     assert not rank.faults, "\n".join(rank.faults[:5])

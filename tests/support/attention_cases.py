@@ -3,7 +3,7 @@ order, zeros in a page table after a request's end, and the padding rows of a ca
 whose page table is the dummy page's. Used by the conformance suite, its matrix and the benchmark."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,13 +31,14 @@ MAX_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Work:
-    """A mode with its mask: rows of a request and columns after its prefix."""
+    """A mode with its mask: rows of a request and columns after its prefix. window: of a draft that has one."""
 
     name: str
     mode: Mode
     rows: int = 1
     suffix_len: int = 1
     tree: bool = False
+    window: int | None = None
 
 
 WORKS = (
@@ -48,6 +49,12 @@ WORKS = (
     Work("draft_extend", Mode.DRAFT_EXTEND, ROWS, ROWS),
     Work("draft_decode a chain", Mode.DRAFT_DECODE, 1, STEPS_BEFORE + 1),
     Work("draft_decode a tree", Mode.DRAFT_DECODE, TOP_K, TOP_K * (STEPS_BEFORE + 1), tree=True),
+)
+# What a draft with a window does; that a target with one does the same is not asked.
+WINDOWED = tuple(
+    replace(work, name=f"{work.name} in a window", window=100)
+    for work in WORKS
+    if work.mode in (Mode.PREFILL, Mode.DRAFT_EXTEND, Mode.DRAFT_DECODE)
 )
 
 
@@ -121,6 +128,7 @@ def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int
         work.tree,
         shape.layout.kind,
         shape.latent,
+        work.window,
     )
 
 
@@ -170,6 +178,7 @@ def decode_batch(work: Work, shape: Shape, prefixes: Sequence[int], device: torc
         table.to(device),
         max_kv_len,
         chain=work.mode is Mode.VERIFY and not work.tree,
+        window=work.window,
     )
 
 
@@ -197,11 +206,11 @@ def _draft_mask(work: Work, num_requests: int) -> Tensor:
     return masks
 
 
-def prefill_batch(shape: Shape, device: torch.device) -> PrefillBatch:
+def prefill_batch(shape: Shape, device: torch.device, window: int | None = None) -> PrefillBatch:
     lengths = [start + rows for start, rows in CHUNKS]
     table = random_table(lengths, shape.page_size, MAX_LENGTH // shape.page_size)
     starts, counts = zip(*CHUNKS, strict=True)
-    return PrefillBatch.from_lists(starts, counts, table.to(device))
+    return replace(PrefillBatch.from_lists(starts, counts, table.to(device)), window=window)
 
 
 def num_pages(page_size: int, suffix_len: int) -> int:

@@ -198,6 +198,7 @@ class Case:
     prefix_cache: bool
     num_requests: int = 20
     captured: bool = False  # steps are replayed where production replays them
+    longer: int = 0  # tokens more in every prompt
 
 
 def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, seed: int) -> WatchedRank:
@@ -226,7 +227,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         capture(worker, spec.worker, layout)
     rank = WatchedRank(worker, oracle, scheduler, shapes)
     engine = LocalEngine(scheduler, rank)
-    waiting = [_request(rng, number, case.speculating) for number in range(case.num_requests)]
+    waiting = [_request(rng, number, case.speculating, case.longer) for number in range(case.num_requests)]
     running: list[Request] = []
     while waiting or running:
         while waiting and rng.random() < 0.3:
@@ -251,10 +252,10 @@ def capture(worker: Worker, config: WorkerConfig, layout: EngineLayout) -> None:
     worker._strategy = graphed
 
 
-def _request(rng: random.Random, number: int, speculating: float) -> Request:
+def _request(rng: random.Random, number: int, speculating: float, longer: int) -> Request:
     family = random.Random(rng.randrange(3))
     shared = [family.randrange(2, VOCAB) for _ in range(40)][: rng.randint(0, 40)]
-    prompt = shared + [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 20))]
+    prompt = shared + [rng.randrange(2, VOCAB) for _ in range(longer + rng.randint(1, 20))]
     temperature = rng.choice((0.0, 0.0, 0.8))
     sampling = SamplingParams(
         rng.randint(1, 40), temperature, seed=rng.randrange(1 << 30), speculative=rng.random() < speculating

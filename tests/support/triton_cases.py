@@ -42,14 +42,21 @@ def random_rows(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> Ten
 
 
 def random_decode(
-    mode: Mode, rows: int, suffix_len: int, prefixes: list[int], page_size: int, num_pages: int
+    mode: Mode,
+    rows: int,
+    suffix_len: int,
+    prefixes: list[int],
+    page_size: int,
+    num_pages: int,
+    window: int | None = None,
 ) -> DecodeBatch:
     """Random masks in which every row sees itself."""
     mask = torch.randint(0, 1 << min(suffix_len, 62), (len(prefixes), rows), dtype=torch.int64)
     mask |= 1 << torch.arange(suffix_len - rows, suffix_len)
     table = random_table([n + suffix_len for n in prefixes], page_size, num_pages)
     lengths = torch.tensor(prefixes, dtype=torch.int32, device=DEVICE)
-    return DecodeBatch(mode, rows, suffix_len, lengths, mask.to(DEVICE), table, max(prefixes) + suffix_len)
+    longest = max(prefixes) + suffix_len
+    return DecodeBatch(mode, rows, suffix_len, lengths, mask.to(DEVICE), table, longest, window=window)
 
 
 def assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

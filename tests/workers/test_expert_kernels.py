@@ -10,26 +10,24 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
 from workers.layers.experts import experts_one_by_one  # noqa: E402
-from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.kernels import many_row_experts as many_row_module  # noqa: E402
 from workers.layers.kernels.expert_order import max_blocks, order_by_expert  # noqa: E402
-from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, ProductTiles  # noqa: E402
-from workers.layers.kernels.few_row_experts import few_row_experts, few_row_tiles, partial_sizes  # noqa: E402
-from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
+from workers.layers.kernels.expert_weights import (  # noqa: E402
+    ExpertTiles,
+    ExpertWeights,
+    ProductTiles,
+    few_row_tiles,
+    partial_sizes,
+)
+from workers.layers.kernels.few_row_experts import few_row_experts  # noqa: E402
 from workers.layers.kernels.fp8_rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
 from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles  # noqa: E402
 from workers.layers.kernels.route import NOBODY, Routed, route  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
 from workers.layers.linear_method import Span  # noqa: E402
-from workers.layers.moe import MixtureOfExperts  # noqa: E402
-from workers.layers.quantization.fp8_experts import Fp8Experts  # noqa: E402
-from workers.layers.quantization.fp8_linear import Fp8Linear  # noqa: E402
-from workers.layers.quantization.fp8_weight import Fp8Scheme  # noqa: E402
 from workers.layers.routing import RouterLogits, Routing, TokenSlots  # noqa: E402
 from workers.layers.routing import route as route_in_torch  # noqa: E402
-from workers.layers.weighted import WeightedModule  # noqa: E402
 
 pytestmark = MARKS
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
@@ -323,83 +321,6 @@ def test_a_replayed_graph_goes_to_the_experts_that_are_chosen_then(kind: str, ro
         assert error < (0.035 if weights.in_fp8 else 6e-3), error
 
 
-def layer_of(kind: str, num_shared: int, group: TPGroup = SOLO) -> MixtureOfExperts:
-    """Not yet finished; in float16 on a CPU. Of several ranks each has whole experts."""
-    size, width = (256, 128) if INTERPRETED else (1024, 256)
-    torch.set_default_dtype(HALF)
-    try:
-        layer = MixtureOfExperts(size, width, SMALL, group, num_shared * width, whole_experts=group.size > 1)
-        if kind != "half":
-            scheme = Fp8Scheme("weight_scale", None) if kind == "channel" else Fp8Scheme("weight_scale_inv", (128, 128))
-            layer.experts.method = Fp8Experts(layer.experts.shape, scheme)
-            for linear in (
-                (layer.shared_experts.gate_up, layer.shared_experts.down_proj) if layer.shared_experts else ()
-            ):
-                linear.method = Fp8Linear(linear.shape, scheme)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    layer.to(DEVICE)
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    for module in layer.modules():
-        if isinstance(module, WeightedModule):
-            module.fill_dummy(generator)
-    for parameter in layer.parameters():
-        if parameter.dtype == torch.float32 and parameter.ndim > 1:  # no two scales alike
-            parameter.data.mul_(torch.rand(parameter.shape, generator=generator, device=DEVICE) + 0.5)
-    return layer
-
-
-def finished(layer: MixtureOfExperts, options: GEMMOptions) -> MixtureOfExperts:
-    modules = [module for module in layer.modules() if isinstance(module, WeightedModule)]
-    for module in modules:
-        module.finish(options)
-    return layer
-
-
-def workspace_of(layer: MixtureOfExperts) -> Workspace:
-    sizes = [module.workspace_size() for module in layer.modules() if isinstance(module, WeightedModule)]
-    return Workspace.of_size(*(max(each) for each in zip(*sizes, strict=True)), DEVICE)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind,num_shared", [("group", 2), ("channel", 2), ("half", 1), ("group", 0)])
-def test_a_layer_of_kernels_answers_as_in_torch(kind: str, num_shared: int, deterministic: bool) -> None:
-    """Shared experts become experts, whose weights are kept as they are; without the kernels they are an MLP."""
-    ours, plain = layer_of(kind, num_shared), layer_of(kind, num_shared)
-    workspace = workspace_of(ours)
-    finished(ours, GEMMOptions(workspace, deterministic, fp8=True))
-    finished(plain, GEMMOptions())
-    assert ours.shared_experts is None and (plain.shared_experts is not None) == (num_shared > 0)
-    if kind != "half":
-        assert {weights.dtype for weights in ours.experts.method.weights} == {FP8}
-    x = torch.randn(5, ours.experts.shape.size, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
-    mine, theirs = ours.partial(x).double(), plain.partial(x).double()
-    error = float((mine - theirs).norm() / theirs.norm())
-    # in FP8 rows that go in are rounded too, see `check`
-    assert error < (0.05 if kind != "half" else 6e-3), error
-    wanted = ours.fp8_inputs
-    assert (wanted is None) == (kind == "half") and plain.fp8_inputs is None
-    if wanted is not None:  # a norm before it rounds rows, and gives the router the same in the model's type
-        rows = fp8_rms_norm(x, None, torch.ones_like(x[0]), 1e-6, wanted.empty(x))
-        assert rows.plain is not None and torch.equal(ours.partial(rows), ours.partial(rows.plain))
-
-
-@pytest.mark.parametrize("kind,num_shared", [("group", 2), ("channel", 0), ("half", 1)])
-def test_a_row_of_a_deterministic_layer_depends_on_nothing_else(kind: str, num_shared: int) -> None:
-    """Router, choice, rounding and products together: a prompt's row, a round's and one alone, padding beside it."""
-    layer = layer_of(kind, num_shared)
-    workspace = workspace_of(layer)
-    finished(layer, GEMMOptions(workspace, deterministic=True, fp8=True))
-    rows = 4 if INTERPRETED else 700
-    x = torch.randn(rows, layer.experts.shape.size, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
-    whole = layer.partial(x)
-    assert torch.isfinite(whole).all() and whole.abs().max() > 0
-    for first, count in ((2, 1),) if INTERPRETED else ((699, 1), (3, 4), (1, 22), (70, 64), (40, 300)):
-        assert torch.equal(layer.partial(x[first : first + count]), whole[first : first + count])
-    is_live = torch.arange(rows) < rows - 2
-    assert torch.equal(layer.partial(x, token_slots(is_live))[: rows - 2], whole[: rows - 2])
-
-
 def test_routing_to_experts_of_other_ranks_is_to_nobody() -> None:
     """Of eight experts three are here, from number 3 on; a shared one is numbered after them."""
     routing, rows = ROUTINGS["Qwen3"], 5
@@ -415,26 +336,3 @@ def test_routing_to_experts_of_other_ranks_is_to_nobody() -> None:
     assert here.used is not None and here.num_used is not None
     used = sorted(set(expected.flatten().tolist()) - {NOBODY})
     assert here.used.tolist() == used + [NOBODY] * (4 - len(used)) and int(here.num_used) == len(used)
-
-
-@pytest.mark.parametrize("deterministic", [False, True], ids=["few rows", "many rows"])
-@pytest.mark.parametrize("kind", ["group", "channel", "half"])
-def test_ranks_with_whole_experts_are_the_layer(kind: str, deterministic: bool) -> None:
-    """Three ranks, padding beside; the kernels see slots of a row whose experts are elsewhere."""
-    whole = layer_of(kind, 0)
-    ranks = [layer_of(kind, 0, TPGroup(rank, 3)) for rank in range(3)]
-    for rank, part in enumerate(ranks):  # before they are finished, as loading fills them
-        part.router.load_state_dict(whole.router.state_dict())
-        mine = slice(rank * 4, rank * 4 + 4)
-        for ours, theirs in zip(part.experts.method.parameters(), whole.experts.method.parameters(), strict=True):
-            ours.data.copy_(theirs.data[mine])
-    for layer in (whole, *ranks):
-        finished(layer, GEMMOptions(workspace_of(layer), deterministic, fp8=True))
-    rows = 4 if INTERPRETED else 40
-    x = torch.randn(rows, whole.experts.shape.size, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
-    live = token_slots(torch.arange(rows) != 1)
-    parts = [layer.partial(x, live).double() for layer in ranks]
-    assert all((part[1] == 0).all() for part in parts) and all(part.any() for part in parts)
-    expected = whole.partial(x, live).double()
-    error = float((sum(parts) - expected).norm() / expected.norm())
-    assert error < (1e-3 if INTERPRETED else 1e-2), error  # each part is rounded to 11 bits, on a GPU to 8

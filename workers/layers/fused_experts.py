@@ -30,8 +30,7 @@ def fuses(size: int, width: int, options: GEMMOptions) -> bool:
 def workspace_size(held: Span, num_shared: int, experts_per_token: int, size: int, width: int) -> tuple[int, int]:
     """Float32 cells and tickets of a `Workspace` for weights of any type, shared experts joined or not. held: of the
     experts that rows are routed to."""
-    from workers.layers.kernels.expert_weights import ExpertSizes, fits_kernels
-    from workers.layers.kernels.few_row_experts import workspace_size
+    from workers.layers.kernels.expert_weights import ExpertSizes, fits_kernels, workspace_size
 
     if not fits_kernels(size, width):
         return 0, 0
@@ -79,7 +78,8 @@ class FusedExperts:
 
     def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None) -> Tensor:
         """See `ExpertsMethod.multiply`; x may be in FP8 already where the weights are."""
-        from workers.layers.kernels.few_row_experts import MAX_ROWS, few_row_experts, few_row_tiles
+        from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, few_row_tiles
+        from workers.layers.kernels.few_row_experts import few_row_experts
         from workers.layers.kernels.fp8_rows import quantize_rows
         from workers.layers.kernels.route import route
 
@@ -90,7 +90,7 @@ class FusedExperts:
         rows, slots = routed.chosen.shape
         if out is None:
             out = torch.empty((rows, weights.size), dtype=self.dtype, device=routed.chosen.device)
-        if routed.used is not None and rows <= MAX_ROWS:
+        if routed.used is not None and rows <= MAX_FEW_ROWS:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)
         from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles

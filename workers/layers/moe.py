@@ -47,7 +47,13 @@ class MixtureOfExperts(FeedForward, WeightedModule):
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        return self.experts.method.fp8_inputs if self.shared_experts is None else None
+        wanted = self.experts.method.fp8_inputs
+        if wanted is None or self.shared_experts is None:
+            return wanted
+        shared = self.shared_experts.fp8_inputs  # who cares how scales lie, as experts do not
+        if shared is None or shared.by_group != wanted.by_group:
+            return None
+        return Fp8Inputs(shared.by_group, shared.many, plain=True)
 
     def partial(self, x: "Tensor | Fp8Rows", live: TokenSlots | None = None) -> Tensor:
         plain = x if isinstance(x, Tensor) else x.plain

@@ -28,8 +28,8 @@ class ModelShape:
     page_size: int
     device: torch.device
 
-    def use(self, mode: Mode, tree: bool = False) -> AttentionUse:
-        """tree: whether masks branch in this mode."""
+    def use(self, mode: Mode, tree: bool = False, window: int | None = None) -> AttentionUse:
+        """tree: whether masks branch in this mode. window: as in `AttentionUse`."""
         layouts = [group.layout for group in self.config.kv_groups(self.tensor_parallel, self.dtype)]
         layout = layouts[0]
         assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one kind of view"
@@ -46,6 +46,7 @@ class ModelShape:
             tree=tree,
             layout=layout.kind,
             value_dim=layout.latent if isinstance(layout, LatentLayout) else None,
+            window=window,
         )
 
 

@@ -7,7 +7,8 @@ fp8_gemm         products of few FP8 rows, by the tables of fp8_tiles; fp8_gemm_
 router_gemm      a router's logits in float32; route: who is chosen for each row, in one launch
 few_row_experts  products of the experts of a round's few rows, in two launches; many_row_experts, with rows in the
                  order of expert_order: of verified batches (short_block_experts) and of prompts
-                 (tall_block_experts); expert_weights: what all read
+                 (tall_block_experts); expert_weights: what all read, and how few rows are cut; gate_products: what the
+                 first two do for gates
 latent           norms, rotary embedding, KV write and products by heads of multi-head latent attention
 norm_activation  RMSNorm, with the residual add; silu_mul
 argmax, topk     over a vocabulary shard's logits

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from workers.layers.kernels.fp8_rows import FP8, GROUP
+from workers.layers.kernels.route import MAX_LISTED
+from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS
 from workers.layers.linear_method import Span
+
+MAX_FEW_ROWS = MAX_LISTED
 
 
 @dataclass(frozen=True)
@@ -142,3 +146,39 @@ class InnerRows:
 def block_of(rows: int) -> int:
     """Of a program that has so many rows; the matrix unit takes 16 at least."""
     return 16 if rows <= 16 else 1 << (rows - 1).bit_length()
+
+
+def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
+    """For `workers.layers.kernels.few_row_experts`: so many splits of the columns that the programs of the experts that
+    `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it without:
+    each keeps about 140 KB on their way. `tests.bench.experts --sweep` on an H200: 79 to 84 % of a copy's bandwidth for
+    8 to 64 rows of DeepSeek-V3."""
+    block_m, steps = block_of(rows), sizes.size // sizes.step
+    programs = sizes.used(rows) * sizes.width / 128
+    splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * programs <= MULTIPROCESSORS))
+    down_splits = 1
+    while down_splits < 8 and down_splits * sizes.size / 128 < 1.5 * MULTIPROCESSORS:
+        down_splits *= 2
+    return ExpertTiles(
+        block_m, ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, stages=6, warps=8)
+    )
+
+
+def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
+    """Float32 cells and tickets of a `Workspace` for `few_row_tiles` of any number of rows."""
+    each = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_FEW_ROWS + 1)]
+    return max(cells for cells, _ in each), max(tickets for _, tickets in each)
+
+
+def partial_sizes(rows: int, sizes: ExpertSizes, tiles: ExpertTiles) -> tuple[int, int]:
+    """Cells and tickets for these tiles."""
+    cells, num_tickets = 0, 1
+    for product, places in (
+        (tiles.gate_up, sizes.most(rows) * sizes.width // tiles.gate_up.block_n),
+        (tiles.down, sizes.size // tiles.down.block_n),
+    ):
+        if product.splits > 1:
+            twice = 2 if product is tiles.gate_up else 1
+            cells = max(cells, twice * places * product.splits * product.block_n * tiles.block_m)
+            num_tickets = max(num_tickets, places)
+    return cells, num_tickets

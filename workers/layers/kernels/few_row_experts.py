@@ -20,19 +20,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.expert_weights import (
-    ExpertSizes,
-    ExpertTiles,
-    ExpertWeights,
-    InnerRows,
-    ProductTiles,
-    block_of,
-)
+from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, InnerRows
 from workers.layers.kernels.fp8_rows import Fp8Rows, scale_of, to_fp8
-from workers.layers.kernels.route import MAX_LISTED, Routed
-from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, Workspace
-
-MAX_ROWS = MAX_LISTED
+from workers.layers.kernels.gate_products import add_gates, scales_of_gates, times_channels
+from workers.layers.kernels.route import Routed
+from workers.layers.kernels.skinny_gemm import Workspace
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -78,37 +70,20 @@ def _gate_up(
     gate_row = expert * (2 * WIDTH) + block * BLOCK_N
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    x_scales, gate_scales, up_scales = x_scales_ptr, w_scales_ptr, w_scales_ptr
+    x_scale, gate_scale, up_scale = 0.0, 0.0, 0.0
     if BY_GROUP:
-        # a block of 64 rows has one scale for each 128 columns; read one step ahead of their use
         x_scales = x_scales_ptr + m * groups + first
-        gate_scales = w_scales_ptr + (gate_row // 64 + tl.arange(0, BLOCK_N) // 64) * groups + first
-        up_scales = gate_scales + WIDTH // 64 * groups
+        gate_scales, up_scales = scales_of_gates(w_scales_ptr, gate_row, first, BLOCK_N, WIDTH, groups)
         x_scale = tl.load(x_scales, mask=m < rows, other=0.0)
         gate_scale, up_scale = tl.load(gate_scales), tl.load(up_scales)
     for step in range(SPAN):
-        inputs = x_desc.load([0, (first + step) * STEP])
-        gate_weights = w_desc.load([gate_row, (first + step) * STEP])
-        up_weights = w_desc.load([gate_row + WIDTH, (first + step) * STEP])
-        if IN_FP8:
-            gate_part = tl.dot(gate_weights, tl.trans(inputs))
-            up_part = tl.dot(up_weights, tl.trans(inputs))
-            if BY_GROUP:
-                more = step + 1 < SPAN
-                next_x_scale = tl.load(x_scales + step + 1, mask=(m < rows) & more, other=0.0)
-                next_gate_scale = tl.load(gate_scales + step + 1, mask=more, other=0.0)
-                next_up_scale = tl.load(up_scales + step + 1, mask=more, other=0.0)
-                gate += gate_part * (gate_scale[:, None] * x_scale[None, :])
-                up += up_part * (up_scale[:, None] * x_scale[None, :])
-                x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
-            else:
-                gate += gate_part
-                up += up_part
-        else:
-            if INTERPRETED:
-                inputs, gate_weights = inputs.to(tl.float32), gate_weights.to(tl.float32)
-                up_weights = up_weights.to(tl.float32)
-            gate = tl.dot(gate_weights, tl.trans(inputs), gate)
-            up = tl.dot(up_weights, tl.trans(inputs), up)
+        column = (first + step) * STEP
+        inputs = x_desc.load([0, column])
+        gate, up, x_scale, gate_scale, up_scale = add_gates(
+            gate, up, x_scale, gate_scale, up_scale, inputs, w_desc, gate_row, column,
+            x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
+        )  # fmt: skip
     if SPLITS > 1:
         place = tile * blocks + block
         cells = part_ptr + place * (SPLITS * 2 * BLOCK_N * BLOCK_M)
@@ -128,9 +103,7 @@ def _gate_up(
             up += tl.load(cells + (2 * other + 1) * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
     if IN_FP8 and not BY_GROUP:
         x_scale = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)
-        scales = w_scales_ptr + expert * (2 * WIDTH) + n
-        gate *= tl.load(scales)[:, None] * x_scale[None, :]
-        up *= tl.load(scales + WIDTH)[:, None] * x_scale[None, :]
+        gate, up = times_channels(gate, up, x_scale, w_scales_ptr + expert * (2 * WIDTH) + n, WIDTH)
     slot = tl.arange(0, SLOTS_PADDED)
     pair = m[:, None] * SLOTS + slot[None, :]
     asked = tl.load(chosen_ptr + pair, mask=(m < rows)[:, None] & (slot < SLOTS)[None, :], other=-1) == expert
@@ -211,41 +184,6 @@ def _down(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :])
 
 
-def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
-    """So many splits of the columns that the programs of the experts that `rows` rows use when they choose evenly are
-    one wave of one to a multiprocessor, if they do not fill it without: each keeps about 140 KB on their way.
-    `tests.bench.experts --sweep` on an H200: 79 to 84 % of a copy's bandwidth for 8 to 64 rows of DeepSeek-V3."""
-    block_m, steps = block_of(rows), sizes.size // sizes.step
-    programs = sizes.used(rows) * sizes.width / 128
-    splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * programs <= MULTIPROCESSORS))
-    down_splits = 1
-    while down_splits < 8 and down_splits * sizes.size / 128 < 1.5 * MULTIPROCESSORS:
-        down_splits *= 2
-    return ExpertTiles(
-        block_m, ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, stages=6, warps=8)
-    )
-
-
-def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
-    """Float32 cells and tickets of a `Workspace` for `few_row_tiles` of any number of rows."""
-    each = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_ROWS + 1)]
-    return max(cells for cells, _ in each), max(tickets for _, tickets in each)
-
-
-def partial_sizes(rows: int, sizes: ExpertSizes, tiles: ExpertTiles) -> tuple[int, int]:
-    """Cells and tickets for these tiles."""
-    cells, num_tickets = 0, 1
-    for product, places in (
-        (tiles.gate_up, sizes.most(rows) * sizes.width // tiles.gate_up.block_n),
-        (tiles.down, sizes.size // tiles.down.block_n),
-    ):
-        if product.splits > 1:
-            twice = 2 if product is tiles.gate_up else 1
-            cells = max(cells, twice * places * product.splits * product.block_n * tiles.block_m)
-            num_tickets = max(num_tickets, places)
-    return cells, num_tickets
-
-
 def few_row_experts(
     x: Tensor | Fp8Rows,
     routed: Routed,
@@ -258,8 +196,8 @@ def few_row_experts(
     contiguous.
 
     x: [rows, size] of the weights' type, or of `quantize_rows` if they are FP8, with scales of groups if they have
-    such. routed: of `route`, for at most MAX_ROWS rows. tiles: of `few_row_tiles` for at least as many rows. workspace:
-    as large as `workspace_size` says.
+    such. routed: of `route`, for at most MAX_FEW_ROWS rows. tiles: of `few_row_tiles` for at least as many rows.
+    workspace: as large as `workspace_size` says.
 
     Reference: `workers.layers.experts.experts_one_by_one`.
     """

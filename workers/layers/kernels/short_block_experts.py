@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from workers.layers.kernels.fp8_rows import scale_of, to_fp8
+from workers.layers.kernels.gate_products import add_gates, scales_of_gates, times_channels
 
 
 @triton.jit
@@ -46,41 +47,23 @@ def gate_up_of_short_blocks(
     gate_row = expert * (2 * WIDTH) + block * BLOCK_N
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    x_scales, gate_scales, up_scales = x_scales_ptr, w_scales_ptr, w_scales_ptr
+    x_scale, gate_scale, up_scale = 0.0, 0.0, 0.0
     if BY_GROUP:
         x_scales = x_scales_ptr + row * row_step
-        gate_scales = w_scales_ptr + (gate_row // 64 + tl.arange(0, BLOCK_N) // 64) * groups
-        up_scales = gate_scales + WIDTH // 64 * groups
+        gate_scales, up_scales = scales_of_gates(w_scales_ptr, gate_row, 0, BLOCK_N, WIDTH, groups)
         x_scale = tl.load(x_scales, mask=inside, other=0.0)
         gate_scale, up_scale = tl.load(gate_scales), tl.load(up_scales)
     for step in range(SIZE // STEP):
         inputs = tl.load(x + step * STEP, mask=inside[:, None], other=0.0)
-        gate_weights = w_desc.load([gate_row, step * STEP])
-        up_weights = w_desc.load([gate_row + WIDTH, step * STEP])
-        if IN_FP8:
-            gate_part = tl.dot(gate_weights, tl.trans(inputs))
-            up_part = tl.dot(up_weights, tl.trans(inputs))
-            if BY_GROUP:
-                more = (step + 1) * STEP < SIZE
-                next_x_scale = tl.load(x_scales + (step + 1) * group_step, mask=inside & more, other=0.0)
-                next_gate_scale = tl.load(gate_scales + step + 1, mask=more, other=0.0)
-                next_up_scale = tl.load(up_scales + step + 1, mask=more, other=0.0)
-                gate += gate_part * (gate_scale[:, None] * x_scale[None, :])
-                up += up_part * (up_scale[:, None] * x_scale[None, :])
-                x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
-            else:
-                gate += gate_part
-                up += up_part
-        else:
-            if INTERPRETED:
-                inputs, gate_weights = inputs.to(tl.float32), gate_weights.to(tl.float32)
-                up_weights = up_weights.to(tl.float32)
-            gate = tl.dot(gate_weights, tl.trans(inputs), gate)
-            up = tl.dot(up_weights, tl.trans(inputs), up)
+        gate, up, x_scale, gate_scale, up_scale = add_gates(
+            gate, up, x_scale, gate_scale, up_scale, inputs, w_desc, gate_row, step * STEP,
+            x_scales, gate_scales, up_scales, group_step, inside, step, SIZE // STEP, WIDTH, IN_FP8, BY_GROUP,
+            INTERPRETED,
+        )  # fmt: skip
     if IN_FP8 and not BY_GROUP:
         x_scale = tl.load(x_scales_ptr + row * row_step, mask=inside, other=0.0)
-        scales = w_scales_ptr + expert * (2 * WIDTH) + n
-        gate *= tl.load(scales)[:, None] * x_scale[None, :]
-        up *= tl.load(scales + WIDTH)[:, None] * x_scale[None, :]
+        gate, up = times_channels(gate, up, x_scale, w_scales_ptr + expert * (2 * WIDTH) + n, WIDTH)
     hidden = gate / (1.0 + tl.exp(-gate)) * up
     at = (tile * BLOCK_M + m).to(tl.int64)
     if IN_FP8:

@@ -1,0 +1,19 @@
+"""`test_deterministic_interpreted` with a mixture of experts, in a process of its own for the time that it takes."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from tests.speculative.test_deterministic_interpreted import answers, as_on_a_gpu, wide_pair  # noqa: E402, F401
+from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")
+
+
+def test_neither_speculation_nor_company_changes_a_token(tmp_path: Path) -> None:
+    """In their kernels for many rows, which take a second for each pass here."""
+    experts = {"architecture": "Qwen3Moe", "moe_intermediate_size": 128, "num_experts": 4}
+    pair = wide_pair(tmp_path, (3, 21), calm=0.02, num_hidden_layers=1, **experts)
+    assert answers(pair, pair.tree(), 2, 16) == answers(pair, None, 1, 512)

@@ -1,0 +1,72 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The product of gates and what they gate where weights are the tall side of the matrix unit: what the kernels for few
+rows (`few_row_experts`) and for short blocks of many (`short_block_experts`) do at each step, and with the result."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scales_of_gates(w_scales_ptr, gate_row, first, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """Where the scales of groups of both weights begin, for BLOCK_N rows from `gate_row` on and columns from group
+    `first` on: a block of 64 rows has one for each 128 columns."""
+    gate_scales = w_scales_ptr + (gate_row // 64 + tl.arange(0, BLOCK_N) // 64) * GROUPS + first
+    return gate_scales, gate_scales + WIDTH // 64 * GROUPS
+
+
+@triton.jit
+def add_gates(
+    gate,
+    up,
+    x_scale,
+    gate_scale,
+    up_scale,
+    inputs,
+    w_desc,
+    gate_row,
+    column,
+    x_scales,
+    gate_scales,
+    up_scales,
+    group_step,
+    live,
+    step,
+    STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """gate and up [outputs, rows] with the products of the columns of one of STEPS steps, and the scales of the next,
+    which are read one step ahead of their use, rows' where `live`. Without BY_GROUP nothing is read of them."""
+    gate_weights = w_desc.load([gate_row, column])
+    up_weights = w_desc.load([gate_row + WIDTH, column])
+    if IN_FP8:
+        gate_part = tl.dot(gate_weights, tl.trans(inputs))
+        up_part = tl.dot(up_weights, tl.trans(inputs))
+        if BY_GROUP:
+            more = step + 1 < STEPS
+            next_x_scale = tl.load(x_scales + (step + 1) * group_step, mask=live & more, other=0.0)
+            next_gate_scale = tl.load(gate_scales + step + 1, mask=more, other=0.0)
+            next_up_scale = tl.load(up_scales + step + 1, mask=more, other=0.0)
+            gate += gate_part * (gate_scale[:, None] * x_scale[None, :])
+            up += up_part * (up_scale[:, None] * x_scale[None, :])
+            x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
+        else:
+            gate += gate_part
+            up += up_part
+    else:
+        if INTERPRETED:
+            inputs, gate_weights = inputs.to(tl.float32), gate_weights.to(tl.float32)
+            up_weights = up_weights.to(tl.float32)
+        gate = tl.dot(gate_weights, tl.trans(inputs), gate)
+        up = tl.dot(up_weights, tl.trans(inputs), up)
+    return gate, up, x_scale, gate_scale, up_scale
+
+
+@triton.jit
+def times_channels(gate, up, x_scale, scales, WIDTH: tl.constexpr):
+    """Both, times the scale of each row, and of each output: those of gates, from which WIDTH on the others are."""
+    gate *= tl.load(scales)[:, None] * x_scale[None, :]
+    up *= tl.load(scales + WIDTH)[:, None] * x_scale[None, :]
+    return gate, up
