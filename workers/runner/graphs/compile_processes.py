@@ -1,8 +1,8 @@
 """Processes that compile kernels into Triton's cache on disk, where the rank that asked finds them, launchers too.
 Made by `cluster`, used by `workers.runner.graphs.kernel_compilation`.
 
-Threads do not do: Triton (3.6) holds Python's lock while it generates code and runs most passes, and has gcc compile a
-launcher for every signature, one after the other, when a kernel is loaded. A process takes a job at a time; those of a
+Threads do less: Triton (3.6) holds Python's lock for a third of a compilation, and has gcc compile a launcher for every
+signature, one after the other, when a kernel is loaded. A process takes a job at a time; those of a
 node that are asked for the same kernel compile it once, under a lock on its folder in the cache.
 
 Nothing here is needed: what a process cannot do, or not as the rank asks for it, is compiled by the rank itself.
