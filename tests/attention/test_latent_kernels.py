@@ -22,6 +22,7 @@ from tests.support.triton_cases import assert_close, random_decode, random_rows,
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
+from workers.layers.kernels import head_products as head_kernels  # noqa: E402
 from workers.layers.kernels import latent as layer_kernels  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
@@ -216,8 +217,8 @@ def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> Non
     x = torch.randn((rows, 3, k + rotated), device=DEVICE).to(dtype)
     angles = random_angles(rows, 16) if turned else None
     ours, theirs = torch.zeros((2, rows, 3, n + rotated), dtype=dtype, device=DEVICE).unbind(0)
-    layer_kernels.head_products(x, weight, ours, angles)
-    layer_kernels.head_products_reference(x, weight, theirs, angles)
+    head_kernels.head_products(x, weight, ours, angles)
+    head_kernels.head_products_reference(x, weight, theirs, angles)
     close(ours, theirs, dtype)
 
 
@@ -231,12 +232,12 @@ def test_products_in_fixed_tiles_depend_on_their_row_alone(turned: bool) -> None
     x = torch.randn((300, 16, k + rotated), device=DEVICE).to(torch.bfloat16)
     angles = random_angles(300, 64) if turned else None
     whole = torch.zeros((300, 16, n + rotated), dtype=x.dtype, device=DEVICE)
-    layer_kernels.head_products(x, weight, whole, angles, fixed=True)
+    head_kernels.head_products(x, weight, whole, angles, fixed=True)
     for first, count in ((7, 1), (3, 16), (20, 40), (100, 130)):
         rows = slice(first, first + count)
         mine = None if angles is None else Angles(angles.cos, angles.sin, angles.index[rows])
         part = torch.zeros_like(whole[rows])
-        layer_kernels.head_products(x[rows], weight, part, mine, fixed=True)
+        head_kernels.head_products(x[rows], weight, part, mine, fixed=True)
         assert torch.equal(part, whole[rows])
 
 

@@ -23,7 +23,7 @@ from tests.attention.test_triton_compile import compiled, decode_constants, late
 from tests.workers.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.layers.kernels import fp8_norm, fp8_rows, latent, norm_activation  # noqa: E402
+from workers.layers.kernels import fp8_norm, fp8_rows, head_products, latent, norm_activation  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         set(),
     ),
     "head_products": (
-        latent._head_products,
+        head_products._head_products,
         LATENT,
         head_constants(8, 128, 512, 64),
         False,

@@ -19,6 +19,7 @@ from workers.layers.kernels import (
     fp8_gemm_wide,
     fp8_norm,
     fp8_tiles,
+    head_products,
     latent,
     norm_activation,
     skinny_gemm,
@@ -42,7 +43,7 @@ FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i6
 
 
 def head_constants(rows: int, in_features: int, out_features: int, rotated: int) -> dict[str, Any]:
-    of_rows = latent.product_blocks(rows, in_features, 2)
+    of_rows = head_products.product_blocks(rows, in_features, 2)
     blocks = {"BLOCK_M": of_rows.m, "BLOCK_N": of_rows.n, "BLOCK_K": of_rows.k}
     return {"IN": in_features, "OUT": out_features, "ROTATED": rotated, **blocks, "PDL": True, "UPCAST": False}
 
@@ -348,10 +349,10 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     ),
     "normed_latents": (latent._normed_latents, *NORMED_LATENTS, 8),
     "normed_latents for fp8": (latent._normed_latents, *LATENTS_FP8, 8),
-    "absorbed keys of few rows": (latent._head_products, LATENT, head_constants(8, 128, 512, 64), 4),
-    "absorbed keys of many rows": (latent._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),
-    "values of few rows": (latent._head_products, LATENT, head_constants(64, 512, 128, 0), 4),
-    "values of many rows": (latent._head_products, LATENT, head_constants(8192, 512, 128, 0), 8),
+    "absorbed keys of few rows": (head_products._head_products, LATENT, head_constants(8, 128, 512, 64), 4),
+    "absorbed keys of many rows": (head_products._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),
+    "values of few rows": (head_products._head_products, LATENT, head_constants(64, 512, 128, 0), 4),
+    "values of many rows": (head_products._head_products, LATENT, head_constants(8192, 512, 128, 0), 8),
 }
 
 

@@ -113,7 +113,8 @@ class LatentAttention(AttentionLayer):
 
     def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """The same in fewer launches."""
-        from workers.layers.kernels.latent import head_products, normed_latents
+        from workers.layers.kernels.head_products import head_products
+        from workers.layers.kernels.latent import normed_latents
 
         rows, heads = both.shape[0], self.num_heads
         q = torch.empty((rows, heads, self.row_dim), dtype=both.dtype, device=both.device)

@@ -9,7 +9,8 @@ few_row_experts  products of the experts of a round's few rows, in two launches;
                  order of expert_order: of verified batches (short_block_experts) and of prompts
                  (tall_block_experts); expert_weights: what all read, and how few rows are cut; gate_products: what the
                  first two do for gates
-latent           norms, rotary embedding, KV write and products by heads of multi-head latent attention
+latent           norms, rotary embedding and KV write of multi-head latent attention; head_products: by a matrix of
+                 each head
 norm_activation  RMSNorm, with the residual add; silu_mul
 argmax, topk     over a vocabulary shard's logits
 """

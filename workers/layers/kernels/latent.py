@@ -1,12 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What multi-head latent attention does between its projections, in two launches and one after attention: the norms of
-both latents with the rotary embedding of keys and the write of latent rows; the product that absorbs the up-projection
-of keys into q, with the rotary embedding of q; and that of values. Called by `workers.layers.latent_attention` on GPUs.
+"""What multi-head latent attention does between its first projections and its products by heads, in one launch: the
+norms of both latents, the rotary embedding of keys and the write of latent rows. Called by
+`workers.layers.latent_attention` on GPUs.
 
 Rotary embedding turns neighbours, as DeepSeek's checkpoints have them (`attention.rotation.rotate_pairs`).
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,9 +19,6 @@ from workers.layers.kernels.fp8_rows import Fp8Rows, store_fp8
 from workers.layers.kernels.norm_activation import normed, num_warps, rms_norm_reference
 from workers.layers.linear_method import Fp8Inputs
 from workers.layers.rotary import Angles
-
-FEW_ROWS = 16  # of a product, which are then multiplied by more and narrower tiles
-FIXED_ROWS = 64  # whose tiles are taken for any number of rows where tiles must not depend on it
 
 
 @triton.jit
@@ -162,148 +157,3 @@ def normed_latents_reference(
     kept = torch.cat((rms_norm_reference(row[:, : kv.latent], row_weight, eps), turned.squeeze(1)), dim=-1)
     kv.rows.view(-1, width).index_copy_(0, slot_mapping, kept)
     return q if q_weight is None else rms_norm_reference(q, q_weight, eps)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _head_products(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    num_rows,
-    x_row_stride,
-    x_head_stride,
-    weight_head_stride,
-    weight_in_stride,
-    weight_out_stride,
-    out_row_stride,
-    out_head_stride,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    head = tl.program_id(1)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    weight = weight_ptr + head * weight_head_stride
-    weight += k[:, None] * weight_in_stride + n[None, :] * weight_out_stride
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    live = (m < num_rows)[:, None]
-    x_row = x_ptr + m.to(tl.int64)[:, None] * x_row_stride + head * x_head_stride
-    out_row = out_ptr + m.to(tl.int64)[:, None] * out_row_stride + head * out_head_stride
-    if BLOCK_K >= IN:
-        w = tl.load(weight, mask=(k < IN)[:, None] & (n < OUT)[None, :], other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        x = tl.load(x_row + k[None, :], mask=live & (k < IN)[None, :], other=0.0)
-        if UPCAST:
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        y = tl.dot(x, w, input_precision="ieee")
-    else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, IN, BLOCK_K):
-            x = tl.load(x_row + (start + k)[None, :], mask=live & (start + k < IN)[None, :], other=0.0)
-            w_inside = (start + k < IN)[:, None] & (n < OUT)[None, :]
-            w = tl.load(weight + start * weight_in_stride, mask=w_inside, other=0.0)
-            if UPCAST:
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            y = tl.dot(x, w, y, input_precision="ieee")
-    kept = out_ptr.dtype.element_ty
-    tl.store(out_row + n[None, :], y.to(kept), mask=live & (n < OUT)[None, :])
-    if ROTATED > 0 and tl.program_id(0) == 0:
-        pair = tl.arange(0, ROTATED // 2)[None, :]
-        angle = tl.load(position_ptr + m, mask=m < num_rows, other=0)[:, None] * (ROTATED // 2) + pair
-        cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-        first = tl.load(x_row + IN + 2 * pair, mask=live, other=0.0).to(tl.float32)
-        second = tl.load(x_row + IN + 2 * pair + 1, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_row + OUT + 2 * pair, (first * cos - second * sin).to(kept), mask=live)
-        tl.store(out_row + OUT + 2 * pair + 1, (second * cos + first * sin).to(kept), mask=live)
-
-
-class ProductBlocks(NamedTuple):
-    """Of a program: rows, columns, and as many inner dimensions at a time; the smallest power of two that holds all of
-    them where they are multiplied at once."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int = 3
-
-
-def product_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
-    """Few rows: 16 kB of a weight a program, so that the heads of one of eight ranks, 16 of 128, fill an H200. Many:
-    tiles that read neither side more often than the matrix unit has time for."""
-    whole = triton.next_power_of_2(in_features)
-    if itemsize == 4:
-        return ProductBlocks(16, 16, min(64, whole), 4)
-    if rows <= 4 * FEW_ROWS:
-        return ProductBlocks(16 if rows <= FEW_ROWS else 64, max(16, min(128, 8192 // whole)), whole, 4)
-    return ProductBlocks(128, 128, min(64, whole), 8)
-
-
-def head_products(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    angles: Angles | None = None,
-    pdl: bool | None = None,
-    fixed: bool = False,
-) -> Tensor:
-    """Each head's rows by its own matrix: out[r, h, :n] = x[r, h, :k] @ weight[h], in place.
-
-    x: [rows, heads, k + rotated]; weight: [heads, k, n]; out: [rows, heads, n + rotated]; any strides but for the last
-    ones of x and out, which are 1. angles: of the rows, if there is a rotated part, which is turned and copied. pdl: as
-    for `normed_latents`. fixed: in tiles that do not depend on the number of rows, so that a row's result is a function
-    of that row. Reference: `head_products_reference`.
-    """
-    (rows, heads, width), (_, in_features, out_features) = x.shape, weight.shape
-    rotated = width - in_features
-    assert x.stride(2) == out.stride(2) == 1 and out.shape == (rows, heads, out_features + rotated)
-    assert (rotated > 0) == (angles is not None)
-    blocks = product_blocks(FIXED_ROWS if fixed else rows, in_features, x.itemsize)
-    _head_products[(triton.cdiv(out_features, blocks.n), heads, triton.cdiv(rows, blocks.m))](
-        x,
-        weight,
-        out,
-        None if angles is None else angles.cos,
-        None if angles is None else angles.sin,
-        None if angles is None else angles.index,
-        rows,
-        x.stride(0),
-        x.stride(1),
-        weight.stride(0),
-        weight.stride(1),
-        weight.stride(2),
-        out.stride(0),
-        out.stride(1),
-        IN=in_features,
-        OUT=out_features,
-        ROTATED=rotated,
-        BLOCK_M=blocks.m,
-        BLOCK_N=blocks.n,
-        BLOCK_K=blocks.k,
-        UPCAST=INTERPRETED,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-        **pdl_wait(supports_pdl(x.device) if pdl is None else pdl),
-    )
-    return out
-
-
-def head_products_reference(x: Tensor, weight: Tensor, out: Tensor, angles: Angles | None = None) -> Tensor:
-    k, n = weight.shape[1:]
-    out[..., :n] = torch.bmm(x[..., :k].transpose(0, 1), weight).transpose(0, 1)
-    if angles is not None:
-        out[..., n:] = rotate_pairs(x[..., k:], angles.cos[angles.index], angles.sin[angles.index])
-    return out
