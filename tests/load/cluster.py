@@ -25,6 +25,7 @@ from tests.load.scenario import Fault, Hosts
 PORT = 8000
 RAY_PORT = 6379
 NODE_LIMIT_S = 60.0
+UPDATE_LIMIT_S = 180.0
 _ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "0" * 32,  # of a cluster that nobody else can reach
     "RAY_prestart_worker_first_driver": "0",
@@ -51,10 +52,26 @@ class Cluster:
             self.network.add_node(node, node in self.hosts.wired)
             if self.hosts.cpus is not None:
                 self.start_ray(node, cpus)
-        config = self.folder / "load.yaml"
-        config.write_text(yaml.safe_dump(_content(self.hosts)))
+        config = self._write_config(self.hosts.args)
         joins = [] if self.hosts.cpus is None else ["--address", f"{address(1)}:{RAY_PORT}"]
         self.serve = self._run(1, "serve", str(config), *joins)
+
+    def update(self, args: Mapping[str, Any]) -> None:
+        """Deploys the application with other arguments on the Serve that runs; returns when it is told. Raises
+        RuntimeError if that fails."""
+        config = self._write_config(_merged(self.hosts.args, args))
+        code = "from ray.serve.scripts import cli; cli()"
+        words = [sys.executable, "-c", code, "run", "--non-blocking", "--address", "auto", str(config)]
+        done = subprocess.run(
+            ["ip", "netns", "exec", namespace(1), *words],
+            env=os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)},
+            capture_output=True,
+            text=True,
+            timeout=UPDATE_LIMIT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"serve run: {done.stdout[-1000:]}{done.stderr[-2000:]}")
 
     def join(self, node: int, cpus: int) -> None:
         """One node more."""
@@ -113,6 +130,11 @@ class Cluster:
                 lines.append(" ".join(process.cmdline())[:120])
         return lines
 
+    def _write_config(self, args: Mapping[str, Any]) -> Path:
+        config = self.folder / "load.yaml"
+        config.write_text(yaml.safe_dump(_content(self.hosts, args)))
+        return config
+
     def _processes(self, node: int) -> Iterator[tuple[psutil.Process, str]]:
         own = os.stat(f"/run/netns/{namespace(node)}").st_ino
         for process in sorted(psutil.process_iter(), key=lambda each: each.create_time()):
@@ -143,15 +165,23 @@ def _part(process: psutil.Process) -> str:
     return next((name for marker, name in GROUPS if marker in line), "other")
 
 
-def _content(hosts: Hosts) -> dict[str, Any]:
+def _content(hosts: Hosts, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The Serve config file: the embedded pair's, changed as the scenario says."""
     content = located(find_config("eagle"))
     content["proxy_location"] = hosts.proxy_location
     content["http_options"] = {"host": "0.0.0.0", "port": PORT}
-    args = content["applications"][0]["args"]
-    for section, values in hosts.args.items():
-        args[section] = {**args.get(section, {}), **values} if isinstance(values, Mapping) else values
+    application = content["applications"][0]
+    application["args"] = _merged(application["args"], changes)
     return content
+
+
+def _merged(args: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """args with sections whose keys are replaced one by one."""
+    changed = {
+        section: {**args.get(section, {}), **values} if isinstance(values, Mapping) else values
+        for section, values in changes.items()
+    }
+    return {**args, **changed}
 
 
 def signal_part(processes: list[psutil.Process], number: signal.Signals) -> list[int]:

@@ -59,6 +59,12 @@ def _impair(fault: Fault, cluster: Cluster) -> str:
     return ""
 
 
+def _update(fault: Fault, cluster: Cluster) -> str:
+    begin_s = time.monotonic()
+    cluster.update(fault.args)
+    return f"deployed after {time.monotonic() - begin_s:.1f} s"
+
+
 def _join(fault: Fault, cluster: Cluster) -> str:
     begin_s = time.monotonic()
     cluster.join(fault.node, fault.cpus)
@@ -79,6 +85,7 @@ _ACTS: Mapping[str, Callable[[Fault, Cluster], str]] = {
     "mend": _mend,
     "power": _power,
     "impair": _impair,
+    "update": _update,
     "join": _join,
     "leave": _leave,
 }

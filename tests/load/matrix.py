@@ -102,6 +102,19 @@ SCENARIOS = (
         errors=CUT | {"no connection"},
         ends_s=35.0,
     ),
+    _one(
+        "update",
+        "another configuration while it serves",
+        Fault(8.0, "update", args={"scheduler": {"max_waiting": 300}}),
+        load=Load(seconds=70.0),
+    ),
+    Scenario(
+        "update-replicas",
+        "from one engine to two",
+        Hosts(cpus=(4,)),
+        Load(seconds=70.0),
+        (Fault(8.0, "update", args={"parallel": {"replicas": 2}}),),
+    ),
     Scenario("across", "TP over two nodes", ACROSS, Load(rate=0.7)),
     Scenario(
         "across-delay",

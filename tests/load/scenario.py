@@ -1,5 +1,6 @@
 """What a scenario is made of, as plain values; `tests.load.matrix` has the scenarios, `tests.load.run` runs one."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,22 +60,26 @@ class Fault:
     cut, mend     the node's cable
     power         cut, then SIGKILL to everything on the node
     impair        delay_ms and loss of the node's link
+    update        the same application with these `args` over the former ones, as `serve run` deploys it
     join          a new node with `cpus`
     leave         SIGTERM to the node's Ray
     """
 
     at_s: float
-    kind: Literal["kill", "stop", "terminate", "cut", "mend", "power", "impair", "join", "leave"]
+    kind: Literal["kill", "stop", "terminate", "cut", "mend", "power", "impair", "update", "join", "leave"]
     node: int = 1
     part: Part = "worker"
     all_of_them: bool = False
     delay_ms: float = 0.0
     loss: float = 0.0
     cpus: int = 2
+    args: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         of_part = f" {self.part}" if self.kind in ("kill", "stop", "terminate") else ""
         link = f" {self.delay_ms:g} ms, {self.loss:.0%} loss" if self.kind == "impair" else ""
+        if self.kind == "update":
+            return f"update to {json.dumps(self.args)}"
         return f"{self.kind}{of_part}, node {self.node or 'of the engine'}{link}"
 
 
