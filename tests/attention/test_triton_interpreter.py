@@ -23,10 +23,10 @@ SLOW_FILES = (
     "tests/workers/test_fp8_gemm.py",
     "tests/workers/test_one_shot_all_reduce.py",
     "tests/workers/test_sampling_kernels.py",
+    "tests/workers/test_skinny_gemm.py",
 )
 # The longest first, so that the workers end together.
 FILES = (
-    "tests/workers/test_sampling_kernels.py",
     "tests/attention/test_triton_backend.py",
     "tests/attention/test_triton_prefill.py",
     "tests/attention/test_latent_kernels.py",
@@ -34,7 +34,6 @@ FILES = (
     "tests/speculative/test_draft_kernels.py",
     "tests/attention/test_flashinfer_plan.py",
     "tests/attention/test_pdl_gpu.py",
-    "tests/workers/test_skinny_gemm.py",
 )
 
 pytestmark = [
