@@ -6,6 +6,7 @@ How coordinators are found is handed in, so that this runs in tests without Ray.
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -24,6 +25,7 @@ FIND_PERIOD_S = 1.0
 FIND_HASTE_S = 0.1  # while somebody waits for an engine
 RENEW_S = 2.0  # subscriptions
 CONNECT_LIMIT_S = 10.0  # from a link's opening to its engine's first words
+SUCCESSOR_WAIT_S = 60.0  # for the engine that takes the place of one that said so
 
 
 class EngineLinks:
@@ -52,19 +54,21 @@ class EngineLinks:
         self._links: dict[str, EngineLink] = {}
         self._opened_s: dict[str, float] = {}
         self._renewed_s = clock()
+        self._successor_by_s = -math.inf
         self._num_waiting = 0
         self._changed = asyncio.Event()  # something was heard, or a link has gone
         self._wanted = asyncio.Event()  # somebody waits for an engine
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
-        """The engine for a request, once there is one, or None if there is none for `wait_s`. avoid: it did not take
-        this request, so that another one is waited for only if there is one."""
+        """The engine for a request, once there is one, or None if there is none for `wait_s`; or, if that is not 0, for
+        `SUCCESSOR_WAIT_S` since an engine left that is to be replaced. avoid: it did not take this request, so that
+        another one is waited for only if there is one."""
         deadline_s = self._clock() + wait_s
         while True:
             views = {name: link.view for name, link in self._links.items()}
             name = choose(views, prompt, self._clock(), self._chance, avoid, self._routing)
-            remaining_s = deadline_s - self._clock()
+            remaining_s = (max(deadline_s, self._successor_by_s) if wait_s else deadline_s) - self._clock()
             if name is not None or remaining_s <= 0:
                 return name
             self._changed.clear()
@@ -143,5 +147,7 @@ class EngineLinks:
         del self._opened_s[name]
 
     def _heard(self) -> None:
+        if any(link.view.state is not None and link.view.state.is_leaving for link in self._links.values()):
+            self._successor_by_s = self._clock() + SUCCESSOR_WAIT_S
         self._drop_lost()
         self._changed.set()

@@ -102,11 +102,13 @@ SCENARIOS = (
         errors=CUT | {"no connection"},
         ends_s=35.0,
     ),
-    _one(
+    Scenario(
         "update",
-        "another configuration while it serves",
-        Fault(8.0, "update", args={"scheduler": {"max_waiting": 300}}),
-        load=Load(seconds=70.0),
+        "another configuration for the only engine and both ingresses",
+        Hosts(args={"ingress": {"num_replicas": 2}}),
+        Load(seconds=70.0),
+        (Fault(8.0, "update", args={"scheduler": {"max_waiting": 300}}),),
+        Expect(stall_s=25.0),
     ),
     Scenario(
         "update-replicas",

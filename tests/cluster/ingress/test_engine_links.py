@@ -125,6 +125,25 @@ async def test_an_engine_that_leaves_lets_its_requests_end_and_gets_no_new_ones(
     assert isinstance(answer, GenerateSummary) and answer.num_output_tokens == 100 and await leaving
 
 
+async def test_the_successor_of_an_engine_that_left_is_waited_for(rig: Rig) -> None:
+    """An update replaces an engine in the time of a start, in which nobody is to be turned away."""
+    await rig.both()
+    endpoint = rig.found.pop("b")
+    await rig.until(lambda: len(rig.links._links) == 1)
+    prompt = Prompt(PROMPT, b"")
+    assert await asyncio.to_thread(rig.beds["a"].coordinator.drain, TIMEOUT_S, True)
+    await rig.until(lambda: (state := rig.links._links["a"].view.state) is not None and state.is_leaving)
+    waiting = asyncio.create_task(rig.links.choose(prompt, NOBODY, 0.05))
+    del rig.found["a"]
+    await rig.until(lambda: not rig.links._links)
+    later = asyncio.create_task(rig.links.choose(prompt, frozenset("a"), 0.05))
+    await asyncio.sleep(0.2)
+    assert not waiting.done() and not later.done()
+    assert await rig.links.choose(prompt, NOBODY, 0.0) is None  # who does not want to wait need not
+    rig.found["b"] = endpoint
+    assert await asyncio.wait_for(asyncio.gather(waiting, later), TIMEOUT_S) == ["b", "b"]
+
+
 async def test_a_probe_takes_a_requests_way(rig: Rig) -> None:
     await rig.both()
     reply_to = rig.beds["b"].ingress.endpoint
