@@ -2,7 +2,6 @@
 `deploy.cli` before anything is imported, so that torch is imported at once; told what to check by `deploy.launch`.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -12,8 +11,9 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cluster.linux import end_with_parent
+
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from deploy.check_process import run; run()"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class CheckProcess:
 
 def run() -> None:
     """The process itself."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Torch with its 1,000 modules first: nothing that is asked for goes without it.
     from deploy.checks import counted_gpus

@@ -7,7 +7,6 @@ is killed would leave HAProxy on its port. Both this process and the server adop
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -15,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h; so is the next
-_PR_SET_CHILD_SUBREAPER = 36
+from cluster.linux import adopt_orphans, end_with_parent
+
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REPEAT_S = 1.0  # what comes sooner after the first signal is the same one, sent to a group and by its members
 _STOP_S = 10.0  # for the server to end at once, after a second signal
@@ -32,13 +31,13 @@ def run_guarded(run: Callable[[], int]) -> int:
     passed_on = {*_PASSED_ON} - (ignored & {signal.SIGHUP})  # nohup's, which a server heeds
     if signal.SIGINT in ignored:  # a shell's, for what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
     parent, child = os.getpid(), os.fork()
     if child == 0:
         os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        end_with_parent(signal.SIGTERM)
+        adopt_orphans()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*passed_on, signal.SIGCHLD})
         if os.getppid() != parent:
             return 1  # it was killed before it could be watched
@@ -108,7 +107,3 @@ def _watch(child: int, passed_on: set[signal.Signals]) -> int:
         elif now - first_s > _REPEAT_S and kill_s is None:
             kill_s = now + _STOP_S
             os.kill(child, signal.SIGINT)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -8,7 +8,6 @@ ends when its actor's process does, and the actor's calls fail when the rank is 
 """
 
 import contextlib
-import ctypes
 import functools
 import gc
 import os
@@ -25,14 +24,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from cluster.assembly import Layout, RankBuilder, import_rank
 from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
+from cluster.linux import end_with_parent
 from cluster.logs import use_json_logs
-from cluster.replica.worker_loop import run_worker_loop
+from cluster.replica.worker_loop import open_channel, run_worker_loop
 from cluster.start_log import StartLog
-from cluster.transport.channel import RankChannel
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
 from workers.runner.executor import StepExecutor
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 ADOPTION_LIMIT_S = 60.0  # for a rank to open its device, after which it says whether it is the right one
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankLostError(RuntimeError):
@@ -186,7 +182,7 @@ class _Rank:
                 self._connection.send(built)
             elif method == "listen":
                 transport, name, epoch = arguments
-                channel = RankChannel(zmq.Context(), transport, self._rank, epoch, f"{name}-{epoch}-{self._rank}")
+                channel = open_channel(transport, name, self._rank, epoch)
                 self._connection.send(channel.endpoint)
             else:
                 self._connection.send(_outcome(functools.partial(run_worker_loop, executor, channel)))
@@ -244,8 +240,7 @@ class _Rank:
 def _end_as_rank(make: Callable[[], _Rank], listener: socket.socket) -> None:
     """What a forked process does; never returns."""
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         make().run(listener)
     except BaseException:

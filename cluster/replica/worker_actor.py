@@ -11,7 +11,6 @@ import struct
 import time
 
 import ray
-import zmq
 
 from cluster.assembly import Layout, RankBuilder, import_rank
 from cluster.config import (
@@ -25,9 +24,8 @@ from cluster.config import (
 from cluster.logs import use_json_logs
 from cluster.replica.placement import RankPlace
 from cluster.replica.rank_process import AdoptedRank, RankFacts, adopt
-from cluster.replica.worker_loop import run_worker_loop
+from cluster.replica.worker_loop import open_channel, run_worker_loop
 from cluster.start_log import StartLog
-from cluster.transport.channel import RankChannel
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
 from workers.scheduling.cost_table import CostTable
@@ -103,7 +101,7 @@ class Worker:
         """Bind the channel; returns the endpoint for the coordinator."""
         if self._adopted is not None:
             return self._adopted.listen(transport, name, epoch)
-        self._channel = RankChannel(zmq.Context(), transport, self._rank, epoch, f"{name}-{epoch}-{self._rank}")
+        self._channel = open_channel(transport, name, self._rank, epoch)
         return self._channel.endpoint
 
     def run(self) -> str:

@@ -1,22 +1,28 @@
 """A rank's loop: plans in, results and heartbeats out. Called by the worker actor and by tests, without Ray."""
 
-import ctypes
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import Literal
 
+import zmq
+
+from cluster.linux import sleep_exactly
 from cluster.transport.channel import RankChannel
 from cluster.transport.messages import Heartbeat, Stop
+from cluster.transport.sockets import Transport
 from workers.runner.executor import StepExecutor
 
 HEARTBEAT_S = 0.5
 _MAX_PENDING = 2  # `StepExecutor`'s contract: launched, result not taken
-# Between looks at a step that a GPU works on; a result waits for half of it on average. With `_sleep_exactly` such a
+# Between looks at a step that a GPU works on; a result waits for half of it on average. With `sleep_exactly` such a
 # sleep took 36 us on a busy AMD EPYC, with Linux's usual slack 89 (and 125 where 50 were asked for).
 _DEVICE_POLL_S = 20e-6
-_PR_SET_TIMERSLACK = 29  # linux/prctl.h
+
+
+def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> RankChannel:
+    """A rank's end of the channel to the coordinator of engine `name`."""
+    return RankChannel(zmq.Context(), transport, rank, epoch, f"{name}-{epoch}-{rank}")
 
 
 def run_worker_loop(
@@ -26,7 +32,7 @@ def run_worker_loop(
 
     Rank 0 sends results, all send heartbeats. What the executor raises is sent with its traceback, and raised here.
     """
-    _sleep_exactly()
+    sleep_exactly()
     loop = _Loop(executor, channel, clock)
     try:
         while True:
@@ -36,12 +42,6 @@ def run_worker_loop(
     except Exception:
         channel.fail(traceback.format_exc())
         raise
-
-
-def _sleep_exactly() -> None:
-    """Have Linux end this thread's sleeps within a microsecond; usually it lets 50 pass, to wake up less often."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
 def _end(channel: RankChannel) -> Literal["stopped", "coordinator lost"]:

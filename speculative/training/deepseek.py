@@ -8,7 +8,7 @@ can be trained in minutes and kept beside tests. Paper: arXiv 2412.19437, sectio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from speculative.training.deepseek_files import layer_tensors, module_tensors, w
 from speculative.training.deepseek_layers import DeepseekLayer, initialise, routers
 from speculative.training.draft_model import BranchCache, RMSNorm
 from speculative.training.errors import TrainingError
-from speculative.training.loop import LoopOptions, fit
 from speculative.training.mtp_model import MtpHead
 from speculative.training.rows import Conversation
-from speculative.training.samples import Batch, Sample, collate, encode_answers, plan_steps
-from speculative.training.target import add_dropout, plain_texts, vary
+from speculative.training.samples import Batch, Sample, collate, plan_steps
+from speculative.training.target import TargetOptions, answer_loss, fit_target
 from workers.layers.rotary import frequencies
 from workers.models.deepseek import DeepseekConfig, read_config
 
@@ -76,26 +75,17 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class DeepseekOptions:
+@dataclass(frozen=True, kw_only=True)
+class DeepseekOptions(TargetOptions):
     """How it is trained.
 
-    prompt_weight: of a prompt's tokens in the loss; an answer's is 1. mtp_steps: that the module is unrolled.
-    mtp_weight: of its loss beside the target's. bias_speed: what a step changes a router's bias by.
+    mtp_steps: that the module is unrolled. mtp_weight: of its loss beside the target's. bias_speed: what a step changes
+    a router's bias by.
     """
 
-    epochs: float
-    steps: int | None
-    batch_tokens: int
-    max_length: int
-    dropout: float
-    prompt_weight: float
     mtp_steps: int
     mtp_weight: float
     bias_speed: float
-    seed: int
-    dtype: torch.dtype
-    loop: LoopOptions
 
 
 def deepseek_config(shape: DeepseekShape, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -199,22 +189,6 @@ def _cross_entropy(logits: Tensor, tokens: Tensor, weights: Tensor, ahead: int) 
     return (losses * weights).sum() / weights.sum().clamp(min=1)
 
 
-def validation_loss(
-    model: DeepseekTarget, samples: Sequence[Sample], options: DeepseekOptions, device: torch.device
-) -> float:
-    """The target's cross-entropy of the samples' answer tokens, each token counted once."""
-    total, count = 0.0, 0
-    alone = DeepseekOptions(**(vars(options) | {"prompt_weight": 0.0, "mtp_weight": 0.0}))
-    plan = plan_steps([len(s.tokens) for s in samples], options.batch_tokens, 0, epochs=1, steps=None)
-    with torch.no_grad():
-        for indices in plan:
-            chosen = [samples[i] for i in indices]
-            num = sum(len(s.tokens) - s.num_prompt for s in chosen)
-            total += float(joint_loss(model, collate(chosen, 0, device), alone)) * num
-            count += num
-    return total / count
-
-
 @torch.no_grad()
 def expert_shares(
     model: DeepseekTarget, samples: Sequence[Sample], options: DeepseekOptions, device: torch.device
@@ -245,43 +219,30 @@ def train_deepseek(
     progress: bool = True,
 ) -> list[float]:
     """Trains the model in place on the device and returns the loss of every step; `held` is only measured."""
-    samples = encode_answers(vary(train, options.seed), tokenizer, options.max_length)
-    samples += plain_texts(train, tokenizer, 0.1, options.max_length, options.seed)
-    held_samples = encode_answers(held, tokenizer, options.max_length) if held else []
-    plan = plan_steps(
-        [len(s.tokens) for s in samples], options.batch_tokens, options.seed, epochs=options.epochs, steps=options.steps
-    )
-    model.to(device)
-    add_dropout(model, options.dropout)
-    torch.manual_seed(options.seed)
-    full_tokens = options.batch_tokens if options.loop.graphs else None
+    alone = replace(options, prompt_weight=0.0, mtp_weight=0.0)
 
-    def batch_of(indices: list[int]) -> Batch:
-        return collate([samples[i] for i in indices], 0, device, full_tokens=full_tokens)
-
-    def evaluate() -> dict[str, float]:
-        least, most = expert_shares(model, held_samples, options, device)
-        return {
-            "validation_loss": validation_loss(model, held_samples, options, device),
-            "least_used_expert": least,
-            "most_used_expert": most,
-        }
+    def evaluate(samples: Sequence[Sample]) -> dict[str, float]:
+        least, most = expert_shares(model, samples, options, device)
+        loss = answer_loss(samples, options.batch_tokens, device, lambda batch: joint_loss(model, batch, alone))
+        return {"validation_loss": loss, "least_used_expert": least, "most_used_expert": most}
 
     def balance() -> None:
         for router in routers(model):
             router.balance(options.bias_speed)
 
-    return fit(
+    return fit_target(
         model,
-        plan,
-        batch_of,
+        train,
+        held,
+        tokenizer,
+        options,
+        device,
         lambda batch: joint_loss(model, batch, options),
-        options.loop,
+        evaluate,
+        title="deepseek",
+        after_step=balance,
         checkpoint=checkpoint,
         resume=resume,
-        evaluate=evaluate if held_samples else None,
-        after_step=balance,
-        title="deepseek",
         progress=progress,
     )
 

@@ -73,8 +73,7 @@ def fit(
 
     `batch_of` makes a batch of sample indices, `loss_of` its scalar loss. `evaluate` runs every
     `options.eval_every` steps and at the end; its numbers are printed. `after_step` runs after every step's update, for
-    what has no gradient. `stop_after` ends the run early with a
-    checkpoint, as a kill would.
+    what has no gradient. `stop_after` ends the run early with a checkpoint, as a kill would.
     With a checkpoint the state is kept every `options.checkpoint_every` steps and at the end, so that a resume with a
     longer plan of the same batches goes on; from there the learning rate follows the longer plan.
     Raises `TrainingError` for a loss that is not finite, a plan shorter than what is done, and what

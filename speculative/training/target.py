@@ -7,7 +7,7 @@ and tested end to end without a download.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from transformers import (
 from speculative.training.checkpoint import Checkpoint
 from speculative.training.draft_files import make_readable
 from speculative.training.errors import TrainingError
+from speculative.training.graphs import LossOf
 from speculative.training.loop import LoopOptions, fit
 from speculative.training.rows import Conversation, Turn
 from speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_steps
@@ -47,9 +48,9 @@ class TargetShape:
     rope_theta: float = 10000.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """How the target is trained; `prompt_weight` is the weight of a prompt's tokens in the loss (an answer's is 1)."""
+    """How a target is trained; `prompt_weight` is the weight of a prompt's tokens in the loss (an answer's is 1)."""
 
     epochs: float
     steps: int | None
@@ -166,17 +167,60 @@ def target_loss(model: nn.Module, batch: Batch, prompt_weight: float, dtype: tor
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def validation_loss(model: nn.Module, samples: Sequence[Sample], options: TargetOptions, device: torch.device) -> float:
-    """Cross-entropy of the samples' answer tokens, each token counted once."""
+def answer_loss(samples: Sequence[Sample], batch_tokens: int, device: torch.device, loss_of: LossOf) -> float:
+    """`loss_of` the samples' answer tokens, of which it is the mean for a batch, each token counted once."""
     total, count = 0.0, 0
-    plan = plan_steps([len(s.tokens) for s in samples], options.batch_tokens, 0, epochs=1, steps=None)
+    plan = plan_steps([len(s.tokens) for s in samples], batch_tokens, 0, epochs=1, steps=None)
     with torch.no_grad():
         for indices in plan:
             chosen = [samples[i] for i in indices]
             num = sum(len(s.tokens) - s.num_prompt for s in chosen)
-            total += float(target_loss(model, collate(chosen, 0, device), 0.0, options.dtype)) * num
+            total += float(loss_of(collate(chosen, 0, device))) * num
             count += num
     return total / count
+
+
+def fit_target(
+    model: nn.Module,
+    train: Sequence[Conversation],
+    held: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    options: TargetOptions,
+    device: torch.device,
+    loss_of: LossOf,
+    evaluate: Callable[[Sequence[Sample]], dict[str, float]],
+    *,
+    title: str,
+    after_step: Callable[[], None] | None = None,
+    checkpoint: Checkpoint | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> list[float]:
+    """Trains a model from scratch in place on the device and returns the loss of every step. evaluate: figures of the
+    samples of `held`, if there are any, which are only measured."""
+    samples = encode_answers(vary(train, options.seed), tokenizer, options.max_length)
+    samples += plain_texts(train, tokenizer, 0.1, options.max_length, options.seed)
+    held_samples = encode_answers(held, tokenizer, options.max_length) if held else []
+    plan = plan_steps(
+        [len(s.tokens) for s in samples], options.batch_tokens, options.seed, epochs=options.epochs, steps=options.steps
+    )
+    model.to(device)
+    add_dropout(model, options.dropout)
+    torch.manual_seed(options.seed)
+    full_tokens = options.batch_tokens if options.loop.graphs else None
+    return fit(
+        model,
+        plan,
+        lambda indices: collate([samples[i] for i in indices], 0, device, full_tokens=full_tokens),
+        loss_of,
+        options.loop,
+        checkpoint=checkpoint,
+        resume=resume,
+        evaluate=(lambda: evaluate(held_samples)) if held_samples else None,
+        after_step=after_step,
+        title=title,
+        progress=progress,
+    )
 
 
 def train_target(
@@ -192,37 +236,26 @@ def train_target(
     progress: bool = True,
 ) -> list[float]:
     """Trains the model in place on the device and returns the loss of every step; `held` is only measured."""
-    samples = encode_answers(vary(train, options.seed), tokenizer, options.max_length)
-    samples += plain_texts(train, tokenizer, 0.1, options.max_length, options.seed)
-    held_samples = encode_answers(held, tokenizer, options.max_length) if held else []
-    plan = plan_steps(
-        [len(s.tokens) for s in samples], options.batch_tokens, options.seed, epochs=options.epochs, steps=options.steps
-    )
-    model.to(device)
-    add_dropout(model, options.dropout)
-    torch.manual_seed(options.seed)
 
-    full_tokens = options.batch_tokens if options.loop.graphs else None
+    def loss_of(batch: Batch, prompt_weight: float = options.prompt_weight) -> Tensor:
+        return target_loss(model, batch, prompt_weight, options.dtype)
 
-    def batch_of(indices: list[int]) -> Batch:
-        return collate([samples[i] for i in indices], 0, device, full_tokens=full_tokens)
+    def evaluate(samples: Sequence[Sample]) -> dict[str, float]:
+        loss = answer_loss(samples, options.batch_tokens, device, lambda batch: loss_of(batch, 0.0))
+        return {"validation_loss": loss}
 
-    def loss_of(batch: Batch) -> Tensor:
-        return target_loss(model, batch, options.prompt_weight, options.dtype)
-
-    def evaluate() -> dict[str, float]:
-        return {"validation_loss": validation_loss(model, held_samples, options, device)}
-
-    return fit(
+    return fit_target(
         model,
-        plan,
-        batch_of,
+        train,
+        held,
+        tokenizer,
+        options,
+        device,
         loss_of,
-        options.loop,
+        evaluate,
+        title="target",
         checkpoint=checkpoint,
         resume=resume,
-        evaluate=evaluate if held_samples else None,
-        title="target",
         progress=progress,
     )
 

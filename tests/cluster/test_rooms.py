@@ -12,6 +12,7 @@ CLUSTER = Path(__file__).resolve().parent.parent.parent / "cluster"
 # A room, or a module beside the rooms, and all of `cluster` that it may import. From the bottom up: a line names only
 # lines above it.
 BELOW: dict[str, set[str]] = {
+    "linux": set(),
     "logs": set(),
     "transport": set(),
     "http": {"logs", "transport"},
@@ -21,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "start_log": {"config"},
     "assembly": {"config"},
     "checkpoints": {"http", "config", "assembly"},
-    "replica": {"logs", "transport", "coordinator", "config", "start_log", "assembly"},
+    "replica": {"linux", "logs", "transport", "coordinator", "config", "start_log", "assembly"},
     "ingress": {"logs", "transport", "http", "config", "start_log"},
     "deployments": {"parallel", "config", "replica", "ingress"},
 }

@@ -63,8 +63,8 @@ class Cluster:
         code = "from ray.serve.scripts import cli; cli()"
         words = [sys.executable, "-c", code, "run", "--non-blocking", "--address", "auto", str(config)]
         done = subprocess.run(
-            ["ip", "netns", "exec", namespace(1), *words],
-            env=os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)},
+            [*_on(1), *words],
+            env=self._environment,
             capture_output=True,
             text=True,
             timeout=UPDATE_LIMIT_S,
@@ -130,6 +130,11 @@ class Cluster:
                 lines.append(" ".join(process.cmdline())[:120])
         return lines
 
+    @property
+    def _environment(self) -> dict[str, str]:
+        # A folder of the scenario's own: in a shared one Ray would look for the cluster of the scenario before.
+        return os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)}
+
     def _write_config(self, args: Mapping[str, Any]) -> Path:
         config = self.folder / "load.yaml"
         config.write_text(yaml.safe_dump(_content(self.hosts, args)))
@@ -146,13 +151,16 @@ class Cluster:
         """`aerie COMMAND` on a node, in a process group of its own."""
         console = self.folder / f"{command}-{node}-{len(self.consoles)}.log"
         self.consoles.append(console)
-        words = ["ip", "netns", "exec", namespace(node), sys.executable, "-m", "deploy.cli", command, *arguments]
-        # A folder of the scenario's own: in a shared one Ray would look for the cluster of the scenario before.
-        environment = os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)}
+        words = [*_on(node), sys.executable, "-m", "deploy.cli", command, *arguments]
         with console.open("wb") as out:
             return subprocess.Popen(
-                words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                words, stdout=out, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
+
+
+def _on(node: int) -> list[str]:
+    """What comes before a command that is to run on a node."""
+    return ["ip", "netns", "exec", namespace(node)]
 
 
 def _part(process: psutil.Process) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.draft_models.eagle3 import Eagle3
+from speculative.training.cli import add_commands
 from speculative.training.draft_files import draft_config, read_draft_config
 from speculative.training.rows import Conversation, Turn
 from speculative.training.target import TargetShape, build_target, build_tokenizer
@@ -53,3 +56,19 @@ def method(target: PreTrainedModel) -> Eagle3:
 def one_thread() -> None:
     """Tiny matrices: more threads only make the tests slower and their sums less repeatable."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, conversations: list[Conversation]) -> Path:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"messages": conversation.messages()}) for conversation in conversations]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(line: str) -> int:
+    """`aerie LINE`, of the commands that train."""
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(required=True))
+    arguments = parser.parse_args([*line.split(), "--device", "cpu"])
+    return int(arguments.run(arguments))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -11,26 +10,10 @@ import pytest
 import torch
 
 from speculative.training.arguments import choose_device
-from speculative.training.cli import add_commands
 from speculative.training.errors import TrainingError
-from speculative.training.rows import Conversation
+from tests.speculative.training.conftest import run
 
 SMALL = "--layers 7 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"
-
-
-@pytest.fixture
-def rows(tmp_path: Path, conversations: list[Conversation]) -> Path:
-    path = tmp_path / "rows.jsonl"
-    lines = [json.dumps({"messages": conversation.messages()}) for conversation in conversations]
-    path.write_text("\n".join(lines))
-    return path
-
-
-def run(line: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
-    arguments = parser.parse_args([*line.split(), "--device", "cpu"])
-    return int(arguments.run(arguments))
 
 
 def test_a_target_then_its_draft_are_trained_and_measured(

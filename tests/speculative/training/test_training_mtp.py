@@ -19,13 +19,12 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.draft_models.loading import load_draft
 from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
-from speculative.training.cli import add_commands
 from speculative.training.deepseek import DeepseekShape, DeepseekTarget, build_deepseek, save_deepseek
 from speculative.training.deepseek_files import read_module, save_module
 from speculative.training.deepseek_layers import Experts, Router, routers
 from speculative.training.draft_kinds import DRAFTS
 from speculative.training.errors import TrainingError
-from speculative.training.rows import Conversation
+from tests.speculative.training.conftest import run
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.layers.routing import Routing
@@ -138,20 +137,6 @@ def test_the_bias_of_a_router_evens_out_who_is_chosen() -> None:
         router.balance(0.01)
     assert float(used[0].max()) > 3 and float(used[0].min()) < 0.05
     assert float(used[-1].max()) < 2 and float(used[-1].min()) > 0.3
-
-
-@pytest.fixture
-def rows(tmp_path: Path, conversations: list[Conversation]) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": c.messages()}) for c in conversations))
-    return path
-
-
-def run(line: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
-    arguments = parser.parse_args([*line.split(), "--device", "cpu"])
-    return int(arguments.run(arguments))
 
 
 def test_the_module_of_a_trained_model_is_trained_further(
