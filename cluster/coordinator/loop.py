@@ -112,6 +112,8 @@ class CoordinatorLoop:
         other. No turn lasts longer than until the next housekeeping or the time to send a plan, and none spins."""
         due_s = min(self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s)
         self.reactor.turn(max(0.0, due_s - self._clock()))
+        if self.is_stopping:
+            return  # `end` was called meanwhile and has closed every socket
         now = self._last_turn_s = self._clock()
         if now >= self._housekeeping_due_s:
             self._housekeeping_due_s = now + HOUSEKEEPING_S
@@ -175,6 +177,8 @@ class CoordinatorLoop:
     def end(self, reason: str) -> None:
         """Fail what is unfinished, stop the ranks, close everything."""
         self.is_stopping = True
+        if self.status != "dead":
+            self._publish()  # what came in the same turn
         self.streams.fail_all(reason)
         if self._worker_group is not None:
             self._worker_group.stop()

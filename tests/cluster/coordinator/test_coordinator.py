@@ -5,9 +5,10 @@ import time
 import msgspec
 import pytest
 
+from cluster.coordinator import loop, state_publisher
 from cluster.http.metrics import declared_metrics
 from cluster.transport.encoding import encode
-from cluster.transport.messages import Abort, GenerateSummary, Refused
+from cluster.transport.messages import Abort, GenerateSummary, Refused, Subscribe
 from cluster.transport.sockets import Transport, new_keys
 from tests.support.cluster import Ingress, until
 from tests.support.scripted import scripted_output
@@ -189,6 +190,16 @@ def test_stopping_tells_the_ranks_and_fails_what_is_left(make_bed):
     ranks.join()
     assert set(ranks.ends) == {"stopped"}
     bed.coordinator.stop()
+
+
+def test_a_turn_that_stops_the_loop_tells_nobody_of_its_state_any_more(make_bed, monkeypatch):
+    monkeypatch.setattr(state_publisher, "PERIOD_S", 0.0)
+    monkeypatch.setattr(loop, "HOUSEKEEPING_S", 0.0)  # something is to be told in every turn
+    bed = make_bed()
+    bed.engine.send(encode(Subscribe(True)))
+    assert bed.engine.poll(5000)
+    bed.coordinator.stop()
+    assert bed.deaths == [] and bed.coordinator.stats().status == "starting"
 
 
 def test_an_idle_coordinator_does_not_spin(make_bed):
