@@ -23,6 +23,7 @@ IDLE_LIMIT_S = 90  # between two requests of a connection; clients pool theirs f
 MAX_CONNECTIONS = 20_000
 SOURCE_SHARE = 0.8  # of them for one address; the rest is room for others, health checks among them
 _FILES_EACH = 2.5
+_SERVER = re.compile(r"(?m)^[ \t]*server .*\n")
 _FILES_BESIDE = 512  # files that HAProxy has open for other things
 METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
@@ -94,7 +95,8 @@ def with_own_words(binary: Path, folder: Path) -> Path:
 def rewritten(config: str, folder: Path, last: str | None) -> str:
     """Serve's `config` with limits and errors of our own, and without the Python proxy that Serve names as a last
     resort: it answers 404 and 500. folder: where `write_error_files` put its files. last: the configuration before,
-    used in place of one without routes: such a one comes at the start of Serve's actor and at its end."""
+    used in place of one without routes: such a one comes at the start of Serve's actor and at its end. A route without
+    servers keeps those that it had (`_with_last_servers`)."""
     if not has_routes(config):
         if last is not None:
             return last
@@ -106,6 +108,8 @@ def rewritten(config: str, folder: Path, last: str | None) -> str:
             config,
         )
     config = re.sub(r"(?m)^\s*server .* backup$\n?", "", config)
+    if last is not None:
+        config = _with_last_servers(config, last)
     # Metrics of HAProxy itself are for this machine.
     config = re.sub(
         r"(?m)^(frontend (?:prometheus|stats)\n\s*bind) (?:\*|0\.0\.0\.0)?:(\d+)", r"\1 127.0.0.1:\2", config
@@ -116,6 +120,26 @@ def rewritten(config: str, folder: Path, last: str | None) -> str:
 def has_routes(config: str) -> bool:
     """Whether it sends any path anywhere."""
     return re.search(r"(?m)^\s*use_backend ", config) is not None
+
+
+def _with_last_servers(config: str, last: str) -> str:
+    """`config` whose routes without servers have those of `last`.
+
+    Serve (Ray 2.60) names no server from an update's arrival until it has imported and built the application again,
+    seconds in which the former ingresses serve as before. Unchecked, since one that is about to end fails its check
+    before it stops to serve; where nobody listens any more a request is refused as it is without servers."""
+    before = dict(_backends(last))
+    for name, section in _backends(config):
+        servers = _SERVER.findall(before.get(name, ""))
+        if servers and not _SERVER.search(section) and f"use_backend {name} " in config:
+            lines = "".join(re.sub(r" check\b.*", "", line) for line in servers)
+            config = config.replace(section, f"{section.rstrip()}\n{lines}")
+    return config
+
+
+def _backends(config: str) -> list[tuple[str, str]]:
+    """Names and texts of its sections that name servers."""
+    return [(at[1], at[0]) for at in re.finditer(r"(?m)^backend (\S+)\n(?:[ \t#].*\n|\n)*", config)]
 
 
 def _with_defaults(config: str, folder: Path) -> str:

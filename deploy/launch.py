@@ -43,8 +43,8 @@ HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     # Three 503 answers of a starting engine in a row would otherwise take its ingress out of service.
     "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
-    # An ingress replica otherwise stays half a minute after its last request.
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # For HAProxy to read that an ingress is replaced; it otherwise stays half a minute after its last request.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     # An ingress that hangs is left out after two of these.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",

@@ -6,7 +6,6 @@ How coordinators are found is handed in, so that this runs in tests without Ray.
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -54,7 +53,7 @@ class EngineLinks:
         self._links: dict[str, EngineLink] = {}
         self._opened_s: dict[str, float] = {}
         self._renewed_s = clock()
-        self._successor_by_s = -math.inf
+        self._successor_by_s = clock() + SUCCESSOR_WAIT_S  # an ingress may begin while an engine is replaced
         self._num_waiting = 0
         self._changed = asyncio.Event()  # something was heard, or a link has gone
         self._wanted = asyncio.Event()  # somebody waits for an engine

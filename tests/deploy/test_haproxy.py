@@ -56,6 +56,20 @@ def test_without_routes_the_last_ones_stay_and_before_the_first_nothing_is_not_f
     assert json.loads(line.split("'")[1])["error"]["type"] == "service_unavailable_error"
 
 
+def test_a_route_without_servers_keeps_its_last_ones_unchecked_and_others_are_as_serve_says(tmp_path: Path) -> None:
+    """Serve names no ingress while it builds what an update deploys; those that it has serve on."""
+    two = ROUTES + "backend http-other\n    server b 127.0.0.1:30001 check\n"
+    last = rewritten(two, tmp_path, last=None)
+    nobody = two.replace("    server ingress 127.0.0.1:30000 check\n", "")
+    kept = rewritten(nobody, tmp_path, last)
+    servers = [line.strip() for line in kept.splitlines() if line.startswith("    server ")]
+    assert servers == ["server ingress 127.0.0.1:30000", "server b 127.0.0.1:30001 check"]
+    assert rewritten(nobody, tmp_path, kept) == kept, "and so it stays"
+    moved = rewritten(two.replace("30000", "30005"), tmp_path, kept)
+    assert "server ingress 127.0.0.1:30005 check\n" in moved and "30000" not in moved
+    assert "server ingress" not in rewritten(nobody, tmp_path, last=None)
+
+
 def test_a_haproxy_that_is_left_hands_its_port_over() -> None:
     assert start_arguments(["-db", "-f", "c"], []) == ["-db", "-f", "c"]
     assert start_arguments(["-db", "-f", "c"], [7]) == ["-db", "-f", "c", "-sf", "7"]
