@@ -1,12 +1,15 @@
 """What a process asks of Linux for itself. Needs the standard library alone, for processes that begin with it."""
 
 import ctypes
+import os
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h; so are the next
+_PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
+_NICENESS = 10
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -24,6 +27,16 @@ def sleep_exactly() -> None:
     _prctl(_PR_SET_TIMERSLACK, 1000)
 
 
-def _prctl(option: int, value: int) -> None:
+def set_name(name: str) -> None:
+    """This process is called so by `top` and `ps -o comm`: 15 characters at most."""
+    _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
+
+
+def give_way() -> None:
+    """Where processes wait for a core, others of usual priority have it first: for work that takes all there are."""
+    os.nice(max(0, _NICENESS - os.nice(0)))
+
+
+def _prctl(option: int, value: object) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

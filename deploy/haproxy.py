@@ -23,8 +23,10 @@ IDLE_LIMIT_S = 90  # between two requests of a connection; clients pool theirs f
 MAX_CONNECTIONS = 20_000
 SOURCE_SHARE = 0.8  # of them for one address; the rest is room for others, health checks among them
 _FILES_EACH = 2.5
-_SERVER = re.compile(r"(?m)^[ \t]*server .*\n")
 _FILES_BESIDE = 512  # files that HAProxy has open for other things
+NEXT_WAIT_S = 15  # for an ingress to follow the last one
+_NEXT = "aerie-next"
+_CHECKED = ("/health", "/ready")
 METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
 _BAD, _FAILED = "invalid_request_error", "server_error"
@@ -57,10 +59,10 @@ def max_connections() -> int:
     return min(MAX_CONNECTIONS, max(256, int((most - _FILES_BESIDE) / _FILES_EACH)))
 
 
-def write_script(folder: Path, binary: str) -> Path:
-    """The script that Serve is to call instead of HAProxy's `binary`."""
+def write_script(folder: Path, binary: str, next_port: int) -> Path:
+    """The script that Serve is to call instead of HAProxy's `binary`. next_port: see `rewritten`."""
     script = folder / "haproxy.sh"
-    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), binary])
+    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), binary, str(next_port)])
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     script.chmod(0o700)
     return script
@@ -92,11 +94,11 @@ def with_own_words(binary: Path, folder: Path) -> Path:
     return copy if runs else binary
 
 
-def rewritten(config: str, folder: Path, last: str | None) -> str:
+def rewritten(config: str, folder: Path, last: str | None, next_port: int) -> str:
     """Serve's `config` with limits and errors of our own, and without the Python proxy that Serve names as a last
     resort: it answers 404 and 500. folder: where `write_error_files` put its files. last: the configuration before,
     used in place of one without routes: such a one comes at the start of Serve's actor and at its end. A route without
-    servers keeps those that it had (`_with_last_servers`)."""
+    servers keeps those that it had (`_with_last_servers`). next_port: of this machine, free for it."""
     if not has_routes(config):
         if last is not None:
             return last
@@ -109,12 +111,13 @@ def rewritten(config: str, folder: Path, last: str | None) -> str:
         )
     config = re.sub(r"(?m)^\s*server .* backup$\n?", "", config)
     if last is not None:
-        config = _with_last_servers(config, last)
+        config = _with_last_servers(config, last, next_port)
     # Metrics of HAProxy itself are for this machine.
     config = re.sub(
         r"(?m)^(frontend (?:prometheus|stats)\n\s*bind) (?:\*|0\.0\.0\.0)?:(\d+)", r"\1 127.0.0.1:\2", config
     )
-    return _with_frontend(_with_defaults(config, folder))
+    waits = f"server {_NEXT} " in config
+    return _with_frontend(_with_defaults(config, folder), None if waits else next_port)
 
 
 def has_routes(config: str) -> bool:
@@ -122,24 +125,41 @@ def has_routes(config: str) -> bool:
     return re.search(r"(?m)^\s*use_backend ", config) is not None
 
 
-def _with_last_servers(config: str, last: str) -> str:
-    """`config` whose routes without servers have those of `last`.
+def _with_last_servers(config: str, last: str, next_port: int) -> str:
+    """`config` whose routes without servers have those of `last`, and wait where those have gone.
 
     Serve (Ray 2.60) names no server from an update's arrival until it has imported and built the application again,
-    seconds in which the former ingresses serve as before. Unchecked, since one that is about to end fails its check
-    before it stops to serve; where nobody listens any more a request is refused as it is without servers."""
+    seconds in which the former ingresses serve as before; nor while the only ingress is replaced. A request then tries
+    `next_port`, where the HAProxy that comes next listens (`_with_frontend`), once a second for `NEXT_WAIT_S`; health
+    checks are told at once. Former servers count for as long as they listen: one about to end fails Serve's check."""
     before = dict(_backends(last))
+    _, message, kind, code = _UNAVAILABLE
+    refusal = f'{_rule(503, message, code, kind)} hdr Retry-After "{RETRY_AFTER_S}"'
     for name, section in _backends(config):
-        servers = _SERVER.findall(before.get(name, ""))
-        if servers and not _SERVER.search(section) and f"use_backend {name} " in config:
-            lines = "".join(re.sub(r" check\b.*", "", line) for line in servers)
-            config = config.replace(section, f"{section.rstrip()}\n{lines}")
+        servers = [server for server in _servers(before.get(name, "")) if server[0] != _NEXT]
+        if not servers or _servers(section) or f"use_backend {name} " not in config:
+            continue
+        gone = " ".join(f"!{{ srv_is_up({name}/{server}) }}" for server, _ in servers)
+        lines = [
+            re.sub(r"(?m)^\s*(option httpchk|http-check) .*\n", "", section).rstrip(),
+            f"    {refusal} if {{ path_beg {' '.join(_CHECKED)} }} {gone}",
+            f"    retries {NEXT_WAIT_S}",
+            *(f"    server {server} {place} check inter 200ms fall 1 rise 1" for server, place in servers),
+            f"    server {_NEXT} 127.0.0.1:{next_port} no-check backup",
+            "",
+        ]
+        config = config.replace(section, "\n".join(lines))
     return config
 
 
 def _backends(config: str) -> list[tuple[str, str]]:
     """Names and texts of its sections that name servers."""
     return [(at[1], at[0]) for at in re.finditer(r"(?m)^backend (\S+)\n(?:[ \t#].*\n|\n)*", config)]
+
+
+def _servers(section: str) -> list[tuple[str, str]]:
+    """Names and places of a backend's servers."""
+    return re.findall(r"(?m)^[ \t]*server (\S+) (\S+)", section)
 
 
 def _with_defaults(config: str, folder: Path) -> str:
@@ -153,12 +173,14 @@ def _with_defaults(config: str, folder: Path) -> str:
     return re.sub(r"(?m)^(defaults\n\s*mode http)$", lambda at: "\n".join([at[1], *defaults]), config, count=1)
 
 
-def _with_frontend(config: str) -> str:
-    """With a limit of connections for each address, and without what this server does not do."""
+def _with_frontend(config: str, next_port: int | None) -> str:
+    """With a limit of connections for each address, and without what this server does not do. next_port: to listen on,
+    too, for requests that the former one has kept waiting."""
     found = re.search(r"(?m)^\s*maxconn (\d+)", config)
     per_source = max(1, int((int(found[1]) if found else MAX_CONNECTIONS) * SOURCE_SHARE))
     unknown = _rule(404, "Unknown route", "not_found")
     rules = [
+        *([] if next_port is None else [f"    bind 127.0.0.1:{next_port}"]),
         "    stick-table type ipv6 size 200k expire 10m store conn_cur",
         "    tcp-request connection track-sc0 src",
         f"    tcp-request connection reject if {{ sc0_conn_cur gt {per_source} }}",
@@ -232,12 +254,12 @@ def _replace(path: Path, text: str) -> None:
     other.replace(path)
 
 
-def _become_haproxy(binary: str, arguments: list[str]) -> None:
+def _become_haproxy(binary: str, next_port: int, arguments: list[str]) -> None:
     path = Path(arguments[arguments.index("-f") + 1])
     folder = path.parent
     last = folder / LAST
     write_error_files(folder)
-    config = rewritten(path.read_text(), folder, last.read_text() if last.exists() else None)
+    config = rewritten(path.read_text(), folder, last.read_text() if last.exists() else None, next_port)
     path.write_text(config)
     if has_routes(config):
         _replace(last, config)
@@ -253,4 +275,4 @@ def _become_haproxy(binary: str, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _become_haproxy(sys.argv[1], sys.argv[2:])
+    _become_haproxy(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -33,6 +33,8 @@ FAULT_ENVIRONMENT = {
     "RAY_kill_worker_timeout_milliseconds": "1000",
     # One that fails its checks is stopped, mostly: it would not end by itself, and keeps its GPUs meanwhile.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Ranks on CPUs give way themselves (`cluster.linux.give_way`); Ray would have ingresses, coordinators and HAProxy do.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
 }
@@ -216,7 +218,7 @@ def _use_haproxy(folder: Path) -> HaproxyWatch:
 
     real = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
     binary = str(with_own_words(Path(real), folder))
-    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary))
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary, free_port()))
     os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(max_connections()))
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -31,6 +31,9 @@ from cluster.transport.encoding import decode_tokens
 from cluster.transport.keys import make_transport
 from cluster.transport.listener import Listener
 
+# One that follows another takes its requests from the first moment on.
+MEET_LIMIT_S = 5.0
+
 
 @serve.ingress()
 class Ingress:
@@ -58,6 +61,7 @@ class Ingress:
         self._tokenizer = ChatTokenizer.from_folder(config.model.path)
         self._grammars = ProcessChecker(config.model.path, self._edge.grammar_timeout_s)
         self._tracing = make_tracing(config.tracing)
+        await self._engines.meet(MEET_LIMIT_S)
         log.done("ready")
 
     def __serve_build_asgi_app__(self) -> FastAPI:

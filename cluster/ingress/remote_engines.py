@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 STATS_MAX_AGE_S = 0.5
 PROBE_MAX_AGE_S = 1.0
 HEALTH_WAIT_S = 0.4  # for news, before what is known is answered
+MEET_PERIOD_S = 0.05
 PROBE_LIMIT_S = 4.0  # then a request sent now would not get through either
 TAKEN_TIMEOUT_S = 4.0  # between a request's sending and the news that an engine has queued it, which takes milliseconds
 NEW_WAIT_S = 8.0  # for an engine to be there that takes one
@@ -155,6 +156,16 @@ class RemoteEngines:
         if waiting_s > PROBE_LIMIT_S:
             return engines, f"no engine has answered a probe for {waiting_s:.1f} s"
         return engines, "the first probe is under way" if self._probed.last is None else self._probed.last
+
+    async def meet(self, limit_s: float) -> None:
+        """Until a probe has got through, which is to be before the first request; `limit_s` at most, and not at all
+        while no engine is ready."""
+        deadline_s = self._clock() + limit_s
+        while self._clock() < deadline_s:
+            engines, fault = await self.health()
+            if not fault or not any(engine.status == "ready" for engine in engines):
+                return
+            await asyncio.sleep(MEET_PERIOD_S)
 
     async def flush_cache(self) -> list[FlushOutcome]:
         """See `EngineClient.flush_cache`."""

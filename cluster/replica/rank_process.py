@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.assembly import Layout, RankBuilder, import_rank
 from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
-from cluster.linux import end_with_parent
+from cluster.linux import end_with_parent, give_way, set_name
 from cluster.logs import use_json_logs
 from cluster.replica.worker_loop import open_channel, run_worker_loop
 from cluster.start_log import StartLog
@@ -38,6 +38,7 @@ from workers.scheduling.cost_table import CostTable
 if TYPE_CHECKING:
     from workers.runner.graphs.compile_processes import CompileProcesses
 
+NAME = "aerie-rank-"  # and its number
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 ADOPTION_LIMIT_S = 60.0  # for a rank to open its device, after which it says whether it is the right one
@@ -168,6 +169,9 @@ class _Rank:
 
     def run(self, listener: socket.socket) -> None:
         """All of its life."""
+        set_name(f"{NAME}{self._rank}")
+        if self._config.model.device == "cpu":
+            give_way()
         threading.Thread(target=self._attend, args=(listener,), name="actor", daemon=True).start()
         builder = self._open()
         built: object

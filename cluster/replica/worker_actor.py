@@ -21,6 +21,7 @@ from cluster.config import (
     set_visible_devices,
     visible_devices,
 )
+from cluster.linux import give_way
 from cluster.logs import use_json_logs
 from cluster.replica.placement import RankPlace
 from cluster.replica.rank_process import AdoptedRank, RankFacts, adopt
@@ -119,6 +120,8 @@ class Worker:
             if self._adopted is not None:
                 self._log.done("took the rank begun ahead")
         if self._adopted is None:
+            if self._config.model.device == "cpu":
+                give_way()
             self._builder = self.rank_builder(self._config, rank)
             self._log.done("device opened")
 

@@ -31,11 +31,12 @@ backend http-aerie
     # Fallback to head node's Serve proxy when no ingress replicas are available
     server SERVE_PROXY 127.0.0.1:8500 check backup
 """
+NEXT = 8001
 NO_ROUTES = ROUTES.replace("    use_backend http-aerie if is_http-aerie\n", "")
 
 
 def test_what_no_ingress_answers_is_503_and_no_python_proxy_answers_instead(tmp_path: Path) -> None:
-    config = rewritten(ROUTES, tmp_path, last=None)
+    config = rewritten(ROUTES, tmp_path, None, NEXT)
     write_error_files(tmp_path)
     for status in (502, 503, 504):
         (line,) = [line for line in config.splitlines() if f"errorfile {status} " in line]
@@ -47,8 +48,8 @@ def test_what_no_ingress_answers_is_503_and_no_python_proxy_answers_instead(tmp_
 
 
 def test_without_routes_the_last_ones_stay_and_before_the_first_nothing_is_not_found(tmp_path: Path) -> None:
-    assert rewritten(NO_ROUTES, tmp_path, last="use_backend before") == "use_backend before"
-    first = rewritten(NO_ROUTES, tmp_path, last=None)
+    assert rewritten(NO_ROUTES, tmp_path, "use_backend before", NEXT) == "use_backend before"
+    first = rewritten(NO_ROUTES, tmp_path, None, NEXT)
     (line,) = [
         line for line in first.partition("backend default_backend\nb")[2].splitlines() if "request return" in line
     ]
@@ -56,18 +57,20 @@ def test_without_routes_the_last_ones_stay_and_before_the_first_nothing_is_not_f
     assert json.loads(line.split("'")[1])["error"]["type"] == "service_unavailable_error"
 
 
-def test_a_route_without_servers_keeps_its_last_ones_unchecked_and_others_are_as_serve_says(tmp_path: Path) -> None:
+def test_a_route_without_servers_keeps_its_last_ones_and_waits_where_they_have_gone(tmp_path: Path) -> None:
     """Serve names no ingress while it builds what an update deploys; those that it has serve on."""
     two = ROUTES + "backend http-other\n    server b 127.0.0.1:30001 check\n"
-    last = rewritten(two, tmp_path, last=None)
+    last = rewritten(two, tmp_path, None, NEXT)
+    assert f"    bind 127.0.0.1:{NEXT}\n" in last and "backup" not in last
     nobody = two.replace("    server ingress 127.0.0.1:30000 check\n", "")
-    kept = rewritten(nobody, tmp_path, last)
-    servers = [line.strip() for line in kept.splitlines() if line.startswith("    server ")]
-    assert servers == ["server ingress 127.0.0.1:30000", "server b 127.0.0.1:30001 check"]
-    assert rewritten(nobody, tmp_path, kept) == kept, "and so it stays"
-    moved = rewritten(two.replace("30000", "30005"), tmp_path, kept)
-    assert "server ingress 127.0.0.1:30005 check\n" in moved and "30000" not in moved
-    assert "server ingress" not in rewritten(nobody, tmp_path, last=None)
+    kept = rewritten(nobody, tmp_path, last, NEXT)
+    servers = [line.split()[1:3] for line in kept.splitlines() if line.startswith("    server ")]
+    assert servers == [["ingress", "127.0.0.1:30000"], ["aerie-next", f"127.0.0.1:{NEXT}"], ["b", "127.0.0.1:30001"]]
+    assert f"bind 127.0.0.1:{NEXT}" not in kept, "it would call itself"
+    assert rewritten(nobody, tmp_path, kept, NEXT) == kept, "and so it stays"
+    moved = rewritten(two.replace("30000", "30005"), tmp_path, kept, NEXT)
+    assert moved == last.replace("30000", "30005")
+    assert "server ingress" not in rewritten(nobody, tmp_path, None, NEXT), "there never was one"
 
 
 def test_a_haproxy_that_is_left_hands_its_port_over() -> None:
@@ -111,7 +114,7 @@ def test_a_dead_haproxy_gets_a_stand_in_with_its_last_routes(tmp_path: Path, mon
     binary.chmod(0o700)
     config = node / "haproxy.cfg"
     config.write_text("    stats socket /s/admin.sock mode 666\n" + ROUTES)
-    script = write_script(tmp_path, str(binary))
+    script = write_script(tmp_path, str(binary), NEXT)
     serves = subprocess.Popen([str(script), "-db", "-f", str(config)])
     said: list[str] = []
     watch = HaproxyWatch(tmp_path, str(binary), said.append)

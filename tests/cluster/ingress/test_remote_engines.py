@@ -37,6 +37,7 @@ class ScriptedEngines:
         self.calls: list[Call] = []
         self.started = asyncio.Event()
         self.num_stats = 0
+        self.status = "ready"
         self.probes: list[Probe] = []
         self.probe_calls: list[Call] = []
 
@@ -63,7 +64,7 @@ class ScriptedEngines:
 
     async def stats(self) -> list[EngineStats]:
         self.num_stats += 1
-        return [EngineStats(engine_id="e", status="ready")]
+        return [EngineStats(engine_id="e", status=self.status)]
 
     async def flush_cache(self) -> list[FlushOutcome]:
         return []
@@ -318,6 +319,23 @@ async def test_health_is_a_probe_on_the_way_of_requests_and_never_waits_for_it(m
     rig.calls.probe_calls[-1].set_result(refusal)
     await asyncio.sleep(0.01)
     assert "rank 1 (pid 7 on node" in (await rig.engines.health())[1]
+
+
+async def test_an_ingress_meets_the_engines_that_are_ready_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engines, "HEALTH_WAIT_S", 0.01)
+    rig = Rig()
+    meeting = asyncio.create_task(rig.engines.meet(20.0))
+    await asyncio.sleep(0.1)
+    (probe,) = rig.calls.probes
+    assert not meeting.done()
+    rig.inbox.deliver(TokenBatch("c", 0, (TokenDelta(probe.request_id, (), "stop"),)))
+    await asyncio.wait_for(meeting, 5)
+    assert (await rig.engines.health())[1] == ""
+    silent = Rig()
+    await asyncio.wait_for(silent.engines.meet(0.1), 5)  # it does not wait for ever,
+    starting = Rig()
+    starting.calls.status = "starting"
+    await asyncio.wait_for(starting.engines.meet(20.0), 5)  # nor for an engine that starts
 
 
 async def test_without_resume_the_first_failure_ends_the_stream() -> None:

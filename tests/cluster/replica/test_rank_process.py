@@ -51,6 +51,8 @@ def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
     assert adopt(None, begun.config, 0) is None, "no server has begun any"
     ranks = psutil.Process(begun.process.pid).children()
     assert len(ranks) == 2
+    until(lambda: sorted(process.name() for process in ranks) == ["aerie-rank-0", "aerie-rank-1"])
+    until(lambda: all(process.nice() == max(10, os.nice(0)) for process in ranks))
     other = begun.config.model_copy(update={"speculative": None})
     assert adopt(begun.folder, other, 0) is None, "it is made for another engine"
     until(lambda: sum(process.is_running() and process.status() != "zombie" for process in ranks) == 1)

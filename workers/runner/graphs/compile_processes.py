@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+_NICENESS = 10  # there is one for every core, and what else starts is begun by few
 COMPILER = ("torch", "triton", "triton.compiler", "triton.backends.nvidia.compiler")
 _SERVER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve(sys.argv[2])"
 
@@ -226,6 +227,7 @@ def _end_as(work: Callable[[], None], others: Sequence[socket.socket]) -> None:
         for end in others:
             end.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end says when it is over
+        os.nice(_NICENESS)
         work()
     finally:
         os._exit(0)
