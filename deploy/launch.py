@@ -33,7 +33,7 @@ FAULT_ENVIRONMENT = {
     "RAY_kill_worker_timeout_milliseconds": "1000",
     # One that fails its checks is stopped, mostly: it would not end by itself, and keeps its GPUs meanwhile.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-    # Ranks on CPUs give way themselves (`cluster.linux.give_way`); Ray would have ingresses, coordinators and HAProxy do.
+    # Ranks on CPUs give way (`cluster.linux.give_way`); Ray would have ingresses, coordinators and HAProxy do so.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",

