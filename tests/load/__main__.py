@@ -1,6 +1,6 @@
 """Runs scenarios one after the other; see `tests.load`.
 
-    make load                                          # all but the short one
+    make load                                          # all but the short one and the soak
     python -m tests.load --only kill-worker across --times 3
     python -m tests.load --list
 
@@ -19,7 +19,9 @@ from tests.load.sandbox import run_inside, unavailable
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="scenarios (default: all but `short`)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="scenarios (default: all but `short` and `soak`)"
+    )
     parser.add_argument("--times", type=int, default=1, help="runs of each")
     parser.add_argument(
         "--out", type=Path, default=Path("build/load"), help="folder for what is written (default: build/load)"

@@ -21,10 +21,11 @@ HEALTH_PERIOD_S = 0.25
 HEALTH_LIMIT_S = 2.0
 MODEL = "target"
 FIRST_ID, VOCAB = 300, 1500  # of the embedded tokenizer's words
-# How a request may end. The first three are in good order.
+# How a request may end. The first four are in good order.
 KINDS = (
     "done",
     "left",  # the client left, as planned
+    "rejected",  # 400 for one that is malformed, as planned
     "refused politely",  # 429 or 503 with Retry-After
     "503 bare",
     "500",
@@ -36,16 +37,24 @@ KINDS = (
     "silent",  # no end within ANSWER_LIMIT_S
     "wrong text",
 )
-GOOD = frozenset(KINDS[:3])
+GOOD = frozenset(KINDS[:4])
+# What makes a request malformed.
+_MALFORMED: tuple[Mapping[str, Any], ...] = (
+    {"max_tokens": -1},
+    {"temperature": "warm"},
+    {"prompt": {"text": "Hello"}},
+    {"top_p": 7},
+)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One of the distinct requests. leaves: its client goes after a third of the text."""
+    """One of the distinct requests. leaves: its client goes after a third of the text. malformed: it has no answer."""
 
     number: int
     body: Mapping[str, Any]
     leaves: bool
+    malformed: bool
 
 
 @dataclass
@@ -111,7 +120,8 @@ def asks(load: Load, seed: int = 0) -> list[Ask]:
             "return_token_ids": True,
             **sampling,
         }
-        found.append(Ask(number, body, leaves=rng.random() < load.aborted))
+        leaves, malformed = rng.random() < load.aborted, rng.random() < load.malformed
+        found.append(Ask(number, body | _MALFORMED[number % 4] if malformed else body, leaves, malformed))
     return found
 
 
@@ -166,9 +176,10 @@ class Clients:
 
     async def reference(self, distinct: Sequence[Ask]) -> dict[int, Reference]:
         """Each request's answer, two at a time, nothing else running. Raises RuntimeError if one is not answered."""
-        found: dict[int, Reference] = {}
-        for first in range(0, len(distinct), 2):
-            pair = distinct[first : first + 2]
+        found = {ask.number: Reference((), "") for ask in distinct if ask.malformed}
+        sound = [ask for ask in distinct if not ask.malformed]
+        for first in range(0, len(sound), 2):
+            pair = sound[first : first + 2]
             done = await asyncio.gather(*(self._one(ask, self._next_front(), None, leaves=False) for ask in pair))
             for ask, sent in zip(pair, done, strict=True):
                 if sent.kind != "done":
@@ -252,7 +263,7 @@ class Clients:
                         sent.kind = "left"
                         return sent
                 await ended
-            sent.kind = _kind(reader, answered, sent)
+            sent.kind = _kind(reader, answered, ask)
         except TimeoutError:
             sent.kind = "silent" if reader.status or answered.sent_s else "no connection"
         except OSError as error:
@@ -260,14 +271,16 @@ class Clients:
         finally:
             reader.close()
             sent.end_s = self.now_s()
-            sent.said = sent.said or ("" if sent.kind in ("done", "left") else answered.fault)
+            sent.said = sent.said or ("" if sent.kind in ("done", "left", "rejected") else answered.fault)
             if reference is not None and (fault := reference.fault(sent)):
                 sent.kind, sent.said = "wrong text", fault
         return sent
 
 
-def _kind(reader: _Reader, answered: Answered, sent: Sent) -> str:
+def _kind(reader: _Reader, answered: Answered, ask: Ask) -> str:
     status = reader.status
+    if ask.malformed and status == 400:
+        return "rejected"
     if status == 0:
         return "no connection"
     if status != 200:

@@ -22,6 +22,7 @@ from deploy.configs import find_config, located
 from tests.bench.served import GROUPS
 from tests.load.network import Network, address, namespace
 from tests.load.scenario import Fault, Hosts
+from tests.load.verdict import Usage
 
 PORT = 8000
 RAY_PORT = 6379
@@ -108,6 +109,17 @@ class Cluster:
         if part == "worker" and any(found == "rank" for _, found in processes):
             part = "rank"  # begun ahead: its actor is only its proxy
         return [process for process, found in processes if part in ("", found)]
+
+    def usage(self) -> dict[str, Usage]:
+        """Of the parts of all nodes."""
+        found: dict[str, Usage] = {}
+        for name in os.listdir("/run/netns"):
+            if name.startswith("n"):
+                for process, part in self._processes(int(name[1:])):
+                    with contextlib.suppress(psutil.Error):
+                        own = Usage(process.memory_full_info().pss / 1e6, process.num_fds())
+                        found[part] = found.get(part, Usage()) + own
+        return found
 
     def kill_all(self) -> None:
         """SIGKILL to every process on every node."""

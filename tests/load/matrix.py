@@ -36,6 +36,22 @@ SCENARIOS = (
         Load(sampled=0.5, aborted=0.33),
     ),
     _one("overload", "six times the rate", load=Load(rate=9.0, seconds=30.0, answers=Lengths(64, 0.4, 128))),
+    Scenario(
+        "soak",
+        "half an hour of everything, with a cache that is always full",
+        Hosts(args={"cache": {"memory_gb": 0.05}}),
+        Load(
+            rate=1.5,
+            seconds=1800.0,
+            prompts=Lengths(200, 1.0, 1200),
+            answers=Lengths(32, 0.6, 128),
+            num_distinct=60,
+            sampled=0.5,
+            aborted=0.15,
+            malformed=0.1,
+        ),
+        expect=Expect(growth=0.03),
+    ),
     _one("kill-worker", "", Fault(8.0, "kill")),
     _one("stop-worker", "detected in 10 s, then a start", Fault(8.0, "stop"), load=Load(seconds=90), stall_s=25.0),
     _one(
@@ -202,9 +218,13 @@ SCENARIOS = (
 
 
 def find(names: list[str]) -> list[Scenario]:
-    """Scenarios of these names, all but "short" for none. Raises ValueError with the names that exist."""
+    """Scenarios of these names, all but "short" and "soak" for none. Raises ValueError with the names that exist."""
     by_name = {scenario.name: scenario for scenario in SCENARIOS}
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise ValueError(f"no scenario {', '.join(unknown)}; there are {', '.join(by_name)}")
-    return [by_name[name] for name in names] if names else [each for each in SCENARIOS if each.name != "short"]
+    return (
+        [by_name[name] for name in names]
+        if names
+        else [each for each in SCENARIOS if each.name not in ("short", "soak")]
+    )

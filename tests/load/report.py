@@ -3,33 +3,45 @@
 import dataclasses
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from deploy.bench.plot import ticks
 from tests.load.client import GOOD
 from tests.load.scenario import Scenario
-from tests.load.verdict import Figures, Observed
+from tests.load.verdict import Figures, Observed, growth
 
 _WIDTH, _LEFT, _RIGHT, _PANEL, _GAP = 860, 70, 30, 110, 34
 
 
 def timeline(observed: Observed) -> str:
-    """A line for each second: requests sent, done, failed; tokens; /health; what was done."""
+    """A line for each second, or some of a long run: requests sent, done, failed; tokens; /health; what was done."""
+    step = max(1, round(observed.until_s / 120))
     lines = [f"{'s':>4} {'sent':>5} {'done':>5} {'errors':>6} {'tokens':>6} {'health':>10}"]
-    for second in range(math.ceil(observed.until_s) + 1):
-        sent = sum(int(each.sent_s) == second for each in observed.sent)
-        ends = [each for each in observed.sent if each.end_s is not None and int(each.end_s) == second]
+    for second in range(0, math.ceil(observed.until_s) + 1, step):
+        sent = sum(_within(each.sent_s, second, step) for each in observed.sent)
+        ends = [each for each in observed.sent if each.end_s is not None and _within(each.end_s, second, step)]
         errors = [each.kind for each in ends if each.kind not in GOOD]
-        tokens = sum(int(at_s) == second for each in observed.sent for at_s in each.token_s)
-        statuses = sorted({each.status for each in observed.health if int(each.at_s) == second})
-        done = [text for at_s, text in observed.faults if int(at_s) == second]
+        tokens = sum(_within(at_s, second, step) for each in observed.sent for at_s in each.token_s)
+        statuses = sorted({each.status for each in observed.health if _within(each.at_s, second, step)})
+        done = [text for at_s, text in observed.faults if _within(at_s, second, step)]
         notes = "; ".join([*done, *sorted(set(errors))])
         health = "/".join("none" if status == 0 else str(status) for status in statuses)
         lines.append(
             f"{second:>4} {sent:>5} {len(ends) - len(errors):>5} {len(errors):>6} {tokens:>6} {health:>10}  {notes}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_usage_lines(observed)])
+
+
+def _within(at_s: float, second: int, step: int) -> bool:
+    return second <= at_s < second + step
+
+
+def _usage_lines(observed: Observed) -> Iterator[str]:
+    if observed.usage:
+        yield f"{'part':20} {'MB then':>8} {'MB now':>8} {'files then':>10} {'files now':>10}"
+    for part, (settled, last) in (growth(observed) if observed.usage else {}).items():
+        yield f"{part:20} {settled.memory_mb:8.0f} {last.memory_mb:8.0f} {settled.num_fds:10} {last.num_fds:10}"
 
 
 def as_json(scenario: Scenario, observed: Observed, found: Figures, machine: str) -> dict[str, Any]:
@@ -42,6 +54,7 @@ def as_json(scenario: Scenario, observed: Observed, found: Figures, machine: str
         "ended": dataclasses.asdict(observed.ended) if observed.ended else None,
         "requests": [{k: v for k, v in dataclasses.asdict(s).items() if k != "tokens"} for s in observed.sent],
         "health": [dataclasses.astuple(sample) for sample in observed.health],
+        "usage": [(at_s, {part: dataclasses.asdict(one) for part, one in by.items()}) for at_s, by in observed.usage],
     }
 
 

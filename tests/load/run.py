@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.load import faults
@@ -14,9 +15,10 @@ from tests.load.client import Clients, asks
 from tests.load.cluster import PORT, Cluster
 from tests.load.network import address, network
 from tests.load.scenario import Scenario
-from tests.load.verdict import Ended, Observed
+from tests.load.verdict import Ended, Observed, Usage
 
 START_LIMIT_S = 240.0
+USAGE_PERIOD_S = 10.0
 TRUTH_S = 3.0  # /health must have been 200 for so long before the reference is made
 
 
@@ -70,17 +72,21 @@ async def _observe(scenario: Scenario, cluster: Cluster, clients: Clients) -> Ob
     await asyncio.sleep(0)
     acts = asyncio.create_task(_act(scenario, cluster, progress))
     ends = asyncio.create_task(_watch_end(cluster, progress))
+    watches = [health, ends]
+    usage: list[tuple[float, Mapping[str, Usage]]] = []
+    if expect.growth is not None:
+        watches.append(asyncio.create_task(_watch_usage(cluster, clients, usage)))
     await asyncio.wait([load])
     await acts
     if expect.ends_s is not None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.1, progress.faults[-1][0] + expect.ends_s - clients.now_s())):
                 await asyncio.shield(ends)
-    for task in (health, ends):
+    for task in watches:
         task.cancel()
-    await asyncio.gather(health, ends, return_exceptions=True)
+    await asyncio.gather(*watches, return_exceptions=True)
     until_s = max([scenario.load.seconds, *(sent.end_s or 0.0 for sent in clients.sent)])
-    return Observed(clients.sent, clients.health, progress.faults, until_s, progress.ended)
+    return Observed(clients.sent, clients.health, progress.faults, until_s, progress.ended, usage)
 
 
 async def _wait_ready(cluster: Cluster, clients: Clients) -> None:
@@ -103,6 +109,12 @@ async def _act(scenario: Scenario, cluster: Cluster, progress: Progress) -> None
         met = await asyncio.to_thread(faults.apply, fault, cluster)
         progress.faults.append((at_s, f"{fault}{f' ({met})' if met else ''}"))
         _say(f"{at_s:6.1f} s  {progress.faults[-1][1]}")
+
+
+async def _watch_usage(cluster: Cluster, clients: Clients, usage: list[tuple[float, Mapping[str, Usage]]]) -> None:
+    while True:
+        usage.append((clients.now_s(), await asyncio.to_thread(cluster.usage)))
+        await asyncio.sleep(USAGE_PERIOD_S)
 
 
 async def _watch_end(cluster: Cluster, progress: Progress) -> None:

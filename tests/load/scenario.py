@@ -37,7 +37,8 @@ class Load:
     rate: arrivals per second, for `seconds`; idle_s: nothing arrives before that.
     drain_s: how long answers are waited for after the last arrival.
     num_distinct: different requests, which arrive in turn; the shares of them that are
-    sampled (temperature 1, a seed of their own) and aborted (the client leaves after a third of the answer).
+    sampled (temperature 1, a seed of their own), aborted (the client leaves after a third of the answer) and malformed
+    (400 is the answer).
     """
 
     rate: float = 1.0
@@ -49,6 +50,7 @@ class Load:
     num_distinct: int = 12
     sampled: float = 0.25
     aborted: float = 0.0
+    malformed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Expect:
     errors: kinds of answers that are allowed (`tests.load.client.KINDS`); refusals in good order always are.
     clean_after_s: requests sent later than this after the last fault are answered.
     ends_s: `aerie serve` must end within this of the last fault, and leave no process behind; None: it must not end.
+    growth: by how much of it no part's memory and descriptors may grow from the sixth minute to the last; None: memory
+        is not looked at.
     """
 
     stall_s: float = 15.0
@@ -99,6 +103,7 @@ class Expect:
     errors: frozenset[str] = frozenset()
     clean_after_s: float = 15.0
     ends_s: float | None = None
+    growth: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tests.load.matrix import SCENARIOS
 from tests.load.report import HEAD, plot, row, timeline
 from tests.load.sandbox import ROOT, unavailable
 from tests.load.scenario import Expect
-from tests.load.verdict import Ended, Observed, figures, stalls
+from tests.load.verdict import Ended, Observed, Usage, figures, growth, stalls
 
 SHORT_LIMIT_S = 280.0  # on two crowded cores
 
@@ -72,6 +72,23 @@ def test_wrong_text_is_never_allowed() -> None:
     sent = [_done(1, 2), _done(2, 3, "wrong text")]
     found = figures(Observed(sent, [], [], 4), Expect(errors=frozenset({"wrong text"})))
     assert found.missed == ["1 wrong texts"]
+
+
+def test_memory_and_files_are_compared_once_they_have_settled() -> None:
+    sent = [_done(float(s), s + 0.1) for s in range(0, 900, 3)]
+    usage = [
+        (float(s), {"worker": Usage(100 + s / 10 if s < 300 else 131, 20), "proxy": Usage(10, 5)}) for s in range(900)
+    ]
+    observed = Observed(sent, _health(900, range(900)), (), 900, usage=usage)
+    assert growth(observed)["worker"] == (Usage(131, 20), Usage(131, 20))
+    assert figures(observed, Expect(growth=0.03)).missed == [] and "worker" in timeline(observed)
+    leaks = [(at_s, use | {"worker": Usage(100 + at_s / 10, 20 + int(at_s / 10))}) for at_s, use in usage]
+    assert figures(dataclasses.replace(observed, usage=leaks), Expect(growth=0.03)).missed == [
+        "worker's memory grew from 133 to 187 MB",
+        "worker's descriptors grew from 53 to 106",
+    ]
+    short = dataclasses.replace(observed, usage=usage[:200], until_s=200)
+    assert figures(short, Expect(growth=0.03)).missed == ["memory was watched for 200 s only"]
 
 
 def test_server_that_should_end_must_end_in_time_and_leave_nothing() -> None:

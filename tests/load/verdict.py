@@ -1,7 +1,7 @@
 """Figures of a run, and which expectations it missed. Pure."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,9 @@ from tests.load.client import GOOD, HealthSample, Sent
 from tests.load.scenario import Expect
 
 Span = tuple[float, float]
+SETTLED_S = 300.0  # what is cached and compiled as requests come is there
+USAGE_SPAN_S = 60.0  # a mean of so long is compared
+NOISE_MB, NOISE_FDS = 4.0, 8
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,22 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Usage:
+    """Of all processes of one part. memory_mb: proportional shares of shared memory included."""
+
+    memory_mb: float = 0.0
+    num_fds: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(self.memory_mb + other.memory_mb, self.num_fds + other.num_fds)
+
+
+@dataclass(frozen=True)
 class Observed:
     """What one run brought. Seconds are since the load's beginning.
 
-    faults: when each was done, and what it met. until_s: when observation ended.
+    faults: when each was done, and what it met. until_s: when observation ended. usage: now and then, by part; empty
+    where it was not looked at.
     """
 
     sent: Sequence[Sent]
@@ -33,6 +48,7 @@ class Observed:
     faults: Sequence[tuple[float, str]]
     until_s: float
     ended: Ended | None = None
+    usage: Sequence[tuple[float, Mapping[str, Usage]]] = ()
 
 
 @dataclass(frozen=True)
@@ -140,12 +156,39 @@ def _missed(found: Figures, observed: Observed, expect: Expect, last_fault_s: fl
         return
     if observed.ended is not None:
         yield f"aerie serve ended with {observed.ended.code}"
+    if expect.growth is not None:
+        yield from _missed_growth(observed, expect.growth)
     if found.stall_s > expect.stall_s:
         yield f"no first token for {found.stall_s:.1f} s (limit {expect.stall_s:g})"
     late = [s for s in observed.sent if observed.faults and s.sent_s > last_fault_s + expect.clean_after_s]
-    unclean = Counter(sent.kind for sent in late if sent.kind not in ("done", "left"))
+    unclean = Counter(sent.kind for sent in late if sent.kind not in ("done", "left", "rejected"))
     for kind, count in sorted(unclean.items()):
         yield f"{count} x {kind} later than {expect.clean_after_s:g} s after the fault"
+
+
+def growth(observed: Observed) -> dict[str, tuple[Usage, Usage]]:
+    """Of each part: what it used once it had settled, and at the end; means of `USAGE_SPAN_S`."""
+    last_s = max((at_s for at_s, _ in observed.usage), default=0.0)
+    spans = ((SETTLED_S, SETTLED_S + USAGE_SPAN_S), (last_s - USAGE_SPAN_S, last_s))
+    parts = {part for _, usage in observed.usage for part in usage}
+    return {part: (_mean(observed, part, *spans[0]), _mean(observed, part, *spans[1])) for part in sorted(parts)}
+
+
+def _mean(observed: Observed, part: str, begin_s: float, end_s: float) -> Usage:
+    seen = [usage.get(part, Usage()) for at_s, usage in observed.usage if begin_s <= at_s <= end_s]
+    total = sum(seen, Usage())
+    return Usage(total.memory_mb / max(1, len(seen)), round(total.num_fds / max(1, len(seen))))
+
+
+def _missed_growth(observed: Observed, limit: float) -> Iterator[str]:
+    if observed.until_s < SETTLED_S + 2 * USAGE_SPAN_S:
+        yield f"memory was watched for {observed.until_s:.0f} s only"
+        return
+    for part, (settled, last) in growth(observed).items():
+        if last.memory_mb > settled.memory_mb * (1 + limit) + NOISE_MB:
+            yield f"{part}'s memory grew from {settled.memory_mb:.0f} to {last.memory_mb:.0f} MB"
+        if last.num_fds > settled.num_fds * (1 + limit) + NOISE_FDS:
+            yield f"{part}'s descriptors grew from {settled.num_fds} to {last.num_fds}"
 
 
 def _missed_end(ended: Ended | None, limit_s: float) -> Iterator[str]:
