@@ -53,8 +53,8 @@ class CheckProcess:
         self._end.flush()
 
     def checked(self) -> dict[str, object] | None:
-        """What only the checkpoints know, see `deploy.configs.use_checked`, once the plan has been printed; None if
-        something is wrong with it, which has been printed."""
+        """What only the checkpoints know, see `deploy.configs.use_checked`, as soon as nothing is found wrong; None if
+        something is, which has been printed."""
         try:
             line = self._end.readline()
         except ConnectionError:
@@ -86,12 +86,16 @@ def run() -> None:
         from deploy.checks import check_and_begin
 
         task = Task(**json.loads(line))
+
+        def tell(found: dict[str, object]) -> None:
+            end.write(json.dumps(found) + "\n")
+            end.flush()
+
         try:
-            found = check_and_begin(Path(task.path), gpus if task.has_nodes else None, task.ranks_to)
+            check_and_begin(Path(task.path), gpus if task.has_nodes else None, task.ranks_to, tell)
         except ConfigError as error:
             print(error, file=sys.stderr, flush=True)
             sys.exit(2)
-        end.write(json.dumps(found) + "\n")
     if task.ranks_to:
         from cluster.replica.rank_process import wait_for_ranks
 

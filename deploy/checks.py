@@ -43,22 +43,25 @@ def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
     return 0
 
 
-def check_and_begin(path: Path, num_gpus: Callable[[], int] | None, ranks: str) -> dict[str, object]:
-    """`print_plan` for `aerie serve`, on this machine; returns what only the checkpoints know, see
-    `deploy.configs.use_checked`. num_gpus: of this machine; None: the nodes are not known yet. ranks: a folder for the
-    sockets of an engine's ranks, which are begun as soon as the configuration is found right; "": none are. Raises
-    ConfigError."""
+def check_and_begin(
+    path: Path, num_gpus: Callable[[], int] | None, ranks: str, tell: Callable[[dict[str, object]], None]
+) -> None:
+    """`print_plan` for `aerie serve`, on this machine. num_gpus: of this machine; None: the nodes are not known yet.
+    ranks: a folder for the sockets of an engine's ranks, which are begun as soon as the configuration is found right;
+    "": none are. tell: called before the plan is printed, which takes seconds on GPUs, with what only the checkpoints
+    know (`deploy.configs.use_checked`). Raises ConfigError, if at all, before that."""
     log = StartLog("check")
     log.done("torch imported")
     set_process_environment(parse(read_args(path), path.resolve().parent).engine.threads_per_worker)
     config = checked_file(path)
     nodes = [] if num_gpus is None else local_nodes(1, None, num_gpus())
     log.done("checkpoints read")
-    if nodes and ranks:
-        _begin_ranks(config, place(config, nodes).device, Path(ranks))
+    device = place(config, nodes).device if nodes else None
+    if device and ranks:
+        _begin_ranks(config, device, Path(ranks))
         log.done("ranks begun")
+    tell({"max_model_len": config.model.max_model_len})
     _print_plan(path, config, nodes)
-    return {"max_model_len": config.model.max_model_len}
 
 
 def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.config import AerieConfig, parse, read_args
 from cluster.replica.rank_process import RankLostError, adopt
+from deploy import checks
 from deploy.check_process import CheckProcess, Task
 from deploy.configs import PACKAGED, find_config
 
@@ -65,3 +66,10 @@ def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
     os.kill(begun.process.pid, signal.SIGKILL)  # the server's end is that of its ranks
     with pytest.raises(RankLostError):
         rank.build()
+
+
+def test_the_server_goes_on_while_the_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(checks, "_print_plan", lambda *plan: seen.append("plan"))
+    checks.check_and_begin(find_config("eagle"), lambda: 0, "", seen.append)
+    assert seen == [{"max_model_len": 2048}, "plan"]
