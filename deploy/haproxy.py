@@ -287,6 +287,7 @@ def main() -> None:
     folder = Path(arguments[arguments.index("-f") + 1]).parent
     prepared = folder / "aerie-prepared.json"
     if not prepared.exists():
+        os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # this command, by which the wheel's would be found
         binary = with_own_words(Path(get_haproxy_binary()), folder)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

