@@ -62,10 +62,10 @@ def max_connections() -> int:
     return min(MAX_CONNECTIONS, max(256, int((most - _FILES_BESIDE) / _FILES_EACH)))
 
 
-def write_script(folder: Path, binary: str, next_port: int) -> Path:
-    """The script that Serve is to call instead of HAProxy's `binary`. next_port: see `rewritten`."""
+def write_script(folder: Path, binary: str, ports: tuple[int, int]) -> Path:
+    """The script that Serve is to call instead of HAProxy's `binary`. ports: see `rewritten`."""
     script = folder / "haproxy.sh"
-    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), binary, str(next_port)])
+    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), binary, *map(str, ports)])
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     script.chmod(0o700)
     return script
@@ -98,30 +98,24 @@ def with_own_words(binary: Path, folder: Path) -> Path:
     return copy if runs else binary
 
 
-def rewritten(config: str, folder: Path, last: str | None, next_port: int) -> str:
+def rewritten(config: str, folder: Path, last: str | None, ports: tuple[int, int]) -> str:
     """Serve's `config` with limits and errors of our own, and without the Python proxy that Serve names as a last
     resort: it answers 404 and 500. folder: where `write_error_files` put its files. last: the configuration before,
-    used in place of one without routes: such a one comes at the start of Serve's actor and at its end. A route without
-    servers keeps those that it had (`_with_last_servers`). next_port: of this machine, free for it."""
+    used in place of one without routes: such a one comes at the start of Serve's actor and at its end. ports: two of
+    this machine that are free for it, used in turn by a HAProxy and the next (`_with_waiting`)."""
     if not has_routes(config):
         if last is not None:
             return last
         # All paths are this application's soon.
-        _, message, kind, code = _UNAVAILABLE
-        config = re.sub(
-            r"http-request return status 404 .*",
-            lambda _: f'{_rule(503, message, code, kind)} hdr Retry-After "{RETRY_AFTER_S}"',
-            config,
-        )
+        config = re.sub(r"http-request return status 404 .*", lambda _: _unavailable(), config)
     config = re.sub(r"(?m)^\s*server .* backup$\n?", "", config)
-    if last is not None:
-        config = _with_last_servers(config, last, next_port)
+    own, other = ports if last is None or f"bind 127.0.0.1:{ports[0]}\n" not in last else ports[::-1]
+    config = _with_waiting(config, last or "", other)
     # Metrics of HAProxy itself are for this machine.
     config = re.sub(
         r"(?m)^(frontend (?:prometheus|stats)\n\s*bind) (?:\*|0\.0\.0\.0)?:(\d+)", r"\1 127.0.0.1:\2", config
     )
-    waits = f"server {_NEXT} " in config
-    return _with_frontend(_with_defaults(config, folder), None if waits else next_port)
+    return _with_frontend(_with_defaults(config, folder), own)
 
 
 def has_routes(config: str) -> bool:
@@ -129,26 +123,27 @@ def has_routes(config: str) -> bool:
     return re.search(r"(?m)^\s*use_backend ", config) is not None
 
 
-def _with_last_servers(config: str, last: str, next_port: int) -> str:
-    """`config` whose routes without servers have those of `last`, and wait where those have gone.
+def _with_waiting(config: str, last: str, next_port: int) -> str:
+    """`config` whose routes keep requests for `NEXT_WAIT_S` where no server of theirs can be reached, trying once a
+    second those and `next_port`, where the HAProxy that comes next listens; health checks are told at once. Routes
+    without servers have those of `last` for as long as they listen.
 
     Serve (Ray 2.60) names no server from an update's arrival until it has imported and built the application again,
-    seconds in which the former ingresses serve as before; nor while the only ingress is replaced. A request then tries
-    `next_port`, where the HAProxy that comes next listens (`_with_frontend`), once a second for `NEXT_WAIT_S`; health
-    checks are told at once. Former servers count for as long as they listen: one about to end fails Serve's check."""
+    seconds in which the former ingresses serve as before; nor while the only ingress is replaced. One that is about to
+    end fails its check before HAProxy knows its successor."""
     before = dict(_backends(last))
-    _, message, kind, code = _UNAVAILABLE
-    refusal = f'{_rule(503, message, code, kind)} hdr Retry-After "{RETRY_AFTER_S}"'
     for name, section in _backends(config):
-        servers = [server for server in _servers(before.get(name, "")) if server[0] != _NEXT]
-        if not servers or _servers(section) or f"use_backend {name} " not in config:
+        former = [] if _servers(section) else _servers(before.get(name, ""))
+        servers = _servers(section) or former
+        if not servers or f"use_backend {name} " not in config:
             continue
         gone = " ".join(f"!{{ srv_is_up({name}/{server}) }}" for server, _ in servers)
+        checked = re.sub(r"(?m)^\s*(option httpchk|http-check) .*\n", "", section) if former else section
         lines = [
-            re.sub(r"(?m)^\s*(option httpchk|http-check) .*\n", "", section).rstrip(),
-            f"    {refusal} if {{ path_beg {' '.join(_CHECKED)} }} {gone}",
+            checked.rstrip(),
+            f"    {_unavailable()} if {{ path_beg {' '.join(_CHECKED)} }} {gone}",
             f"    retries {NEXT_WAIT_S}",
-            *(f"    server {server} {place} check inter 200ms fall 1 rise 1" for server, place in servers),
+            *(f"    server {server} {place} check inter 200ms fall 1 rise 1" for server, place in former),
             f"    server {_NEXT} 127.0.0.1:{next_port} no-check backup",
             "",
         ]
@@ -162,8 +157,9 @@ def _backends(config: str) -> list[tuple[str, str]]:
 
 
 def _servers(section: str) -> list[tuple[str, str]]:
-    """Names and places of a backend's servers."""
-    return re.findall(r"(?m)^[ \t]*server (\S+) (\S+)", section)
+    """Names and places of a backend's ingresses."""
+    found = re.findall(r"(?m)^[ \t]*server (\S+) (\S+)", section)
+    return [(name, place) for name, place in found if name != _NEXT]
 
 
 def _with_defaults(config: str, folder: Path) -> str:
@@ -177,14 +173,14 @@ def _with_defaults(config: str, folder: Path) -> str:
     return re.sub(r"(?m)^(defaults\n\s*mode http)$", lambda at: "\n".join([at[1], *defaults]), config, count=1)
 
 
-def _with_frontend(config: str, next_port: int | None) -> str:
-    """With a limit of connections for each address, and without what this server does not do. next_port: to listen on,
-    too, for requests that the former one has kept waiting."""
+def _with_frontend(config: str, port: int) -> str:
+    """With a limit of connections for each address, and without what this server does not do. port: to listen on, too,
+    for requests that the former HAProxy has kept waiting."""
     found = re.search(r"(?m)^\s*maxconn (\d+)", config)
     per_source = max(1, int((int(found[1]) if found else MAX_CONNECTIONS) * SOURCE_SHARE))
     unknown = _rule(404, "Unknown route", "not_found")
     rules = [
-        *([] if next_port is None else [f"    bind 127.0.0.1:{next_port}"]),
+        f"    bind 127.0.0.1:{port}",
         "    stick-table type ipv6 size 200k expire 10m store conn_cur",
         "    tcp-request connection track-sc0 src",
         f"    tcp-request connection reject if {{ sc0_conn_cur gt {per_source} }}",
@@ -228,6 +224,11 @@ def _rule(status: int, message: str, code: str, kind: str = "invalid_request_err
     return f"http-request return status {status} content-type application/json string '{_json(message, kind, code)}'"
 
 
+def _unavailable() -> str:
+    _, message, kind, code = _UNAVAILABLE
+    return f'{_rule(503, message, code, kind)} hdr Retry-After "{RETRY_AFTER_S}"'
+
+
 def start_arguments(arguments: list[str], left: list[int]) -> list[str]:
     """HAProxy's arguments, so that it takes the port over from processes `left` and has them finish."""
     left = [pid for pid in left if str(pid) not in arguments]
@@ -258,12 +259,12 @@ def _replace(path: Path, text: str) -> None:
     other.replace(path)
 
 
-def _become_haproxy(binary: str, next_port: int, arguments: list[str]) -> None:
+def _become_haproxy(binary: str, ports: tuple[int, int], arguments: list[str]) -> None:
     path = Path(arguments[arguments.index("-f") + 1])
     folder = path.parent
     last = folder / LAST
     write_error_files(folder)
-    config = rewritten(path.read_text(), folder, last.read_text() if last.exists() else None, next_port)
+    config = rewritten(path.read_text(), folder, last.read_text() if last.exists() else None, ports)
     path.write_text(config)
     if has_routes(config):
         _replace(last, config)
@@ -289,13 +290,14 @@ def main() -> None:
     if not prepared.exists():
         os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # this command, by which the wheel's would be found
         binary = with_own_words(Path(get_haproxy_binary()), folder)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            next_port = probe.getsockname()[1]
-        _replace(prepared, json.dumps([str(binary), next_port]))
-    binary, next_port = json.loads(prepared.read_text())
-    _become_haproxy(binary, next_port, arguments)
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            two.bind(("127.0.0.1", 0))
+            ports = one.getsockname()[1], two.getsockname()[1]
+        _replace(prepared, json.dumps([str(binary), ports]))
+    binary, ports = json.loads(prepared.read_text())
+    _become_haproxy(binary, tuple(ports), arguments)
 
 
 if __name__ == "__main__":
-    _become_haproxy(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    _become_haproxy(sys.argv[1], (int(sys.argv[2]), int(sys.argv[3])), sys.argv[4:])

