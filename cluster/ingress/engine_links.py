@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from cluster.ingress.engine_link import Answer, EngineLink
-from cluster.ingress.routing import Prompt, Routing, choose
+from cluster.ingress.routing import Prompt, Routing, choose, is_stuck
 from cluster.transport.channel import Context
 from cluster.transport.messages import GenerateRequest, Probe
 from cluster.transport.sockets import Transport
@@ -90,6 +90,10 @@ class EngineLinks:
         """It has not taken a request in time: others are asked until it tells something."""
         if name in self._links:
             self._links[name].view.is_suspect = True
+
+    def is_stuck(self, name: str) -> bool:
+        """See `cluster.ingress.routing.is_stuck`."""
+        return is_stuck({name: link.view for name, link in self._links.items()}, name, self._clock())
 
     def close(self) -> None:
         """End all links."""

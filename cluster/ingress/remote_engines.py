@@ -36,6 +36,7 @@ STATS_MAX_AGE_S = 0.5
 PROBE_MAX_AGE_S = 1.0
 HEALTH_WAIT_S = 0.4  # for news, before what is known is answered
 MEET_PERIOD_S = 0.05
+STUCK_PERIOD_S = 1.0
 PROBE_LIMIT_S = 4.0  # then a request sent now would not get through either
 TAKEN_TIMEOUT_S = 4.0  # between a request's sending and the news that an engine has queued it, which takes milliseconds
 NEW_WAIT_S = 8.0  # for an engine to be there that takes one
@@ -58,6 +59,10 @@ class Engines(Protocol):
 
     def suspect(self, name: str) -> None:
         """It has not taken a request in time."""
+        ...
+
+    def is_stuck(self, name: str) -> bool:
+        """It has run nothing for a while, and another would."""
         ...
 
 
@@ -199,9 +204,10 @@ class RemoteEngines:
         """Deltas from one engine. That it is lost, refuses or does not take it is noted in `attempts`."""
         attempts.num_attempts += 1
         call = self._engines.start(name, message, prompt)
+        can_move = self._resume and isinstance(message, GenerateRequest)
         try:
             async with contextlib.aclosing(
-                self._deltas(call, message.request_id, client_id, waits=attempts.was_taken)
+                self._deltas(call, message.request_id, client_id, attempts.was_taken, name if can_move else "")
             ) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -215,9 +221,11 @@ class RemoteEngines:
                 num_delivered = len(attempts.delivered)
                 logger.warning("request %s lost its engine after %d tokens: %s", client_id, num_delivered, failed)
 
-    async def _deltas(self, call: Call, call_id: str, client_id: str, waits: bool) -> AsyncGenerator[TokenDelta, None]:
-        """Of one call. waits: as long as the engine takes to queue it. Raises EngineRefused or EngineFailed; closing
-        it cancels the call."""
+    async def _deltas(
+        self, call: Call, call_id: str, client_id: str, waits: bool, leaves: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Of one call. waits: as long as the engine takes to queue it. leaves: the engine, once it is stuck; "": none.
+        Raises EngineRefused or EngineFailed; closing it cancels the call."""
         stream = self._inbox.open(call_id)
         call.add_done_callback(lambda _: stream.changed.set())
         taken_by_s = math.inf if waits else self._clock() + TAKEN_TIMEOUT_S
@@ -247,7 +255,9 @@ class RemoteEngines:
                     remaining_s = ended_at + LAST_TOKENS_TIMEOUT_S - self._clock()
                     if remaining_s <= 0:
                         raise EngineFailed("the request ended but its last tokens did not arrive", had_taken=True)
-                await _wait(stream.changed, remaining_s)
+                if leaves and self._engines.is_stuck(leaves):
+                    raise EngineFailed(f"engine {leaves} has run nothing for a while", had_taken=True)
+                await _wait(stream.changed, STUCK_PERIOD_S if remaining_s is None else remaining_s)
         finally:
             self._inbox.close(call_id)
             if not call.done():

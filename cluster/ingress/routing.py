@@ -5,6 +5,7 @@ Pure: times are handed in, nothing is asked for. An ingress keeps an `EngineView
 as old as the last state, so a choice may be wrong; then a request waits longer than it had to.
 """
 
+import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ Routing = Literal["first_token", "least_loaded"]
 SILENT_S = 2.0  # an engine tells its state twice a second; one that does not may be lost
 PROMISE_S = 10.0  # for which pages that a request will leave count as cached, until the engine tells of them or not
 USUAL_TOKENS_PER_S = 5000.0  # of an engine that has not measured how fast it computes prompts
+STUCK_S = 8.0
 TIE_S = 0.001
 TIE_SHARE = 0.1
 
@@ -53,12 +55,14 @@ class EngineView:
     heard_s: when it last told anything.
     num_sent: requests that went there.
     is_suspect: it has not taken a request in time, and not told anything since.
+    faulty_since_s: when it first told that requests do not run; infinity while they do.
     """
 
     def __init__(self) -> None:
         self.state: EngineState | None = None
         self.heard_s = 0.0
         self.is_suspect = False
+        self.faulty_since_s = math.inf
         self._cached: set[bytes] = set()
         self._promised: dict[bytes, float] = {}  # by digest until when
         self._next_sequence = 0
@@ -69,6 +73,7 @@ class EngineView:
     def heard(self, state: EngineState, now: float) -> bool:
         """Take what it tells. False if messages before were lost, so that it must begin anew."""
         self.state, self.heard_s, self.is_suspect = state, now, False
+        self.faulty_since_s = min(self.faulty_since_s, now) if state.fault else math.inf
         while self._untold and self._untold[0][0] <= state.num_received:
             self._untold_tokens -= self._untold.popleft()[1]
         if state.sequence == 0:
@@ -165,6 +170,15 @@ def choose(
     near = [name for name in best if expected_s[name] <= late_s]
     two = chance.sample(near, min(2, len(near)))
     return min(two, key=lambda name: views[name].num_active)
+
+
+def is_stuck(views: Mapping[str, EngineView], name: str, now: float) -> bool:
+    """Whether what an engine has had better be sent to another: it has been at fault for `STUCK_S`, in which a group of
+    ranks is mostly replaced, and another one would answer."""
+    view = views.get(name)
+    if view is None or now - view.faulty_since_s < STUCK_S:
+        return False
+    return any(other != name and _rank(views[other], now) == 0 for other in views)
 
 
 def _rank(view: EngineView, now: float) -> int | None:

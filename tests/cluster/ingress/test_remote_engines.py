@@ -32,6 +32,7 @@ class ScriptedEngines:
         self.present = ["e"]
         self.waits: list[float] = []
         self.suspected: list[str] = []
+        self.stuck: set[str] = set()
         self.engines: list[str] = []
         self.requests: list[GenerateRequest] = []
         self.calls: list[Call] = []
@@ -61,6 +62,9 @@ class ScriptedEngines:
 
     def suspect(self, name: str) -> None:
         self.suspected.append(name)
+
+    def is_stuck(self, name: str) -> bool:
+        return name in self.stuck
 
     async def stats(self) -> list[EngineStats]:
         self.num_stats += 1
@@ -232,6 +236,30 @@ async def test_dead_engine_is_resumed_once_with_the_tokens_delivered() -> None:
     assert unpack_i32(resumed.output).tolist() == [5, 6] and resumed.request_id != "r"
     rig.send(0, 99)  # a late token of the dead engine
     rig.send(1, 7, finish="length")
+    deltas = await asyncio.wait_for(reading, 5)
+    assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+async def test_requests_leave_an_engine_that_is_stuck(monkeypatch: pytest.MonkeyPatch, resume: bool) -> None:
+    monkeypatch.setattr(remote_engines, "STUCK_PERIOD_S", 0.01)
+    rig = Rig(resume)
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.send(0, 5, 6)
+    await asyncio.sleep(0.05)
+    assert len(rig.calls.calls) == 1
+    rig.calls.stuck.add("e")
+    rig.calls.present = ["f"]
+    if not resume:  # the engine says how it ends
+        await asyncio.sleep(0.05)
+        assert len(rig.calls.calls) == 1
+        rig.send(0, 7, finish="length")
+    else:
+        await rig.call_started(2)
+        assert rig.calls.calls[0].cancelled() and rig.calls.engines == ["e", "f"]
+        assert unpack_i32(rig.calls.requests[1].output).tolist() == [5, 6]
+        rig.send(1, 7, finish="length")
     deltas = await asyncio.wait_for(reading, 5)
     assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
 

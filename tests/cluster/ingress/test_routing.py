@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attention.kv_cache.prefix_digests import prompt_digests
-from cluster.ingress.routing import PROMISE_S, SILENT_S, EngineView, Prompt, choose
+from cluster.ingress.routing import PROMISE_S, SILENT_S, STUCK_S, EngineView, Prompt, choose, is_stuck
 from cluster.transport.messages import EngineState
 from tests.support.routing_simulation import RANDOM, by_first_token, by_load, shared, simulate
 
@@ -53,6 +53,22 @@ class Known:
         prompts = Prompt(prompt, salt)
         chosen = {choose(self.views, prompts, now, random.Random(seed), frozenset(avoid)) for seed in seeds}
         return {str(name) for name in chosen}
+
+
+def test_an_engine_is_stuck_once_it_has_been_at_fault_for_a_while_and_another_would_answer() -> None:
+    known = Known(2)
+    a, b = known.engines.values()
+    for now in (1.0, 5.0, 8.9):
+        a.tell(now, status="recovering", fault="the engine is recovering")
+        b.tell(now)
+        assert not is_stuck(known.views, "a", now), "its ranks may be back soon"
+    late = 1.0 + STUCK_S
+    assert is_stuck(known.views, "a", late) and not is_stuck(known.views, "b", late)
+    b.tell(late, fault="rank 1 is silent")
+    assert not is_stuck(known.views, "a", late), "there is no better one"
+    b.tell(late)
+    a.tell(late)
+    assert not is_stuck(known.views, "a", late) and not is_stuck(known.views, "gone", late)
 
 
 def test_of_equals_each_is_taken_now_and_then() -> None:
