@@ -159,10 +159,15 @@ class RoundShapes:
         """Those that steps of every kind are captured for: plain decoding and the default."""
         return (0, self.default) if self.default else (0,)
 
-    def beside_chunks(self, num_requests: int) -> tuple[int, ...]:
-        """Those that rounds of `num_requests` run beside prompt chunks. Up to `FEW_REQUESTS` the default alone: its
-        rows are few among a chunk's and cost nothing that plain decoding would save."""
-        return self.unrestricted if self.adaptive and num_requests > FEW_REQUESTS else (self.default,)
+    def beside_chunks(self, num_requests: int, rare_sampling: bool = False) -> tuple[int, ...]:
+        """Those that rounds of `num_requests` run beside prompt chunks, ascending. Up to `FEW_REQUESTS` the default
+        alone: its rows are few among a chunk's and cost nothing that plain decoding would save. Beyond, plain decoding
+        and the widest shape that can accept all of its rows: a tree's others cost many requests more than they bring.
+        rare_sampling: for what only `unrestricted` shapes are captured for."""
+        if not self.adaptive or num_requests <= FEW_REQUESTS:
+            return (self.default,)
+        chains = [index for index, shape in enumerate(self.shapes) if index and shape.width == shape.max_new_tokens]
+        return self.unrestricted if rare_sampling or not chains else (0, chains[-1])
 
     @property
     def num_draft_tokens(self) -> int:

@@ -59,6 +59,37 @@ H200 = CostTable(
     ms_per_chunk_kv=1.9e-6,  # 512 tokens behind 8,192 take 8 ms more
 )
 
+# The same GPU with a tree 5/4/8, whose engine also has the chain's graphs: few requests run it beside prompts, more the
+# chain.
+TREE = RoundShape(name="tree", width=8, max_new_tokens=6, draft_tokens=16)
+TREE_SHAPES = RoundShapes((PLAIN, CHAIN, TREE), default=2, adaptive=True)
+TREE_H200 = CostTable(
+    rounds=(*H200.rounds, RoundCosts((1, 8, 32, 64, 128), (5.4, 6.0, 10.4, 16.7, 32.4), (_KV_MS,) * 5)),
+    chunk_requests=H200.chunk_requests,
+    chunk_tokens=H200.chunk_tokens,
+    chunk_ms=tuple(
+        tuple(ms + more for ms in row) for row, more in zip(H200.chunk_ms, (0.0, 0.5, 1.0, 0.0, 0.0), strict=True)
+    ),
+    default=2,
+    ms_per_chunk_kv=H200.ms_per_chunk_kv,
+    beside=(2, 2, 2, 1, 1),
+)
+
+
+def two_to_four(shape: int, rng: random.Random) -> int:
+    """Tokens of a round, whatever its shape."""
+    return rng.randint(2, 4)
+
+
+def by_depth(shape: int, rng: random.Random) -> int:
+    """Tokens of a round of `TREE_SHAPES` where each drafted token goes on with a chance: 3.0 of a chain, 3.1 of a tree,
+    whose chance is lower here than it would be, since a tree must pay where it brings little."""
+    chance = (0.0, 0.81, 0.72)[shape]
+    count = 1
+    while count < TREE_SHAPES[shape].max_new_tokens and rng.random() < chance:
+        count += 1
+    return count
+
 
 def padded(costs: CostTable, buckets: Sequence[int] = TOKEN_BUCKETS) -> CostTable:
     """`costs` where a step with fewer prompt tokens than a bucket takes as long as with all of them."""
@@ -111,6 +142,7 @@ class SimulatedRank:
 
     send_s: from making a plan until the device could begin it: transport, unpacking, launch. receive_s: from a step's
     end until the coordinator has its result.
+    emitted: tokens of a round of a shape.
     busy_s, idle_s: what the device computed, and waited for a plan while requests ran.
     """
 
@@ -119,6 +151,7 @@ class SimulatedRank:
         num_slots: int,
         step_ms: Callable[[StepPlan, int], float],
         seed: int,
+        emitted: Callable[[int, random.Random], int] = two_to_four,
         send_s: float = 0.0005,
         receive_s: float = 0.0002,
     ) -> None:
@@ -126,6 +159,7 @@ class SimulatedRank:
         self.results: deque[tuple[float, StepResult]] = deque()
         self._step_ms = step_ms
         self._rng = random.Random(seed)
+        self._emitted = emitted
         self._send_s, self._receive_s = send_s, receive_s
         self._free_s = 0.0
         self._seq_len = [0] * num_slots
@@ -144,7 +178,7 @@ class SimulatedRank:
         for init in plan.inits:
             self._seq_len[init.slot], self._max_len[init.slot] = init.num_cached, init.max_len
             self._finished[init.slot] = True
-        counts = [self._round(slot) for slot in rounds]
+        counts = [self._round(slot, plan.shape) for slot in rounds]
         for chunk in plan.chunks:
             self._seq_len[chunk.slot] += len(chunk.tokens) // 4
         last = [chunk.slot for chunk in plan.chunks if chunk.next_token < 0]
@@ -163,10 +197,10 @@ class SimulatedRank:
         )
         self.results.append((self._free_s + self._receive_s, result))
 
-    def _round(self, slot: int) -> int:
+    def _round(self, slot: int, shape: int) -> int:
         if self._finished[slot]:
             return 0
-        count = min(self._rng.randint(2, 4), self._max_len[slot] - 1 - self._seq_len[slot])
+        count = min(self._emitted(shape, self._rng), self._max_len[slot] - 1 - self._seq_len[slot])
         self._seq_len[slot] += count
         self._finished[slot] = self._seq_len[slot] + 1 >= self._max_len[slot]
         return count
@@ -220,6 +254,7 @@ class Policy:
     by_deadline: order of prompts; else by arrival.
     just_in_time: hold plans back; else two are always in flight.
     noise: of a step's time, as the sigma of a lognormal factor.
+    shapes: of rounds. emitted: tokens of a round of each.
     """
 
     costs: CostTable | None = H200
@@ -229,12 +264,15 @@ class Policy:
     by_deadline: bool = True
     just_in_time: bool = True
     noise: float = 0.02
+    shapes: RoundShapes = SHAPES
+    emitted: Callable[[int, random.Random], int] = two_to_four
 
 
 def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> LoadFigures:
     """Serve `arrivals` to their end."""
     clock, rng = Clock(), random.Random(seed)
-    scheduler = Scheduler(policy.config, CacheConfig(page_size=16, prefix_cache=False), 50_000, 8192, clock, SHAPES, 1)
+    cache = CacheConfig(page_size=16, prefix_cache=False)
+    scheduler = Scheduler(policy.config, cache, 50_000, 8192, clock, policy.shapes, 1)
     if policy.costs is not None:
         scheduler.use_costs(policy.costs)
         if not policy.by_deadline:
@@ -247,7 +285,7 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
         ms = policy.actual.step_ms(plan.shape, len(plan.slots) // 4, kv_tokens, tokens, pairs / max(1, tokens))
         return ms * rng.lognormvariate(0, policy.noise) + (policy.extra_ms(tokens) if tokens else 0.0)
 
-    rank, timing = SimulatedRank(policy.config.max_running, step_ms, seed), PlanTiming(2)
+    rank, timing = SimulatedRank(policy.config.max_running, step_ms, seed, policy.emitted), PlanTiming(2)
     served = [Served(arrival) for arrival in arrivals]
     coming = deque(enumerate(arrivals))
     plan_due_s = math.inf

@@ -4,7 +4,14 @@ import pytest
 
 from workers.config import PLAIN, RoundShape, RoundShapes
 from workers.runner.costs.cost_points import Point, ProbeExtent, table_of, wanted
-from workers.runner.graphs.graph_keys import TOKEN_BUCKETS, bucket_sizes, buckets_of, token_buckets
+from workers.runner.graphs.graph_keys import (
+    CHUNK_NEEDS,
+    TOKEN_BUCKETS,
+    GraphKeys,
+    bucket_sizes,
+    buckets_of,
+    token_buckets,
+)
 from workers.sampling.sampler import CAPTURED_NEEDS
 
 CHAIN = RoundShape(name="3/1/4", width=4, max_new_tokens=4, draft_tokens=2)
@@ -57,3 +64,21 @@ def test_what_is_measured_is_captured_and_fits() -> None:
         *((shape, n, 0) for shape in (0, 1) for n in (1, 40)),
         *((1, 0, tokens) for tokens in (16, 128)),
     }
+
+
+def test_steps_with_prompts_are_measured_with_the_shape_that_runs_there() -> None:
+    tree = RoundShape(name="5/4/8", width=8, max_new_tokens=6, draft_tokens=16)
+    shapes = RoundShapes((PLAIN, CHAIN, tree), default=2, adaptive=True)
+    of = ProbeExtent(shapes, 64, 2048, token_buckets(2048), 8192, 1 << 17, growth=2, page_size=16)
+    keys = GraphKeys(shapes, bucket_sizes(64), of.token_buckets)
+    points = [point for group in wanted(of) for point in group.points]
+    beside = [point for point in points if point.chunk_tokens and point.num_requests]
+    assert {(point.shape, point.num_requests) for point in beside} == {(2, 1), (1, 32), (1, 64)}
+    captured = set(keys.wanted())
+    for point in beside:
+        assert keys.of_chunks(point.shape, point.num_requests, point.chunk_tokens, CHUNK_NEEDS) in captured
+    table = table_of({point: captured_ms(of, point) for point in points}, of)
+    assert [table.shape_beside(index) for index in range(len(table.chunk_requests))] == [2, 2, 1, 1, 1]
+    for point in beside:
+        ms = table.step_ms(point.shape, point.num_requests, 0, point.chunk_tokens)
+        assert ms == pytest.approx(captured_ms(of, point)), point

@@ -8,7 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.load_simulation import H200, Policy, padded, poisson_load, policies, simulate
+from tests.support.load_simulation import (
+    H200,
+    SHAPES,
+    TREE_H200,
+    TREE_SHAPES,
+    Policy,
+    by_depth,
+    padded,
+    poisson_load,
+    policies,
+    simulate,
+)
 
 TARGET_MS = 25.0
 
@@ -48,6 +59,16 @@ def test_a_burst_is_worked_off_in_longer_steps():
     kept, gives_way = (simulate(burst, policies(target)["+ prompts by deadline"], 1) for target in (TARGET_MS, None))
     assert gives_way.milliseconds()["TTFT"][1] < 0.9 * kept.milliseconds()["TTFT"][1]
     assert gives_way.milliseconds()["ITL"][1] > 1.5 * kept.milliseconds()["ITL"][1]
+
+
+def test_beside_prompts_a_tree_gives_way_to_a_chain_and_not_to_plain_rounds():
+    """At 20 requests/s prompts come all the time, so that what runs beside them is what runs."""
+    load = poisson_load(20.0, 15.0, 0)
+    tree, chain = (
+        simulate(load, Policy(costs=costs, actual=costs, shapes=shapes, emitted=by_depth), 0).milliseconds()
+        for costs, shapes in ((TREE_H200, TREE_SHAPES), (H200, SHAPES))
+    )
+    assert tree["TPOT"][0] < 1.1 * chain["TPOT"][0] and tree["TTFT"][0] < 1.1 * chain["TTFT"][0]
 
 
 def test_padding_makes_stairs():

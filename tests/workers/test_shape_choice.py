@@ -194,6 +194,18 @@ def test_beside_prompts_and_rare_sampling_only_shapes_that_are_captured_there_ru
         assert engine.choice.reason is Reason.SAMPLING
 
 
+def test_beside_prompts_many_requests_run_what_accepts_all_its_rows() -> None:
+    """A tree's default gives way to the widest chain; what only plain and default rounds are captured for has those."""
+    assert [shape.name for shape in TREE.shapes] == ["plain", "3/1/4", "4/2/8", "5/4/16"]
+    assert TREE.beside_chunks(8) == (3,) and TREE.beside_chunks(9) == (0, 1)
+    assert TREE.beside_chunks(9, rare_sampling=True) == (0, 3) and CHAIN.beside_chunks(9) == (0, CHAIN.default)
+    for mean, names in ((3.0, {1}), (1.1, {0})):
+        engine = Engine(TREE, 64, 1024, chances_of(TREE, mean))
+        engine.rate(400)
+        assert {engine.step(with_prompts=True) for _ in range(50)} == names
+        assert {engine.step(with_prompts=True, rare_sampling=True) for _ in range(50)} <= {0, 3}
+
+
 def test_without_costs_or_where_it_is_off_the_default_runs() -> None:
     static = RoundShapes(CHAIN.shapes, CHAIN.default)
     for shapes, costs in ((CHAIN, None), (static, COSTS[CHAIN])):

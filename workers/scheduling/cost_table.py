@@ -39,9 +39,10 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     rounds: by index of the shape, plain decoding first.
     chunk_requests: numbers of requests that ran a round beside a chunk, ascending from 0.
     chunk_tokens: prompt tokens of the chunk, ascending.
-    chunk_ms: [chunk_requests][chunk_tokens], the whole step; its rounds are of the default shape.
-    default: index of that shape.
+    chunk_ms: [chunk_requests][chunk_tokens], the whole step.
+    default: index of the shape that is drafted unless others are chosen.
     ms_per_chunk_kv: what each pair of a chunk's token and a token of its request before the chunk adds, by attention.
+    beside: by chunk_requests, indices of the shapes of the rounds in `chunk_ms`; empty if all are the default.
     """
 
     rounds: tuple[RoundCosts, ...]
@@ -50,6 +51,11 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_ms: tuple[tuple[float, ...], ...]
     default: int = 0
     ms_per_chunk_kv: float = 0.0
+    beside: tuple[int, ...] = ()
+
+    def shape_beside(self, index: int) -> int:
+        """The shape of the rounds in `chunk_ms[index]`."""
+        return self.beside[index] if self.beside else self.default
 
     def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
         """A step without chunks: milliseconds of a round of `shape`. kv_tokens: of all its requests together."""
@@ -100,7 +106,7 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         right = min(bisect_left(at, num_requests), len(at) - 1)
         left = max(right - 1, 0)
         share = 0.0 if left == right else (num_requests - at[left]) / (at[right] - at[left])
-        low_ms, high_ms = self.round_ms(self.default, at[left]), self.round_ms(self.default, at[right])
+        low_ms, high_ms = (self.round_ms(self.shape_beside(index), at[index]) for index in (left, right))
         return [
             max(0.0, low - low_ms) + share * (max(0.0, high - high_ms) - max(0.0, low - low_ms))
             for low, high in zip(self.chunk_ms[left], self.chunk_ms[right], strict=True)
@@ -112,13 +118,14 @@ def default_itl_target_ms(costs: CostTable) -> float:
 
     What `TARGET_CHUNK_TOKENS` prompt tokens, or the most that a step may have, take beside half of the requests that
     may run: so many tokens keep a GPU's products busy, so that smaller chunks would cost prompts more than they save
-    running requests. And at least `TARGET_ROUNDS` times the slowest round, that of all requests, so that a full engine
-    still has a third of a step for prompts. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 22 ms with 32 slots,
-    23 with 128.
+    running requests. And at least `TARGET_ROUNDS` times the slowest round that runs beside prompts, that of all
+    requests, so that a full engine still has a third of a step for prompts. An H200 with Llama-3.1-8B's dimensions,
+    chain 3/1/4: 22 ms with 32 slots, 23 with 128.
     """
-    rounds = costs.rounds[costs.default]
+    shape = costs.shape_beside(len(costs.chunk_requests) - 1)
+    rounds = costs.rounds[shape]
     half, tokens = rounds.num_requests[-1] // 2, min(TARGET_CHUNK_TOKENS, costs.chunk_tokens[-1])
-    return max(costs.step_ms(costs.default, half, 0, tokens), TARGET_ROUNDS * max(rounds.ms))
+    return max(costs.step_ms(shape, half, 0, tokens), TARGET_ROUNDS * max(rounds.ms))
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:

@@ -138,7 +138,7 @@ class ShapeChoice:
 
     def _allowed_shapes(self, load: Load) -> tuple[int, ...]:
         if self._since_prompts < PROMPTS_LINGER:
-            return self._shapes.beside_chunks(len(load.slots))
+            return self._shapes.beside_chunks(len(load.slots), load.rare_sampling)
         return self._shapes.unrestricted if load.rare_sampling else tuple(range(len(self._shapes)))
 
     def _evaluate(self, load: Load, costs: CostTable, allowed: Sequence[int]) -> None:

@@ -112,7 +112,8 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         return PointGroup(tuple(Point(shape, n) for shape in which for n in numbers))
 
     def chunks(num_requests: int, numbers: Sequence[int]) -> PointGroup:
-        return PointGroup(tuple(Point(default, num_requests, t) for t in numbers))
+        shape = shapes.beside_chunks(num_requests)[-1]
+        return PointGroup(tuple(Point(shape, num_requests, t) for t in numbers))
 
     def reading(which: Sequence[int]) -> PointGroup:
         numbers = [n for n in sorted({1, extent.middle, most}) if n in sizes and extent.context_of(n) > 0]
@@ -161,11 +162,13 @@ def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
     requests = sorted({p.num_requests for p in found if p.chunk_tokens})
     if extent.max_running not in requests:
         requests = [0]  # else what lies between two of them would be drawn on for more
-    rows = [_chunk_row(found, default, n, alone) for n in requests]
+    beside = [shapes.beside_chunks(n)[-1] for n in requests]
+    rows = [_chunk_row(found, shape, n, alone) for shape, n in zip(beside, requests, strict=True)]
     padded = extent.next_to_last + 1
     if extent.token_buckets and requests[-1] > padded > requests[-2]:
         requests.insert(-1, padded)  # and so are the requests of captured steps, from here on to as many as can run
         rows.insert(-1, rows[-1])
+        beside.insert(-1, beside[-1])
     at, source = _steps(sorted(alone), extent.token_buckets)
     return CostTable(
         rounds=rounds,
@@ -174,6 +177,7 @@ def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
         chunk_ms=tuple(tuple(row[i] for i in source) for row in rows),
         default=default,
         ms_per_chunk_kv=_chunk_kv_cost(found, alone),
+        beside=tuple(beside),
     )
 
 

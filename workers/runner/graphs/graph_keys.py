@@ -5,8 +5,8 @@ drafts the same one, and a change of shape needs no graph of its own: S shapes t
 squared. Shapes between plain decoding and the default (`workers.config.RoundShapes.unrestricted`) have fewer: batches
 are padded to powers of two, greedy ones take the graphs of random ones (0.03 ms of 5 at batch 1, 0.1 of 10 at 64), and
 none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose them. For 64 requests that
-is 14 graphs a shape, beside 43 of plain decoding and of the default each. With prompt chunks there are 72 of the
-default and 48 of plain rounds more, with grammars 21 of each and 28 with chunks.
+is 14 graphs a shape, beside 43 of plain decoding and of the default each. With prompt chunks there are 72 more of the
+shapes that run beside them and 48 of plain rounds, with grammars 21 of each and 28 with chunks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -134,7 +134,7 @@ class GraphKeys:
         return [
             GraphKey(shape, shape, bucket, needs, tokens)
             for bucket in reversed(powers_of_two(self.buckets))
-            for shape in reversed(self._shapes.beside_chunks(bucket))
+            for shape in reversed(self._shapes.beside_chunks(bucket, needs.masked))
             for tokens in reversed(sizes)
             if bucket in self._buckets_beside(tokens, needs)
         ] + alone
