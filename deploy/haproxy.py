@@ -27,11 +27,20 @@ MAX_CONNECTIONS = 20_000
 SOURCE_SHARE = 0.8  # of them for one address; the rest is room for others, health checks among them
 _FILES_EACH = 2.5
 _FILES_BESIDE = 512  # files that HAProxy has open for other things
+_UNHEARD_S = 8  # after which a host that acknowledges nothing is given up: one that has lost its power says nothing
+_DEAD_PEERS = (
+    "    option srvtcpka",
+    f"    srvtcpka-idle {_UNHEARD_S // 2}s",
+    f"    srvtcpka-intvl {_UNHEARD_S // 4}s",
+    "    srvtcpka-cnt 2",
+    f"    default-server tcp-ut {_UNHEARD_S}s",
+)
 NEXT_WAIT_S = 15  # for an ingress to follow the last one
 _NEXT = "aerie-next"
 _CHECKED = ("/health", "/ready")
 METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
+ENDING = "aerie-ending"  # beside the script; once it is there nothing is waited for
 _BAD, _FAILED = "invalid_request_error", "server_error"
 _UNAVAILABLE = (
     "Service Unavailable",
@@ -168,6 +177,7 @@ def _with_defaults(config: str, folder: Path) -> str:
     defaults = [
         f"    timeout http-request {HEADER_LIMIT_S}s",
         f"    timeout http-keep-alive {IDLE_LIMIT_S}s",
+        *_DEAD_PEERS,
         *(f"    errorfile {status} {_error_file(folder, status)}" for status in _ERRORS),
     ]
     return re.sub(r"(?m)^(defaults\n\s*mode http)$", lambda at: "\n".join([at[1], *defaults]), config, count=1)
@@ -264,7 +274,8 @@ def _become_haproxy(binary: str, ports: tuple[int, int], arguments: list[str]) -
     folder = path.parent
     last = folder / LAST
     write_error_files(folder)
-    config = rewritten(path.read_text(), folder, last.read_text() if last.exists() else None, ports)
+    before = last.read_text() if last.exists() and not (folder.parent / ENDING).exists() else None
+    config = rewritten(path.read_text(), folder, before, ports)
     path.write_text(config)
     if has_routes(config):
         _replace(last, config)

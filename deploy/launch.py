@@ -20,7 +20,7 @@ from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import clear_abandoned, private_folder
 from deploy.check_process import CheckProcess, Task
 from deploy.configs import located, use_checked
-from deploy.haproxy import max_connections, with_own_words, write_script
+from deploy.haproxy import ENDING, max_connections, with_own_words, write_script
 from deploy.hub import with_downloads
 from deploy.ray_output import leave_out_ends, leave_out_token_line
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
@@ -115,7 +115,7 @@ def serve(
         use_checked(content, found)
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
-        _run(absolute, address, config.engine.drain_timeout_s, watches)
+        _run(absolute, address, config.engine.drain_timeout_s, watches, folder / ENDING)
     finally:
         os.environ.pop(PRESTART_VARIABLE, None)
         for watch in watches:
@@ -132,7 +132,8 @@ def _is_one_engine(content: Mapping[str, Any]) -> bool:
     return len(content["applications"]) == 1 and parallel.get("replicas", 1) == 1
 
 
-def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[Watch]) -> None:
+def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[Watch], ending: Path) -> None:
+    """Deploy it and stay until a signal. ending: a file that is made before the application is deleted."""
     from ray.serve.scripts import run
 
     def drain(signum: int, frame: object) -> None:
@@ -140,6 +141,7 @@ def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[
         late = threading.Timer(limit_s, end_at_once, (f"had not ended {limit_s:g} s after signal {signum}",))
         late.daemon = True
         late.start()
+        ending.touch()
         _drain(drain_timeout_s)
         for watch in watches:
             watch.stop()

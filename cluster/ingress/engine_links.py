@@ -6,6 +6,7 @@ How coordinators are found is handed in, so that this runs in tests without Ray.
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -54,6 +55,7 @@ class EngineLinks:
         self._opened_s: dict[str, float] = {}
         self._renewed_s = clock()
         self._successor_by_s = clock() + SUCCESSOR_WAIT_S  # an ingress may begin while an engine is replaced
+        self._server_ends = False
         self._num_waiting = 0
         self._changed = asyncio.Event()  # something was heard, or a link has gone
         self._wanted = asyncio.Event()  # somebody waits for an engine
@@ -61,8 +63,10 @@ class EngineLinks:
 
     async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
         """The engine for a request, once there is one, or None if there is none for `wait_s`; or, if that is not 0, for
-        `SUCCESSOR_WAIT_S` since an engine left that is to be replaced. avoid: it did not take this request, so that
-        another one is waited for only if there is one."""
+        `SUCCESSOR_WAIT_S` since an engine left that is to be replaced, or since this ingress began. Nobody waits once
+        all engines were drained to end. avoid: it did not take this request, so that another one is waited for only if
+        there is one."""
+        wait_s = 0.0 if self._server_ends else wait_s
         deadline_s = self._clock() + wait_s
         while True:
             views = {name: link.view for name, link in self._links.items()}
@@ -150,7 +154,11 @@ class EngineLinks:
         del self._opened_s[name]
 
     def _heard(self) -> None:
-        if any(link.view.state is not None and link.view.state.is_leaving for link in self._links.values()):
+        states = [link.view.state for link in self._links.values() if link.view.state is not None]
+        if any(state.is_leaving for state in states):
             self._successor_by_s = self._clock() + SUCCESSOR_WAIT_S
+        elif any(state.status in ("ready", "draining") for state in states):
+            self._successor_by_s = -math.inf
+            self._server_ends = all(state.status == "draining" for state in states)
         self._drop_lost()
         self._changed.set()

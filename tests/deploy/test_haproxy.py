@@ -45,6 +45,7 @@ def test_what_no_ingress_answers_is_503_and_no_python_proxy_answers_instead(tmp_
         assert answer.startswith("HTTP/1.1 503 ") and f"Retry-After: {RETRY_AFTER_S}\r\n" in answer
         assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] == "service_unavailable"
     assert "server ingress 127.0.0.1:30000 check\n" in config and "SERVE_PROXY 1" not in config
+    assert "tcp-ut 8s" in config and "srvtcpka" in config, "a host without power says nothing"
     assert "status 404" in config, "a path of no application stays unknown while there are applications"
 
 

@@ -172,7 +172,7 @@ SCENARIOS = (
         SPARE,
         Load(rate=1.0, seconds=80.0),
         (Fault(8.0, "cut", node=0),),
-        Expect(stall_s=30.0, clean_after_s=30.0, errors=CUT | {"no connection", "silent"}),
+        Expect(stall_s=30.0, clean_after_s=30.0, errors=CUT | {"no connection"}),
     ),
     Scenario(
         "power-engine-node",
@@ -180,7 +180,7 @@ SCENARIOS = (
         SPARE,
         Load(rate=1.0, seconds=80.0),
         (Fault(8.0, "power", node=0),),
-        Expect(stall_s=30.0, clean_after_s=30.0, errors=CUT | {"no connection", "silent"}),
+        Expect(stall_s=30.0, clean_after_s=30.0, errors=CUT | {"no connection"}),
     ),
     Scenario(
         "kill-raylet-engine-node",
@@ -196,7 +196,7 @@ SCENARIOS = (
         TWO_ENGINES,
         Load(rate=1.5, seconds=60.0),
         (Fault(8.0, "power", node=0),),
-        Expect(stall_s=15.0, clean_after_s=30.0, errors=CUT | {"no connection", "silent"}),
+        Expect(stall_s=15.0, clean_after_s=30.0, errors=CUT | {"no connection"}),
     ),
     Scenario(
         "four-nodes-power",

@@ -144,6 +144,18 @@ async def test_the_successor_of_an_engine_that_left_is_waited_for(rig: Rig) -> N
     assert await asyncio.wait_for(asyncio.gather(waiting, later), TIMEOUT_S) == ["b", "b"]
 
 
+async def test_no_engine_is_waited_for_once_the_server_ends(rig: Rig) -> None:
+    """An ingress that begins waits for an engine; not one whose server ends."""
+    del rig.found["b"]
+    await rig.until(lambda: list(rig.links._links) == ["a"] and rig.links._links["a"].view.state is not None)
+    assert rig.beds["a"].coordinator.drain(TIMEOUT_S)
+    await rig.until(lambda: rig.links._links["a"].view.state.status == "draining")
+    del rig.found["a"]
+    await rig.until(lambda: not rig.links._links)
+    async with asyncio.timeout(1.0):
+        assert await rig.links.choose(Prompt(PROMPT, b""), NOBODY, TIMEOUT_S) is None
+
+
 async def test_a_probe_takes_a_requests_way(rig: Rig) -> None:
     await rig.both()
     reply_to = rig.beds["b"].ingress.endpoint
