@@ -8,7 +8,7 @@ check_process  the process that runs them for `aerie serve`, and then begins the
 doctor    `aerie doctor`: what is needed next on this machine
 guard     the process that signals go to in place of the server
 launch    `aerie serve`; watches: what it watches; ray_output: what it does not print; nodes: `aerie start`
-haproxy   the proxy in front as a server runs it, and what strangers may do to it
+haproxy   the proxy in front as a server runs it; haproxy_config: what strangers may do to it, and who waits
 app       what Serve's config files name
 offline   `LLM`: an engine in your own process
 evaluate  `aerie eval-draft`

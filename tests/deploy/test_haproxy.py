@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from deploy import watches
-from deploy.haproxy import RETRY_AFTER_S, rewritten, start_arguments, with_own_words, write_error_files, write_script
+from deploy.haproxy import start_arguments, with_own_words, write_script
+from deploy.haproxy_config import RETRY_AFTER_S, rewritten, write_error_files
 from deploy.watches import HaproxyWatch
 
 ROUTES = """defaults
@@ -32,7 +33,7 @@ backend http-aerie
     # Fallback to head node's Serve proxy when no ingress replicas are available
     server SERVE_PROXY 127.0.0.1:8500 check backup
 """
-PORTS = 8001, 8002
+PORTS = 8001, 8002, 8003
 NO_ROUTES = ROUTES.replace("    use_backend http-aerie if is_http-aerie\n", "")
 
 
@@ -64,14 +65,15 @@ def test_a_route_without_servers_keeps_its_last_ones_and_requests_wait_for_the_n
     two = ROUTES + "backend http-other\n    server b 127.0.0.1:30001 check\n"
     other = "backend http-other\n    server b 127.0.0.1:30001 check\n"
     last = rewritten(two, tmp_path, None, PORTS)
-    assert _listens_and_waits(last) == (8001, 8002) and _servers(last) == ["ingress 127.0.0.1:30000 check"]
+    assert _listens_and_waits(last) == (8001, [8002, 8003]) and _servers(last) == ["ingress 127.0.0.1:30000 check"]
     assert last.endswith(other), "nothing is routed there"
     nobody = two.replace("    server ingress 127.0.0.1:30000 check\n", "")
     kept = rewritten(nobody, tmp_path, last, PORTS)
-    assert _listens_and_waits(kept) == (8002, 8001)
+    assert _listens_and_waits(kept) == (8002, [8001, 8003])
     assert _servers(kept) == ["ingress 127.0.0.1:30000 check inter 200ms fall 1 rise 1"]
-    assert rewritten(nobody, tmp_path, rewritten(nobody, tmp_path, kept, PORTS), PORTS) == kept, "and so it stays"
-    moved = rewritten(two.replace("30000", "30005"), tmp_path, kept, PORTS)
+    again = rewritten(nobody, tmp_path, kept, PORTS)
+    assert _listens_and_waits(again) == (8003, [8001, 8002]) and _servers(again) == _servers(kept)
+    moved = rewritten(two.replace("30000", "30005"), tmp_path, again, PORTS)
     assert moved == last.replace("30000", "30005")
     assert _servers(rewritten(nobody, tmp_path, None, PORTS)) == [], "there never was one"
 
@@ -79,13 +81,13 @@ def test_a_route_without_servers_keeps_its_last_ones_and_requests_wait_for_the_n
 def _servers(config: str) -> list[str]:
     section = config.partition("backend http-aerie\n")[2].partition("backend http-other\n")[0]
     lines = [line.strip().removeprefix("server ") for line in section.splitlines() if line.startswith("    server ")]
-    return [line for line in lines if not line.startswith("aerie-next ")]
+    return [line for line in lines if not line.startswith("aerie-next")]
 
 
-def _listens_and_waits(config: str) -> tuple[int, int]:
-    (waits,) = re.findall(r"server aerie-next 127.0.0.1:(\d+) ", config)
+def _listens_and_waits(config: str) -> tuple[int, list[int]]:
+    waits = re.findall(r"server aerie-next-\d+ 127.0.0.1:(\d+) ", config)
     _, listens = re.findall(r"bind 127.0.0.1:(\d+)", config)
-    return int(listens), int(waits)
+    return int(listens), [int(port) for port in waits]
 
 
 def test_a_haproxy_that_is_left_hands_its_port_over() -> None:

