@@ -18,7 +18,6 @@ _DEAD_PEERS = (
     f"    srvtcpka-idle {_UNHEARD_S // 2}s",
     f"    srvtcpka-intvl {_UNHEARD_S // 4}s",
     "    srvtcpka-cnt 2",
-    f"    default-server tcp-ut {_UNHEARD_S}s",
 )
 NEXT_WAIT_S = 15  # for an ingress to follow the last one
 _NEXT = "aerie-next"
@@ -113,7 +112,10 @@ def _servers(section: str) -> list[tuple[str, str]]:
 
 
 def _with_defaults(config: str, folder: Path) -> str:
-    """With time limits, and answers where HAProxy leaves the choice."""
+    """With time limits, answers where HAProxy leaves the choice, and no request on a connection that another client's
+    left: where the ingress has gone meanwhile it would be lost, and a new connection tries the next one."""
+    config = re.sub(r"(?m)^(\s*default-server .*)$", rf"\1 tcp-ut {_UNHEARD_S}s", config)
+    config = config.replace("http-reuse always", "http-reuse safe")
     config = re.sub(r"(?m)^\s*(timeout http-(request|keep-alive)|errorfile \d+) .*\n", "", config)
     defaults = [
         f"    timeout http-request {HEADER_LIMIT_S}s",

@@ -48,6 +48,8 @@ HAPROXY_ENVIRONMENT = {
     # For HAProxy to read that an ingress is replaced; it otherwise stays half a minute after its last request.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    # A host that has lost its power answers no SYN.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "2",
     # An ingress that hangs is left out after two of these.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
 }

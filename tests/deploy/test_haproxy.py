@@ -29,6 +29,7 @@ frontend http_frontend
 backend default_backend
     http-request return status 404 content-type text/plain lf-string "Path \\'%[path]\\' not found."
 backend http-aerie
+    default-server inter 1s
     server ingress 127.0.0.1:30000 check
     # Fallback to head node's Serve proxy when no ingress replicas are available
     server SERVE_PROXY 127.0.0.1:8500 check backup
@@ -46,7 +47,7 @@ def test_what_no_ingress_answers_is_503_and_no_python_proxy_answers_instead(tmp_
         assert answer.startswith("HTTP/1.1 503 ") and f"Retry-After: {RETRY_AFTER_S}\r\n" in answer
         assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] == "service_unavailable"
     assert "server ingress 127.0.0.1:30000 check\n" in config and "SERVE_PROXY 1" not in config
-    assert "tcp-ut 8s" in config and "srvtcpka" in config, "a host without power says nothing"
+    assert "inter 1s tcp-ut 8s\n" in config and "srvtcpka" in config, "a host without power says nothing"
     assert "status 404" in config, "a path of no application stays unknown while there are applications"
 
 
