@@ -48,6 +48,14 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def runs(process: psutil.Process) -> bool:
+    """Not ended, also not while this looks."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
     assert adopt(None, begun.config, 0) is None, "no server has begun any"
     ranks = psutil.Process(begun.process.pid).children()
@@ -56,7 +64,7 @@ def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
     until(lambda: all(process.nice() == max(10, os.nice(0)) for process in ranks))
     other = begun.config.model_copy(update={"speculative": None})
     assert adopt(begun.folder, other, 0) is None, "it is made for another engine"
-    until(lambda: sum(process.is_running() and process.status() != "zombie" for process in ranks) == 1)
+    until(lambda: sum(runs(process) for process in ranks) == 1)
     assert adopt(begun.folder, begun.config, 0) is None, "it is gone"
 
     rank = adopt(begun.folder, begun.config, 1)
