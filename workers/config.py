@@ -169,6 +169,10 @@ class RoundShapes:
         chains = [index for index, shape in enumerate(self.shapes) if index and shape.width == shape.max_new_tokens]
         return self.unrestricted if rare_sampling or not chains else (0, chains[-1])
 
+    def largest_beside_chunks(self, num_requests: int) -> int:
+        """The one of `beside_chunks` that steps with prompts are measured and planned with."""
+        return self.beside_chunks(num_requests)[-1]
+
     @property
     def num_draft_tokens(self) -> int:
         """Tokens drafted per round of a request that speculates, if it drafts the default."""

@@ -31,7 +31,7 @@ from cluster.transport.encoding import decode_tokens
 from cluster.transport.keys import make_transport
 from cluster.transport.listener import Listener
 
-# One that follows another takes its requests from the first moment on.
+# For a first probe to get through: an ingress that replaces another is given its requests at once.
 MEET_LIMIT_S = 5.0
 
 

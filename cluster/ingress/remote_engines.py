@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 STATS_MAX_AGE_S = 0.5
 PROBE_MAX_AGE_S = 1.0
 HEALTH_WAIT_S = 0.4  # for news, before what is known is answered
-MEET_PERIOD_S = 0.05
-STUCK_PERIOD_S = 1.0
+MEET_PERIOD_S = 0.05  # between two looks whether a probe has got through
+STUCK_PERIOD_S = 1.0  # between two looks whether the engine of a request is stuck
 PROBE_LIMIT_S = 4.0  # then a request sent now would not get through either
 TAKEN_TIMEOUT_S = 4.0  # between a request's sending and the news that an engine has queued it, which takes milliseconds
 NEW_WAIT_S = 8.0  # for an engine to be there that takes one
@@ -207,7 +207,7 @@ class RemoteEngines:
         can_move = self._resume and isinstance(message, GenerateRequest)
         try:
             async with contextlib.aclosing(
-                self._deltas(call, message.request_id, client_id, attempts.was_taken, name if can_move else "")
+                self._deltas(call, message.request_id, client_id, attempts.was_taken, name if can_move else None)
             ) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -222,10 +222,10 @@ class RemoteEngines:
                 logger.warning("request %s lost its engine after %d tokens: %s", client_id, num_delivered, failed)
 
     async def _deltas(
-        self, call: Call, call_id: str, client_id: str, waits: bool, leaves: str
+        self, call: Call, call_id: str, client_id: str, waits: bool, engine: str | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Of one call. waits: as long as the engine takes to queue it. leaves: the engine, once it is stuck; "": none.
-        Raises EngineRefused or EngineFailed; closing it cancels the call."""
+        """Of one call. waits: as long as the engine takes to queue it. engine: the one to give up
+        once it is stuck; None: never. Raises EngineRefused or EngineFailed; closing it cancels the call."""
         stream = self._inbox.open(call_id)
         call.add_done_callback(lambda _: stream.changed.set())
         taken_by_s = math.inf if waits else self._clock() + TAKEN_TIMEOUT_S
@@ -255,8 +255,8 @@ class RemoteEngines:
                     remaining_s = ended_at + LAST_TOKENS_TIMEOUT_S - self._clock()
                     if remaining_s <= 0:
                         raise EngineFailed("the request ended but its last tokens did not arrive", had_taken=True)
-                if leaves and self._engines.is_stuck(leaves):
-                    raise EngineFailed(f"engine {leaves} has run nothing for a while", had_taken=True)
+                if engine is not None and self._engines.is_stuck(engine):
+                    raise EngineFailed(f"engine {engine} has run nothing for a while", had_taken=True)
                 await _wait(stream.changed, STUCK_PERIOD_S if remaining_s is None else remaining_s)
         finally:
             self._inbox.close(call_id)

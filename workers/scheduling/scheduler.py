@@ -131,7 +131,7 @@ class Scheduler:
             return 0.0
         slots = self.slot_pages.round_slots()
         kv_tokens = int(self.slot_pages.committed[slots].sum())
-        return budget.tokens_per_s(StepRounds(self._shapes.beside_chunks(len(slots))[-1], len(slots), kv_tokens))
+        return budget.tokens_per_s(StepRounds(self._shapes.largest_beside_chunks(len(slots)), len(slots), kv_tokens))
 
     @property
     def kv_usage(self) -> float:

@@ -112,7 +112,7 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         return PointGroup(tuple(Point(shape, n) for shape in which for n in numbers))
 
     def chunks(num_requests: int, numbers: Sequence[int]) -> PointGroup:
-        shape = shapes.beside_chunks(num_requests)[-1]
+        shape = shapes.largest_beside_chunks(num_requests)
         return PointGroup(tuple(Point(shape, num_requests, t) for t in numbers))
 
     def reading(which: Sequence[int]) -> PointGroup:
@@ -162,7 +162,7 @@ def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
     requests = sorted({p.num_requests for p in found if p.chunk_tokens})
     if extent.max_running not in requests:
         requests = [0]  # else what lies between two of them would be drawn on for more
-    beside = [shapes.beside_chunks(n)[-1] for n in requests]
+    beside = [shapes.largest_beside_chunks(n) for n in requests]
     rows = [_chunk_row(found, shape, n, alone) for shape, n in zip(beside, requests, strict=True)]
     padded = extent.next_to_last + 1
     if extent.token_buckets and requests[-1] > padded > requests[-2]:
