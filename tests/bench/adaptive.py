@@ -6,7 +6,8 @@
 Engines with dummy weights and synthetic acceptance (where a shape is not deep enough for it, as much as it holds), the
 scheduler in this process, costs as the start measures them. A cell is a number of requests that all run, with distinct
 prompts of one length; each shape is forced for some steps, then the scheduler chooses, which first has as many steps to
-learn what is accepted; the better of two passes counts for each. Cells that `--pool-tokens` do not hold are left out.
+learn what is accepted, of requests that end then, so that all arms are measured at the same lengths; the better of two
+passes counts for each. Cells that `--pool-tokens` do not hold are left out.
 Tokens per millisecond, what the choice reaches of the best shape, of plain rounds and of no draft at all, and which
 shapes it ran. A Markdown table, then one JSON line. Needs a GPU for figures that mean anything; `--tiny` tries it on a
 CPU, in one thread.
@@ -81,7 +82,7 @@ def engine_spec(folder: Path, shapes: str | None, acceptance: float, arguments: 
 
 def room(num_steps: int) -> int:
     """Tokens that a request may emit in an arm, and a margin for what rounds write after them."""
-    return 6 * (2 * num_steps + SETTLING + 8) + 256
+    return 6 * (num_steps + SETTLING + 8) + 256
 
 
 def tokens_per_ms(engine: LocalEngine, prompts: Sequence[list[int]], settling: int, num_steps: int) -> float:
@@ -137,8 +138,9 @@ def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tu
             better(shape.name, tokens_per_ms(engine, prompts, SETTLING, num_steps))
         if shapes.default:
             forced(engine, None)
+            tokens_per_ms(engine, prompts, 0, num_steps)
             before = Counter(scheduler.stats.steps_by_shape)
-            better("adaptive", tokens_per_ms(engine, prompts, num_steps, num_steps))
+            better("adaptive", tokens_per_ms(engine, prompts, SETTLING, num_steps))
             chosen += Counter(scheduler.stats.steps_by_shape) - before
     scheduler.flush_prefix_cache()
     return found, dict(chosen)

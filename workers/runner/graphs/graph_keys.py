@@ -12,7 +12,7 @@ shapes that run beside them and 48 of plain rounds, with grammars 21 of each and
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from workers.config import RoundShapes
+from workers.config import FEW_REQUESTS, RoundShapes
 from workers.runner.batch import StepBatch
 from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
@@ -145,10 +145,13 @@ class GraphKeys:
         return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 
     def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """The numbers of requests that they are captured beside: with grammars every second power of two."""
-        return (
-            powers_of_two(self.buckets)[::-1][::2][::-1] if needs.masked else buckets_beside(num_tokens, self.buckets)
-        )
+        """The numbers of requests that they are captured beside: with grammars every second power of two; else the most
+        that are few too, where few run a shape that more do not."""
+        if needs.masked:
+            return powers_of_two(self.buckets)[::-1][::2][::-1]
+        sizes, few = buckets_beside(num_tokens, self.buckets), min(FEW_REQUESTS, self.buckets[-1])
+        of_few, of_many = (self._shapes.beside_chunks(count) for count in (few, self.buckets[-1]))
+        return sizes if set(of_few) <= set(of_many) else tuple(sorted({*sizes, few}))
 
     def of(self, batch: StepBatch) -> GraphKey | None:
         """Which graph would run `batch` best, were it captured; None if no graph can."""

@@ -1,0 +1,50 @@
+"""Whether every step that the scheduler may plan has a graph, of the shapes of chains and of trees."""
+
+import pytest
+
+from workers.config import PLAIN, RoundShape, RoundShapes
+from workers.runner.graphs.graph_keys import (
+    CHUNK_NEEDS,
+    MASKED_CHUNK_NEEDS,
+    TOKEN_BUCKETS,
+    GraphKeys,
+    bucket_sizes,
+)
+from workers.sampling.sampler import SamplingNeeds
+
+CHAIN, TREE = RoundShape("3/1/4", 4, 4, 3), RoundShape("5/4/16", 16, 6, 20)
+SHAPES = {
+    "none": RoundShapes(),
+    "static tree": RoundShapes((PLAIN, TREE), default=1),
+    "chains": RoundShapes((PLAIN, RoundShape("1/1/2", 2, 2, 1), CHAIN), default=2, adaptive=True),
+    "trees": RoundShapes((PLAIN, CHAIN, RoundShape("4/2/8", 8, 5, 8), TREE), default=3, adaptive=True),
+    "trees alone": RoundShapes((PLAIN, RoundShape("4/2/8", 8, 5, 8), TREE), default=2, adaptive=True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("max_running", [1, 3, 8, 12, 16, 40, 128])
+def test_whatever_runs_beside_prompts_is_captured(name: str, max_running: int) -> None:
+    shapes = SHAPES[name]
+    keys = GraphKeys(shapes, bucket_sizes(max_running), TOKEN_BUCKETS)
+    captured = set(keys.wanted())
+    for count in range(max_running + 1):
+        for needs in (SamplingNeeds(False), CHUNK_NEEDS, MASKED_CHUNK_NEEDS):
+            for shape in shapes.beside_chunks(count, needs.masked) if count else (shapes.default,):
+                for tokens in (1, *TOKEN_BUCKETS):
+                    key = keys.of_chunks(shape, count, tokens, needs)
+                    assert key in captured, (count, shape, tokens, needs)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_whatever_runs_alone_is_captured(name: str) -> None:
+    shapes = SHAPES[name]
+    keys = GraphKeys(shapes, bucket_sizes(40), TOKEN_BUCKETS)
+    captured = set(keys.wanted())
+    for count in range(1, 41):
+        for needs in (SamplingNeeds(False), CHUNK_NEEDS):
+            for shape in range(len(shapes)):
+                assert keys.of_rounds(shape, count, needs) in captured, (count, shape, needs)
+        for needs in (SamplingNeeds(False, shaping=True), SamplingNeeds(False, masked=True)):
+            for shape in shapes.unrestricted:
+                assert keys.of_rounds(shape, count, needs) in captured, (count, shape, needs)
