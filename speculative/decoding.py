@@ -215,9 +215,12 @@ class SpeculativeDecoding(CuttableStrategy):
         ones = torch.ones_like(chunks.final_slots)
         return _Finals(sampled, self._slots.commit(chunks.final_slots, sampled.tokens, ones))
 
-    def _extend(self, batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None, passed: _TargetPass) -> Tensor:
+    def _extend(
+        self, batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None, passed: _TargetPass
+    ) -> Tensor | None:
         """Bring the draft's KV up to the committed tokens: [B + F, H], its state after the newest token of each entry.
-        KV needs a row's input alone, so that the newest rows alone attend."""
+        KV needs a row's input alone, so that the newest rows alone attend; none does, and there is no state, if nothing
+        is drafted next."""
         chunks = batch.chunks
         extend = newest = None
         if rounds is not None:
@@ -229,8 +232,12 @@ class SpeculativeDecoding(CuttableStrategy):
             )
         )
         features = joined((rounds.features if rounds else None, passed.chunk_features if chunks else None))
-        attending = self._newest_rows(rounds, newest, chunks)
-        context = self._draft.context(extend, None, chunks.batch if chunks else None, attending)
+        prompts = chunks.batch if chunks else None
+        if not batch.next_shape:
+            nobody = Attending.nobody(ids.device)
+            self._draft.model.keep(ids, features, self._draft.context(extend, None, prompts, nobody))
+            return None
+        context = self._draft.context(extend, None, prompts, self._newest_rows(rounds, newest, chunks))
         hidden = self._draft.model.extend(ids, features, context)
         return batch.rows(width=1).with_finals(hidden)
 
@@ -257,13 +264,15 @@ class SpeculativeDecoding(CuttableStrategy):
         rows = joined((rounds.committed.newest if rounds is not None else None, last_rows))
         return Attending(rows, newest, chunks.batch.last_rows() if chunks is not None else None)
 
-    def _draft_next(self, batch: StepBatch, hidden: Tensor, rounds: _Rounds | None, finals: _Finals | None) -> None:
+    def _draft_next(
+        self, batch: StepBatch, hidden: Tensor | None, rounds: _Rounds | None, finals: _Finals | None
+    ) -> None:
         """The next trees of the entries that the plan names; of the others the newest token alone."""
         entries = batch.entry_slots
         if entries.shape[0] == 0:
             return
         self._trees.write_roots(entries, self._slots.bonus)
-        if batch.next_shape:
+        if hidden is not None:
             shape = self._shapes[batch.next_shape]
             assert isinstance(shape, TreeShape)
             page_table = self._slots.page_table[batch.draft_slots]

@@ -12,6 +12,7 @@ from speculative.draft_models.config import check_target, check_width, draft_arc
 from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.rotary import RotaryTable
@@ -77,10 +78,18 @@ class EagleModel(DraftModel):
     def features(self, output: DecoderOutput) -> Tensor:
         return output.hidden
 
+    def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
+        attention: AttentionLayer = self.layers[0].self_attn  # type: ignore[assignment]
+        attention.keep(self._input(ids, features), self.rotary.at(context.positions), context)
+
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        x = self.fc(torch.cat((self.embed_tokens(ids), hidden), dim=-1))
+        x = self._input(ids, hidden)
         out: Tensor = self.layers[0](x, x, self.rotary.at(context.positions), context)
         return out
+
+    def _input(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        x: Tensor = self.fc(torch.cat((self.embed_tokens(ids), hidden), dim=-1))
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

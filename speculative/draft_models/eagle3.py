@@ -4,6 +4,7 @@ ones differ."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,6 +23,7 @@ from speculative.draft_models.eagle3_config import (
 from speculative.draft_models.layers import DraftLayer, joined_input
 from speculative.draft_models.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
@@ -146,26 +148,44 @@ class Eagle3Model(DraftModel):
         projected: Tensor = self.fc(features)
         return projected
 
-    def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        both = self.midlayer.input(ids, hidden, self.embed_tokens)
-        residual = both[:, both.shape[1] // 2 :] if self.flags.norm_before_residual else hidden
+    def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
+        x, residual = self._input(ids, self.project(features))
         angles = self.rotary.at(context.positions)
-        out: Tensor = self.midlayer(both, residual, angles, context)
+        if not self.layers:
+            self.midlayer.self_attn.keep(x, angles, context)
+            return
+        x, _ = self._before_last(self.midlayer(x, residual, angles, context), angles, context)
+        self._last.self_attn.keep(x, angles, context)
+
+    def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        x, residual = self._input(ids, hidden)
+        angles = self.rotary.at(context.positions)
+        out: Tensor = self.midlayer(x, residual, angles, context)
         if self.layers:
-            out = self._deeper_layers(out, angles, context)
+            normed, residual = self._before_last(out, angles, context)
+            added, residual = self._last(normed, residual, angles, context.last or context)
+            out = residual + self.group.all_reduce(added)
         return self.norm(out) if self.flags.norm_output else out
 
-    def _deeper_layers(self, residual: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """From the residual stream after the first layer to that after the last, of the rows that attend there."""
-        added: Tensor | None = None
-        for i, layer in enumerate(self.layers.values(), start=2):
-            norm: RMSNorm = layer.input_layernorm  # type: ignore[assignment]
-            normed, residual = (norm(residual), residual) if added is None else norm.add(added, residual, self.group)
-            if i == self.num_layers and context.last is not None:
-                context = context.last
+    @property
+    def _last(self) -> DecoderLayer:
+        """Of several layers."""
+        return self.layers[str(self.num_layers - 1)]  # type: ignore[return-value]
+
+    def _input(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer's attention reads, and the residual stream."""
+        both = self.midlayer.input(ids, hidden, self.embed_tokens)
+        return both, both[:, both.shape[1] // 2 :] if self.flags.norm_before_residual else hidden
+
+    def _before_last(self, residual: Tensor, angles: Angles, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """From the residual stream after the first layer to that before the last one, of all rows: its norm, which the
+        attention reads, and itself."""
+        layers: list[DecoderLayer] = list(self.layers.values())  # type: ignore[arg-type]
+        normed: Tensor = layers[0].input_layernorm(residual)
+        for layer, following in pairwise(layers):
             added, residual = layer(normed, residual, angles, context)
-        assert added is not None
-        return residual + self.group.all_reduce(added)
+            normed, residual = following.input_layernorm.add(added, residual, self.group)
+        return normed, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden if self.flags.norm_output else self.norm(hidden))

@@ -117,6 +117,10 @@ class DraftModel(nn.Module, ABC):
         return self.step(ids, features, context)
 
     @abstractmethod
+    def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
+        """`extend` where nothing is drafted next: the KV alone, so that no row attends in the last layer."""
+
+    @abstractmethod
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         """One draft step: the recurrent state [n, hidden] of the rows that attend, from drafted tokens ids [rows] int64
         (the target's) and the states [rows, hidden] that they were drafted from, which it may change in place."""

@@ -5,7 +5,7 @@ kind. One module drafts every depth; embedding and vocabulary head are the targe
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
 from workers.models.deepseek import DeepseekConfig, layer_rules, make_layer, read_config
 from workers.models.name_map import NameMap
+
+if TYPE_CHECKING:
+    from workers.layers.kernels.fp8_rows import Fp8Rows
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
@@ -94,14 +97,20 @@ class MtpModel(DraftModel):
     def features(self, output: DecoderOutput) -> Tensor:
         return output.hidden
 
+    def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
+        normed, _ = self._input(ids, features)
+        self.layer.self_attn.keep(normed, self.rotary.at(context.positions), context)
+
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        residual = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
-        angles = self.rotary.at(context.positions)
-        layer = self.layer
-        normed = layer.input_layernorm.for_product(residual, layer.self_attn.fp8_inputs)
-        added, residual = layer(normed, residual, angles, context)
+        normed, residual = self._input(ids, hidden)
+        added, residual = self.layer(normed, residual, self.rotary.at(context.positions), context)
         state, _ = self.norm.add(added, residual, self.group)
         return state
+
+    def _input(self, ids: Tensor, hidden: Tensor) -> "tuple[Tensor | Fp8Rows, Tensor]":
+        """What the layer's attention reads, and the residual stream."""
+        residual = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
+        return self.layer.input_layernorm.for_product(residual, self.layer.self_attn.fp8_inputs), residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

@@ -1,6 +1,8 @@
 """Rows whose output nobody reads: in the last layer they leave their KV and nothing else is computed for them."""
 
 from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,14 +11,15 @@ from torch import Tensor
 from attention.backends.torch_backend import TorchBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.config import SpeculativeConfig
+from speculative.config import Method, SpeculativeConfig
 from speculative.draft_models.layers import DraftLayer
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
-from tests.support.tiny_models import LAYERS
+from tests.support.tiny_models import LAYERS, make_target
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.forward_context import Attending
 from workers.layers.mlp import GatedMLP
 from workers.layers.routing import TokenSlots
 from workers.models.decoder import Decoder
@@ -69,9 +72,28 @@ def test_what_leaves_the_last_layer_can_be_captured(pair: Pair) -> None:
     assert torch.equal(runner.model.norm(last), out.hidden) and not torch.equal(first, last)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that reach an MLP, of a prompt of 40 tokens in chunks of 32 and of rounds with a chain of three."""
+@pytest.mark.parametrize("family", ["Llama", "DeepseekV3"])
+def test_a_layer_keeps_what_it_keeps_when_it_attends(pair: Pair, family: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", architecture=family) if family != "Llama" else pair.target
+    runner = target_runner(replace(pair, target=target))
+    layer: DecoderLayer = runner.model.layers[0]  # type: ignore[assignment]
+    chunks = PrefillBatch.from_lists([0], [9], torch.arange(1, 4, dtype=torch.int32)[None])
+    context = runner.context(None, chunks=chunks, attending=None)
+    x, angles = runner.model.embed_tokens(torch.arange(2, 11)), runner.model.rotary.at(context.positions)
+    layer.self_attn.partial(x, angles, context)  # type: ignore[operator, union-attr]
+    kept = [tensor.clone() for tensor in runner.pool.tensors[0]]
+    for tensor in runner.pool.tensors[0]:
+        tensor.zero_()
+    nobody = runner.context(None, chunks=chunks, attending=Attending.nobody(CPU))
+    assert context.attends and not nobody.attends
+    layer.self_attn.keep(x, angles, nobody)  # type: ignore[operator, union-attr]
+    for tensor, expected in zip(runner.pool.tensors[0], kept, strict=True):
+        assert torch.equal(tensor, expected) and expected[0].any()
+
+
+@pytest.fixture
+def mlp_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Rows that reach the MLPs of the target's first and last layer and of the draft, a pass each."""
     seen: dict[str, list[int]] = defaultdict(list)
     names: dict[int, str] = {}
 
@@ -96,9 +118,20 @@ def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: str, mon
     monkeypatch.setattr(DraftLayer, "__init__", init_head)
     monkeypatch.setattr(Decoder, "__init__", init_decoder)
     monkeypatch.setattr(GatedMLP, "partial", counted)
-    path = pair.eagle if kind == "eagle" else pair.eagle3
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_only_newest_rows_go_through_the_drafts_layer(pair: Pair, kind: Method, mlp_rows: dict[str, list[int]]) -> None:
+    """A prompt of 40 tokens in chunks of 32, and rounds with a chain of three; what does not speculate is not drafted
+    for, nor is a chunk that does not end its prompt."""
+    seen, path = mlp_rows, pair.eagle if kind == "eagle" else pair.eagle3
     with local_engine(pair.spec(SpeculativeConfig(str(path), kind, 3, 1, 4))) as engine:
         seen.clear()  # of warming up
+        engine.generate([list(range(2, 42))], SamplingParams(12, 0.0, speculative=False), 1)
+        assert seen["first"] == [32, 8, *[1] * 11] and not seen["draft"]
+        engine.scheduler.flush_prefix_cache()
+        seen.clear()
         engine.generate([list(range(2, 42))], SamplingParams(12, 0.0), 1)
     assert seen["first"][:2] == [32, 8] and set(seen["first"][2:]) == {4}
     # EAGLE's features are the last layer's, of every row

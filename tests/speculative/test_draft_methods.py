@@ -84,8 +84,16 @@ class NextNModel(DraftModel):
     def features(self, output: DecoderOutput) -> Tensor:
         return output.hidden
 
+    def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
+        normed = self.layer.input_layernorm(self._input(ids, features))
+        self.layer.self_attn.keep(normed, self.rotary.at(context.positions), context)
+
+    def _input(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        x: Tensor = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
+        return x
+
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        residual = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
+        residual = self._input(ids, hidden)
         angles = self.rotary.at(context.positions)
         added, residual = self.layer(self.layer.input_layernorm(residual), residual, angles, context)
         state, _ = self.norm.add(added, residual, self.group)

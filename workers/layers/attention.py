@@ -49,10 +49,19 @@ class Attention(AttentionLayer):
         return self.qkv.method.fp8_inputs
 
     def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
+        q, k, v = self._heads(x)
+        out = context.attend(self.layer, q, (k, v), angles, self.scale)
+        return self.o_proj.partial(out.flatten(1))
+
+    def keep(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> None:
+        q, k, v = self._heads(x)
+        context.keep(self.layer, q, (k, v), angles)
+
+    def _heads(self, x: "Tensor | Fp8Rows") -> tuple[Tensor, Tensor, Tensor]:
+        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], not yet turned."""
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = context.attend(self.layer, q, (k, v), angles, self.scale)
-        return self.o_proj.partial(out.flatten(1))
+        return q, k, v

@@ -30,6 +30,10 @@ class AttentionLayer(nn.Module, ABC):
         """This rank's part of the output [n, hidden_size], as `RowParallelLinear.partial` gives it, of the rows that
         attend; x: [rows, input size]. Writes all rows' KV into the context's pool."""
 
+    @abstractmethod
+    def keep(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> None:
+        """`partial` of which no output is wanted: writes the rows' KV and nothing else."""
+
 
 class FeedForward(nn.Module, ABC):
     """What a block does with each row by itself: an MLP, or experts."""

@@ -21,12 +21,17 @@ class Attending:
     attend, and go on to what comes after attention.
 
     rows: [n] int64.
-    decode, chunks: the same rows as batches, those of decode first.
+    decode, chunks: the same rows as batches, those of decode first. Neither is there if no row attends.
     """
 
     rows: Tensor
     decode: DecodeBatch | None
     chunks: PrefillBatch | None
+
+    @staticmethod
+    def nobody(device: torch.device) -> "Attending":
+        """For a pass that is there for its KV alone."""
+        return Attending(torch.empty(0, dtype=torch.int64, device=device), None, None)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class ForwardContext:
     attending: Tensor | None = None
     last: "ForwardContext | None" = None
 
+    @property
+    def attends(self) -> bool:
+        """Whether any row does."""
+        return self.decode is not None or self.chunks is not None
+
     def attending_rows(self, x: Tensor) -> Tensor:
         """[n, ...]: of x [rows, ...] the rows that attend."""
         return x if self.attending is None else x.index_select(0, self.attending)
@@ -65,8 +75,11 @@ class ForwardContext:
         k and v [rows, kv_heads, head_dim].
         """
         self.plan(layer, q, scale)
-        q = self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
-        return self.attend_to_kept(layer, q, scale)
+        return self.attend_to_kept(layer, self.keep(layer, q, rows, angles), scale)
+
+    def keep(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles) -> Tensor:
+        """`attend` as far as q, which it returns turned."""
+        return self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
 
     def plan(self, layer: int, q: Tensor, scale: float) -> None:
         """See `Prepared.plan`; before the layer's rows are kept. Of q no value is read."""

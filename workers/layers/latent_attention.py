@@ -99,16 +99,31 @@ class LatentAttention(AttentionLayer):
         both = self.qkv_a(x)
         return (self._partial_fused if both.is_cuda else self._partial_in_torch)(both, angles, context)
 
+    def keep(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> None:
+        both = self.qkv_a(x)
+        if not both.is_cuda:
+            no_heads = both.new_empty(both.shape[0], 0, self.row_dim)
+            context.keep(self.layer, no_heads, (self._normed_rows(both),), angles)
+            return
+        from workers.layers.kernels.latent import normed_latents
+
+        kv, slots = context.pool.layer(self.layer), context.slot_mapping
+        normed_latents(both, None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
+
+    def _normed_rows(self, both: Tensor) -> Tensor:
+        """[rows, latent + rotated]: what is kept, not yet turned."""
+        row = both[:, -self.row_dim :]
+        return torch.cat((self.kv_a_layernorm(row[:, : self.latent]), row[:, self.latent :]), dim=-1)
+
     def _partial_in_torch(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """What comes after the first projections, both of which are side by side in `both`."""
-        q, row = both[:, : -self.row_dim], both[:, -self.row_dim :]
+        q = both[:, : -self.row_dim]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.reshape(both.shape[0], self.num_heads, -1)
-        row = torch.cat((self.kv_a_layernorm(row[:, : self.latent]), row[:, self.latent :]), dim=-1)
         absorbed = self.kv_b_proj.absorb_keys(q[..., : self.key_dim])
         q = torch.cat((absorbed, q[..., self.key_dim :]), dim=-1)
-        out = context.attend(self.layer, q, (row,), angles, self.scale)
+        out = context.attend(self.layer, q, (self._normed_rows(both),), angles, self.scale)
         return self.o_proj.partial(self.kv_b_proj.make_values(out).flatten(1))
 
     def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
