@@ -6,10 +6,14 @@
 
 For each a timeline on stdout, NAME.json and NAME.svg in --out with the consoles of its processes, and a row of the
 table table.md. Ends with 1 if an expectation was missed, and with 0 and the reason where namespaces are not allowed.
+Those named gpu-... have GPUs on their nodes, and are left out with the reason where this machine has too few:
+
+    python -m tests.load --only gpu-across gpu-across-peer gpu-kill-worker-across gpu-replicas-kill gpu-replicas-power
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -26,6 +30,9 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("build/load"), help="folder for what is written (default: build/load)"
     )
+    parser.add_argument(
+        "--start-limit", type=float, default=240.0, metavar="S", help="seconds until it must serve (default: 240)"
+    )
     parser.add_argument("--list", action="store_true", help="print the scenarios and end")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -40,19 +47,26 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     if not arguments.inside:
-        reason = unavailable()
+        reason = unavailable(wires=any(scenario.hosts.wired for scenario in scenarios))
         if reason:
             print(f"skipped: {reason}", file=sys.stderr)
             return 0
         return run_inside(["-m", "tests.load", "--inside", *sys.argv[1:]])
-    return max([_run(scenario, arguments.out) for scenario in scenarios for _ in range(arguments.times)])
+    return max(
+        [_run(scenario, arguments.out, arguments.start_limit) for scenario in scenarios for _ in range(arguments.times)]
+    )
 
 
-def _run(scenario, out: Path) -> int:  # type: ignore[no-untyped-def]
+def _run(scenario, out: Path, start_limit_s: float) -> int:  # type: ignore[no-untyped-def]
+    from tests.load.gpus import too_few, visible_gpus
     from tests.load.report import HEAD, as_json, plot, row, timeline
     from tests.load.run import machine_load, run
     from tests.load.verdict import figures
 
+    reason = too_few(scenario.hosts, visible_gpus(os.environ)) if scenario.hosts.gpus else ""
+    if reason:
+        print(f"skipped: {scenario.name}: {reason}", file=sys.stderr)
+        return 0
     print(f"=== {scenario.name}: {scenario.says}, {time.strftime('%H:%M:%S')}, {machine_load()}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     table = out / "table.md"
@@ -60,7 +74,7 @@ def _run(scenario, out: Path) -> int:  # type: ignore[no-untyped-def]
         table.write_text(HEAD + "\n")
     machine = machine_load()
     try:
-        observed = run(scenario, keep=out)
+        observed = run(scenario, out, start_limit_s)
     except RuntimeError as error:
         print(error, flush=True)
         with table.open("a") as file:

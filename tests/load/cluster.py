@@ -20,6 +20,7 @@ import yaml
 from cluster.replica.rank_process import NAME
 from deploy.configs import find_config, located
 from tests.bench.served import GROUPS
+from tests.load import gpus
 from tests.load.network import Network, address, namespace
 from tests.load.scenario import Fault, Hosts
 from tests.load.verdict import Usage
@@ -65,8 +66,8 @@ class Cluster:
         code = "from ray.serve.scripts import cli; cli()"
         words = [sys.executable, "-c", code, "run", "--non-blocking", "--address", "auto", str(config)]
         done = subprocess.run(
-            [*_on(1), *words],
-            env=self._environment,
+            [*self._on(1), *words],
+            env=self._environment(1),
             capture_output=True,
             text=True,
             timeout=UPDATE_LIMIT_S,
@@ -85,6 +86,8 @@ class Cluster:
         """`aerie start` on a node; returns when its raylet runs."""
         role = ["--head", "--port", str(RAY_PORT)] if node == 1 else ["--address", f"{address(1)}:{RAY_PORT}"]
         own = ["--node-ip", address(node), "--num-cpus", str(cpus), "--object-store-mb", "80", "--block"]
+        if self.hosts.gpus:
+            own += ["--num-gpus", str(gpus.num_gpus(self.hosts, node))]
         started = self._run(node, "start", *role, *own)
         deadline = time.monotonic() + NODE_LIMIT_S
         while not self.find(node, "raylet"):
@@ -146,14 +149,24 @@ class Cluster:
                 lines.append(" ".join(process.cmdline())[:120])
         return lines
 
-    @property
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, node: int) -> dict[str, str]:
         # A folder of the scenario's own: in a shared one Ray would look for the cluster of the scenario before.
-        return os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)}
+        own = gpus.node_environment(self.hosts, node, gpus.visible_gpus(os.environ) if self.hosts.gpus else [])
+        return os.environ | _ENVIRONMENT | {"RAY_TMPDIR": str(self.folder)} | own
+
+    def _on(self, node: int) -> list[str]:
+        """What comes before a command that is to run on a node."""
+        name = namespace(node)
+        return ["ip", "netns", "exec", name, *gpus.host_name(self.hosts, name, sys.executable)]
 
     def _write_config(self, args: Mapping[str, Any]) -> Path:
         config = self.folder / "load.yaml"
-        config.write_text(yaml.safe_dump(_content(self.hosts, args)))
+        content = serve_content(self.hosts, args)
+        model = content["applications"][0]["args"]["model"]
+        if self.hosts.intermediate_size is not None:
+            source, wide = Path(model["path"]), self.folder / Path(model["path"]).name
+            model["path"] = str(wide if wide.exists() else gpus.widened(source, wide, self.hosts.intermediate_size))
+        config.write_text(yaml.safe_dump(content))
         return config
 
     def _processes(self, node: int) -> Iterator[tuple[psutil.Process, str]]:
@@ -167,16 +180,12 @@ class Cluster:
         """`aerie COMMAND` on a node, in a process group of its own."""
         console = self.folder / f"{command}-{node}-{len(self.consoles)}.log"
         self.consoles.append(console)
-        words = [*_on(node), sys.executable, "-m", "deploy.cli", command, *arguments]
+        words = [*self._on(node), sys.executable, "-m", "deploy.cli", command, *arguments]
+        environment = self._environment(node)
         with console.open("wb") as out:
             return subprocess.Popen(
-                words, stdout=out, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
+                words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-
-
-def _on(node: int) -> list[str]:
-    """What comes before a command that is to run on a node."""
-    return ["ip", "netns", "exec", namespace(node)]
 
 
 def _part(process: psutil.Process) -> str:
@@ -191,8 +200,8 @@ def _part(process: psutil.Process) -> str:
     return next((name for marker, name in GROUPS if marker in line), "other")
 
 
-def _content(hosts: Hosts, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The Serve config file: the embedded pair's, changed as the scenario says."""
+def serve_content(hosts: Hosts, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the Serve config file: the embedded pair's, changed as the scenario says."""
     content = located(find_config("eagle"))
     content["proxy_location"] = hosts.proxy_location
     content["http_options"] = {"host": "0.0.0.0", "port": PORT}

@@ -1,7 +1,9 @@
-"""The scenarios of `make load`, as data. All serve the embedded pair; rates suit two cores."""
+"""The scenarios of `make load`, as data; those with GPUs are in `tests.load.gpu_matrix`. All serve the embedded pair;
+rates suit two cores."""
 
 from deploy.bench.arrivals import Lengths
-from tests.load.scenario import Expect, Fault, Hosts, Load, Scenario
+from tests.load.gpu_matrix import GPU_SCENARIOS
+from tests.load.scenario import CUT, DARK, Expect, Fault, Hosts, Load, Scenario
 
 ONE = Hosts()
 # An engine that lies across the link, though either node could hold it.
@@ -19,8 +21,6 @@ USUAL = Load()
 SHORT = Load(rate=2.0, seconds=8.0, answers=Lengths(16, 0.4, 32), num_distinct=6)
 PATIENT = Expect(stall_s=90.0, untrue_s=30.0, clean_after_s=90.0)  # for `make test`, on machines of any speed
 SLOW = Load(rate=0.3, seconds=40.0, answers=Lengths(8, 0.4, 12), num_distinct=4)
-CUT = frozenset({"cut", "error event"})  # streams whose ingress is gone
-DARK = CUT | {"no connection", "silent"}  # and clients whose own front says nothing any more
 
 
 def _one(name: str, says: str, *faults: Fault, load: Load = USUAL, **expect: object) -> Scenario:
@@ -215,6 +215,7 @@ SCENARIOS = (
         (Fault(5.0, "join", node=2, cpus=2), Fault(45.0, "leave", node=2)),
         Expect(stall_s=15.0, clean_after_s=15.0),
     ),
+    *GPU_SCENARIOS,
 )
 
 

@@ -19,6 +19,7 @@ from tests.load.verdict import Ended, Observed, Usage
 
 START_LIMIT_S = 240.0
 USAGE_PERIOD_S = 10.0
+RANKS_LIMIT_S = 30.0
 TRUTH_S = 3.0  # /health must have been 200 for so long before the reference is made
 
 
@@ -31,17 +32,17 @@ class Progress:
     ended: Ended | None = None
 
 
-def run(scenario: Scenario, keep: Path | None = None) -> Observed:
+def run(scenario: Scenario, keep: Path | None = None, start_limit_s: float = START_LIMIT_S) -> Observed:
     """Start, reference, load with faults, end. Raises RuntimeError if it does not get as far as the load.
 
-    keep: a folder for the consoles."""
+    keep: a folder for the consoles. start_limit_s: until it serves."""
     folder = Path(tempfile.mkdtemp(prefix="l"))
     with network() as made:
         cluster = Cluster(made, scenario.hosts, folder)
         try:
             cluster.start()
             clients = Clients([address(node) for node in scenario.hosts.fronts], PORT)
-            return asyncio.run(_observe(scenario, cluster, clients))
+            return asyncio.run(_observe(scenario, cluster, clients, start_limit_s))
         except RuntimeError as error:
             raise RuntimeError(f"{scenario.name}: {error}\n{_last_lines(cluster)}") from error
         finally:
@@ -52,16 +53,12 @@ def run(scenario: Scenario, keep: Path | None = None) -> Observed:
                 cluster.serve.wait()
 
 
-async def _observe(scenario: Scenario, cluster: Cluster, clients: Clients) -> Observed:
+async def _observe(scenario: Scenario, cluster: Cluster, clients: Clients, start_limit_s: float) -> Observed:
     health = asyncio.create_task(clients.watch_health())
     started_s = time.monotonic()
-    await _wait_ready(cluster, clients)
+    await _wait_ready(cluster, clients, start_limit_s)
     _say(f"ready after {time.monotonic() - started_s:.1f} s")
-    nodes = range(1, len(scenario.hosts.cpus or (0,)) + 1)
-    ranks = tuple(len(cluster.find(node, "worker")) for node in nodes)
-    _say(f"workers on nodes 1, 2, ...: {ranks}")
-    if scenario.hosts.ranks not in (None, ranks):
-        raise RuntimeError(f"workers lie on the nodes as {ranks}, and should as {scenario.hosts.ranks}")
+    _say(f"workers on nodes 1, 2, ...: {await _ranks(cluster)}")
     distinct = asks(scenario.load)
     references = await clients.reference(distinct)
     _say(f"reference: {len(distinct)} answers, {sum(len(each.tokens) for each in references.values())} tokens")
@@ -89,17 +86,33 @@ async def _observe(scenario: Scenario, cluster: Cluster, clients: Clients) -> Ob
     return Observed(clients.sent, clients.health, progress.faults, until_s, progress.ended, usage)
 
 
-async def _wait_ready(cluster: Cluster, clients: Clients) -> None:
+async def _wait_ready(cluster: Cluster, clients: Clients, limit_s: float) -> None:
     """Until every front's /health has said 200 for a while. Raises RuntimeError."""
-    deadline = time.monotonic() + START_LIMIT_S
+    deadline = time.monotonic() + limit_s
     since = time.monotonic()
     while time.monotonic() - since < TRUTH_S:
         await asyncio.sleep(0.2)
         assert cluster.serve is not None
-        if cluster.serve.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("it did not start")
+        if cluster.serve.poll() is not None:
+            raise RuntimeError(f"aerie serve ended with {cluster.serve.returncode} before it served")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"it did not serve within {limit_s:g} s")
         if not clients.all_healthy():
             since = time.monotonic()
+
+
+async def _ranks(cluster: Cluster) -> tuple[int, ...]:
+    """How many workers lie on each node; waits for those that the scenario wants, of a second engine too. Raises
+    RuntimeError."""
+    wanted = cluster.hosts.ranks
+    deadline = time.monotonic() + RANKS_LIMIT_S
+    while True:
+        ranks = tuple(len(cluster.find(node, "worker")) for node in range(1, len(cluster.hosts.cpus or (0,)) + 1))
+        if wanted in (None, ranks):
+            return ranks
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"workers lie on the nodes as {ranks}, and should as {wanted}")
+        await asyncio.sleep(0.2)
 
 
 async def _act(scenario: Scenario, cluster: Cluster, progress: Progress) -> None:

@@ -25,19 +25,23 @@ _FILES = {
 _UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
 _AS_ROOT = ("--user", "--map-root-user")
 _TRY = "for p in /run /dev/shm; do mount -t tmpfs none $p; done && mkdir /run/netns && ip netns add try && ip link add \
-name try0 type veth peer name try1 netns try && ip link add name try2 type bridge && ip tuntap add dev try3 mode tap"
+name try0 type veth peer name try1 netns try && ip link add name try2 type bridge"
+_TRY_WIRE = " && ip tuntap add dev try3 mode tap"
 
 
 @functools.cache
-def unavailable() -> str:
-    """Why this machine cannot run it; "" if it can."""
+def unavailable(wires: bool = True) -> str:
+    """Why this machine cannot run it; "" if it can. wires: whether links must delay and lose frames."""
     for program in ("unshare", "setpriv", "ip", "mount"):
         if shutil.which(program) is None:
             return f"there is no program `{program}` (iproute2, util-linux)"
-    tried = subprocess.run([*_command(), "sh", "-ec", _TRY], capture_output=True, text=True, timeout=30)
+    tried = subprocess.run(
+        [*_command(), "sh", "-ec", _TRY + (_TRY_WIRE if wires else "")], capture_output=True, text=True, timeout=30
+    )
     if tried.returncode != 0:
         said = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return f"namespaces, veth, bridge or tap devices are not allowed here: {said}"
+        kinds = "veth, bridge or tap" if wires else "veth or bridge"
+        return f"namespaces, {kinds} devices are not allowed here: {said}"
     return ""
 
 
@@ -65,15 +69,26 @@ def _command() -> list[str]:
     return ["setpriv", "--pdeathsig", "KILL", *_UNSHARE, *(() if os.geteuid() == 0 else _AS_ROOT)]
 
 
+def _put_over(path: str, text: str) -> None:
+    """A file of this text in the place of `path`, which may be a link to what was in /run. One that is missing stays
+    so."""
+    target = Path(path).resolve()
+    if not target.exists() and any(target.is_relative_to(private) for private in PRIVATE):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+    if target.exists():
+        own = Path("/run") / Path(path).name
+        own.write_text(text)
+        subprocess.run(["mount", "--bind", str(own), str(target)], check=True)
+
+
 def _first_process(arguments: Sequence[str]) -> int:
     for path in PRIVATE:
         subprocess.run(["mount", "-t", "tmpfs", "none", path], check=True)
     for folder in ("/run/netns", "/run/tmp"):
         os.mkdir(folder)
     for path, text in _FILES.items():
-        own = Path("/run") / Path(path).name
-        own.write_text(text)
-        subprocess.run(["mount", "--bind", str(own), path], check=True)
+        _put_over(path, text)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     environment = os.environ | {"TMPDIR": "/run/tmp", "HOME": "/run/tmp"}
     command = subprocess.Popen([sys.executable, *arguments], env=environment)

@@ -20,6 +20,11 @@ class Hosts:
     proxy_location: Serve's; "EveryNode" lets every node with an ingress answer.
     wired: nodes whose link can delay and lose frames.
     ranks: how many workers each node must have when the load begins; None: wherever Ray puts them.
+    gpus: of each node, of this machine's in turn; (): no node has any, and Ray finds none.
+    environment: variables of each node's processes; {node} stands for its number.
+    host_names: each node has a name of its own, n1, n2, ..., so that ranks take other nodes for other hosts; else all
+        have this machine's, and ranks may use what a host's processes share.
+    intermediate_size: columns of the target's MLPs, made up of zeros (`tests.load.gpus.widened`); None: its own.
     """
 
     cpus: tuple[int, ...] | None = None
@@ -28,6 +33,10 @@ class Hosts:
     proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
     wired: tuple[int, ...] = ()
     ranks: tuple[int, ...] | None = None
+    gpus: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    host_names: bool = False
+    intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,10 @@ class Fault:
         if self.kind == "update":
             return f"update to {json.dumps(self.args)}"
         return f"{self.kind}{of_part}, node {self.node or 'of the engine'}{link}"
+
+
+CUT = frozenset({"cut", "error event"})  # streams whose ingress is gone
+DARK = CUT | {"no connection", "silent"}  # and clients whose own front says nothing any more
 
 
 @dataclass(frozen=True)
