@@ -49,43 +49,46 @@ def _head_products(
 ):
     head = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    weight = weight_ptr + head * weight_head_stride
-    weight += k[:, None] * weight_in_stride + n[None, :] * weight_out_stride
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     live = (m < num_rows)[:, None]
     x_row = x_ptr + m.to(tl.int64)[:, None] * x_row_stride + head * x_head_stride
     out_row = out_ptr + m.to(tl.int64)[:, None] * out_row_stride + head * out_head_stride
-    if BLOCK_K >= IN:
-        w = tl.load(weight, mask=(k < IN)[:, None] & (n < OUT)[None, :], other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        x = tl.load(x_row + k[None, :], mask=live & (k < IN)[None, :], other=0.0)
-        if UPCAST:
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        y = tl.dot(x, w, input_precision="ieee")
-    else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, IN, BLOCK_K):
-            x = tl.load(x_row + (start + k)[None, :], mask=live & (start + k < IN)[None, :], other=0.0)
-            w_inside = (start + k < IN)[:, None] & (n < OUT)[None, :]
-            w = tl.load(weight + start * weight_in_stride, mask=w_inside, other=0.0)
+    kept = out_ptr.dtype.element_ty
+    if tl.program_id(0) * BLOCK_N < OUT:
+        n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        weight = weight_ptr + head * weight_head_stride
+        weight += k[:, None] * weight_in_stride + n[None, :] * weight_out_stride
+        if BLOCK_K >= IN:
+            w = tl.load(weight, mask=(k < IN)[:, None] & (n < OUT)[None, :], other=0.0)
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            x = tl.load(x_row + k[None, :], mask=live & (k < IN)[None, :], other=0.0)
             if UPCAST:
                 x, w = x.to(tl.float32), w.to(tl.float32)
-            y = tl.dot(x, w, y, input_precision="ieee")
-    kept = out_ptr.dtype.element_ty
-    tl.store(out_row + n[None, :], y.to(kept), mask=live & (n < OUT)[None, :])
-    if ROTATED > 0 and tl.program_id(0) == 0:
-        pair = tl.arange(0, ROTATED // 2)[None, :]
+            y = tl.dot(x, w, input_precision="ieee")
+        else:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for start in range(0, IN, BLOCK_K):
+                x = tl.load(x_row + (start + k)[None, :], mask=live & (start + k < IN)[None, :], other=0.0)
+                w_inside = (start + k < IN)[:, None] & (n < OUT)[None, :]
+                w = tl.load(weight + start * weight_in_stride, mask=w_inside, other=0.0)
+                if UPCAST:
+                    x, w = x.to(tl.float32), w.to(tl.float32)
+                y = tl.dot(x, w, y, input_precision="ieee")
+        tl.store(out_row + n[None, :], y.to(kept), mask=live & (n < OUT)[None, :])
+    elif ROTATED > 0:  # a program of its own, beside the products
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        column, pair = tl.arange(0, ROTATED)[None, :], tl.arange(0, ROTATED // 2)[None, :]
         angle = tl.load(position_ptr + m, mask=m < num_rows, other=0)[:, None] * (ROTATED // 2) + pair
         cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-        first = tl.load(x_row + IN + 2 * pair, mask=live, other=0.0).to(tl.float32)
-        second = tl.load(x_row + IN + 2 * pair + 1, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_row + OUT + 2 * pair, (first * cos - second * sin).to(kept), mask=live)
-        tl.store(out_row + OUT + 2 * pair + 1, (second * cos + first * sin).to(kept), mask=live)
+        both = tl.load(x_row + IN + column, mask=live, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (BLOCK_M, ROTATED // 2, 2)))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        tl.store(out_row + OUT + column, tl.reshape(turned, (BLOCK_M, ROTATED)).to(kept), mask=live)
 
 
 class ProductBlocks(NamedTuple):
@@ -130,7 +133,7 @@ def head_products(
     assert x.stride(2) == out.stride(2) == 1 and out.shape == (rows, heads, out_features + rotated)
     assert (rotated > 0) == (angles is not None)
     blocks = product_blocks(FIXED_ROWS if fixed else rows, in_features, x.itemsize)
-    _head_products[(triton.cdiv(out_features, blocks.n), heads, triton.cdiv(rows, blocks.m))](
+    _head_products[(triton.cdiv(out_features, blocks.n) + (rotated > 0), heads, triton.cdiv(rows, blocks.m))](
         x,
         weight,
         out,
