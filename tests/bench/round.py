@@ -109,7 +109,8 @@ def engine_spec(
     worker = WorkerConfig(
         ModelSource(path=str(folder / "target"), load_format="dummy", max_model_len=max(2048, tokens_per_request)),
         CacheConfig(setting.page_size, num_pages=pages, prefix_cache=False),
-        SchedulerConfig(max_running=batch, max_step_tokens=8192),
+        # all prompts first: else the first requests are far ahead when the last join them
+        SchedulerConfig(max_running=batch, max_step_tokens=8192, itl_target_ms=1e6),
         tensor_parallel=tensor_parallel,
         cuda_graphs=cuda_graphs,
         attention=TargetAttention(attention, attention),

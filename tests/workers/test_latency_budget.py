@@ -159,7 +159,7 @@ def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds
         if room:
             step.take(room, context)
             pairs += room * context
-            assert step.tokens == 1 or ms(step.tokens, 0) <= limit_ms + ROUNDING_MS
+            assert step.tokens <= costs.chunk_tokens[0] or ms(step.tokens, 0) <= limit_ms + ROUNDING_MS
         if room < count:
             assert step.tokens == 256 or ms(step.tokens + 1, context) > limit_ms - ROUNDING_MS
             assert step.room(count, context) == 0, "what is left was offered again"
@@ -194,6 +194,18 @@ def test_rounds_over_the_target_leave_prompts_their_share():
     rounds_ms = TABLE.round_ms(1, 64)
     assert rounds_ms > 8.0 and budget.step_limit_ms(slow, 100) == rounds_ms + 2.0
     assert budget.step(slow, 100).room(100, 0) >= 1
+
+
+def test_no_step_takes_a_scrap_of_a_prompt() -> None:
+    """Ten tokens cost as much as one."""
+    budget = LatencyBudget(TABLE, target_ms=5.0, limit_ms=5.0, max_step_tokens=512)
+    rounds = StepRounds(1, 8)
+    assert budget.step_limit_ms(rounds, 100) < TABLE.step_ms(1, 8, 0, 1) == TABLE.step_ms(1, 8, 0, 10)
+    step = budget.step(rounds, 100)
+    assert step.room(100, 0) == 10
+    step.take(10, 0)
+    assert step.room(100, 0) == 0
+    assert budget.step(rounds, 100).room(3, 0) == 3
 
 
 def test_without_costs_a_step_holds_max_step_tokens():

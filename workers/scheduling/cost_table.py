@@ -119,13 +119,14 @@ def default_itl_target_ms(costs: CostTable) -> float:
     What `TARGET_CHUNK_TOKENS` prompt tokens, or the most that a step may have, take beside half of the requests that
     may run: so many tokens keep a GPU's products busy, so that smaller chunks would cost prompts more than they save
     running requests. And at least `TARGET_ROUNDS` times the slowest round that runs beside prompts, that of all
-    requests, so that a full engine still has a third of a step for prompts. An H200 with Llama-3.1-8B's dimensions,
+    requests or the larger shape of a few, so that any engine still has a third of a step for prompts. An H200 with Llama-3.1-8B's dimensions,
     chain 3/1/4: 22 ms with 32 slots, 23 with 128.
     """
     shape = costs.shape_beside(len(costs.chunk_requests) - 1)
     rounds = costs.rounds[shape]
     half, tokens = rounds.num_requests[-1] // 2, min(TARGET_CHUNK_TOKENS, costs.chunk_tokens[-1])
-    return max(costs.step_ms(shape, half, 0, tokens), TARGET_ROUNDS * max(rounds.ms))
+    beside = [costs.round_ms(costs.shape_beside(index), count) for index, count in enumerate(costs.chunk_requests)]
+    return max(costs.step_ms(shape, half, 0, tokens), TARGET_ROUNDS * max(*rounds.ms, *beside))
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:

@@ -107,8 +107,8 @@ class StepBudget:
         self._is_full = False
 
     def room(self, wanted: int, context: int) -> int:
-        """How many of a prompt's next `wanted` tokens fit, at least 1 for a step's first prompt. context: the tokens
-        before them."""
+        """How many of a prompt's next `wanted` tokens fit; of a step's first prompt at least as many as cost no more
+        than one. context: the tokens before them."""
         self._wanted = wanted
         self._offered = 0 if self._is_full else self._most(min(wanted, self._max_tokens - self.tokens), context)
         return self._offered
@@ -127,7 +127,8 @@ class StepBudget:
         return self._costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, self.tokens, context)
 
     def _most(self, count: int, context: int) -> int:
-        """How many of `count` tokens keep the step within its limit; of a step's first prompt at least one."""
+        """How many of `count` tokens keep the step within its limit; of a step's first prompt at least the smallest
+        chunk that was measured, since none costs less."""
         costs, rounds = self._costs, self._rounds
         if count <= 0 or costs is None:
             return count
@@ -136,4 +137,4 @@ class StepBudget:
         fitting = costs.chunk_tokens_within(
             limit_ms, rounds.shape, rounds.num_requests, rounds.kv_tokens, self.tokens + count, context
         )
-        return max(fitting - self.tokens, 0 if self.tokens else 1)
+        return max(fitting - self.tokens, 0 if self.tokens else min(count, costs.chunk_tokens[0]))
