@@ -119,8 +119,8 @@ def default_itl_target_ms(costs: CostTable) -> float:
     What `TARGET_CHUNK_TOKENS` prompt tokens, or the most that a step may have, take beside half of the requests that
     may run: so many tokens keep a GPU's products busy, so that smaller chunks would cost prompts more than they save
     running requests. And at least `TARGET_ROUNDS` times the slowest round that runs beside prompts, that of all
-    requests or the larger shape of a few, so that any engine still has a third of a step for prompts. An H200 with Llama-3.1-8B's dimensions,
-    chain 3/1/4: 22 ms with 32 slots, 23 with 128.
+    requests or the larger shape of a few, so that any engine still has a third of a step for prompts. An H200 with
+    Llama-3.1-8B's dimensions, chain 3/1/4: 26 ms with 128 slots.
     """
     shape = costs.shape_beside(len(costs.chunk_requests) - 1)
     rounds = costs.rounds[shape]
