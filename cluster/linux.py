@@ -37,6 +37,13 @@ def give_way() -> None:
     os.nice(max(0, _NICENESS - os.nice(0)))
 
 
+def give_memory_back() -> None:
+    """What C's `free` keeps for later goes back to the system, as far as it is whole pages; where the library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _prctl(option: int, value: object) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

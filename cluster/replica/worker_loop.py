@@ -7,13 +7,14 @@ from typing import Literal
 
 import zmq
 
-from cluster.linux import sleep_exactly
+from cluster.linux import give_memory_back, sleep_exactly
 from cluster.transport.channel import RankChannel
 from cluster.transport.messages import Heartbeat, Stop
 from cluster.transport.sockets import Transport
 from workers.runner.executor import StepExecutor
 
 HEARTBEAT_S = 0.5
+REST_INTERVAL_S = 30.0
 _MAX_PENDING = 2  # `StepExecutor`'s contract: launched, result not taken
 # Between looks at a step that a GPU works on; a result waits for half of it on average. With `sleep_exactly` such a
 # sleep took 36 us on a busy AMD EPYC, with Linux's usual slack 89 (and 125 where 50 were asked for).
@@ -25,15 +26,25 @@ def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> Rank
     return RankChannel(zmq.Context(), transport, rank, epoch, f"{name}-{epoch}-{rank}")
 
 
+def rest_of(device: str) -> Callable[[], None] | None:
+    """What a rank does while nothing is to be done. On a CPU steps leave holes in the heap, which no later batch of
+    another size fills: after some minutes they are half of what is in use."""
+    return give_memory_back if device == "cpu" else None
+
+
 def run_worker_loop(
-    executor: StepExecutor, channel: RankChannel, clock: Callable[[], float] = time.monotonic
+    executor: StepExecutor,
+    channel: RankChannel,
+    clock: Callable[[], float] = time.monotonic,
+    rest: Callable[[], None] | None = None,
 ) -> Literal["stopped", "coordinator lost"]:
     """Executes plans in order until a `Stop` comes or the coordinator's connection closes; returns which.
 
     Rank 0 sends results, all send heartbeats. What the executor raises is sent with its traceback, and raised here.
+    rest: called when steps have run and none has for `HEARTBEAT_S`, every `REST_INTERVAL_S` at most.
     """
     sleep_exactly()
-    loop = _Loop(executor, channel, clock)
+    loop = _Loop(executor, channel, clock, rest)
     try:
         while True:
             ended = loop.turn()
@@ -53,13 +64,23 @@ def _end(channel: RankChannel) -> Literal["stopped", "coordinator lost"]:
 
 
 class _Loop:
-    def __init__(self, executor: StepExecutor, channel: RankChannel, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor,
+        channel: RankChannel,
+        clock: Callable[[], float],
+        rest: Callable[[], None] | None,
+    ) -> None:
         self._executor = executor
         self._channel = channel
         self._clock = clock
         self._num_steps = 0
         self._step_s = 0.0
         self._heartbeat_due_s = clock()
+        self._rest = rest
+        self._rest_due_s = clock()
+        self._steps_before_rest = 0
+        self._last_step_s = clock()
 
     def turn(self) -> Literal["stopped", "coordinator lost"] | None:
         """Wait for a plan if none is pending, launch what can be launched, take what is done."""
@@ -71,6 +92,9 @@ class _Loop:
             graphs = executor.graphs
             channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps, self._step_s, graphs))
             self._heartbeat_due_s = now + HEARTBEAT_S
+            if self._rest is not None and self._is_time_to_rest(now):
+                self._rest()
+                self._rest_due_s, self._steps_before_rest = now + REST_INTERVAL_S, self._num_steps
         if executor.num_pending == 0:
             changed = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
             if changed and channel.lost() is not None:
@@ -94,9 +118,14 @@ class _Loop:
             time.sleep(_DEVICE_POLL_S)  # a plan that comes meanwhile waits no longer than this
         return None
 
+    def _is_time_to_rest(self, now: float) -> bool:
+        idle = self._executor.num_pending == 0 and now - self._last_step_s >= HEARTBEAT_S
+        return idle and now >= self._rest_due_s and self._num_steps > self._steps_before_rest
+
     def _take(self) -> bool:
         """Wait for the oldest step's result, which rank 0 sends; False if the coordinator is lost."""
         result = self._executor.take()
         self._num_steps += 1
+        self._last_step_s = self._clock()
         self._step_s += result.elapsed_s
         return self._channel.rank != 0 or self._channel.send(result)

@@ -6,9 +6,11 @@ import threading
 import time
 from collections import deque
 
+import psutil
 import pytest
 import zmq
 
+from cluster.linux import give_memory_back
 from cluster.replica.worker_loop import run_worker_loop
 from cluster.transport.channel import RankChannel, RankLink
 from cluster.transport.encoding import encode
@@ -55,12 +57,13 @@ class Bench:
         self.channel = RankChannel(self.context, transport, rank, 1, "r")
         self.link = RankLink(self.context, transport, self.channel.endpoint, rank)
         self.end = None
+        self.rests = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.messages = []
 
     def _run(self):
         try:
-            self.end = run_worker_loop(self.executor, self.channel)
+            self.end = run_worker_loop(self.executor, self.channel, rest=lambda: self.rests.append(time.monotonic()))
         except Exception as error:
             self.end = error
         self.channel.close()
@@ -122,6 +125,35 @@ def test_at_most_two_steps_are_pending_and_the_second_is_launched_before_the_fir
     bench.executor.done.set()
     until(lambda: len(bench.read(StepResult)) == 4)
     assert bench.executor.most_pending == 2
+
+
+def test_it_rests_once_after_steps_and_not_while_one_runs(make_bench):
+    bench = make_bench()
+    until(lambda: len(bench.read(Heartbeat)) >= 3)
+    assert not bench.rests, "no step has run"
+    bench.executor.done.clear()
+    bench.send(0)
+    until(lambda: len(bench.executor.plans) == 1)
+    seen = len(bench.read(Heartbeat))
+    until(lambda: len(bench.read(Heartbeat)) >= seen + 2)
+    assert not bench.rests
+    bench.executor.done.set()
+    until(lambda: bench.rests)
+    bench.send(1)
+    seen = len(bench.read(Heartbeat))
+    until(lambda: len(bench.read(Heartbeat)) >= seen + 3)
+    assert len(bench.rests) == 1 and len(bench.read(StepResult)) == 2
+
+
+def test_memory_with_holes_is_given_back():
+    """Of a thousand blocks every tenth stays."""
+    process = psutil.Process()
+    blocks = [bytearray(b"x") * 60_000 for _ in range(1_000)]
+    kept = blocks[::10]
+    blocks.clear()
+    held = process.memory_info().rss
+    give_memory_back()
+    assert process.memory_info().rss < held - 40e6 and len(kept) == 100
 
 
 def test_heartbeats_come_while_idle_and_while_a_step_hangs(make_bench):
