@@ -2,6 +2,7 @@
 
 shapes: of the trees that a round drafts and verifies.
 decoding: a step, from verification to the next tree.
+step_parts: what its stages hand on, and what it emits.
 tree, tree_growth, acceptance: pure functions on tensors.
 tree_table: the tree of every slot.
 drafter: the draft's own steps.

@@ -6,17 +6,17 @@ for rounds and a half for chunks, and `workers.runner.batch.RowLayout` says whic
 of is its `DraftModel`'s matter; verification knows tokens only.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.acceptance import Accepted, Committed, accept, accept_synthetic, committed
+from speculative.acceptance import Accepted, accept, accept_synthetic, committed
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.guidance import Guidance
 from speculative.shapes import TreeShape, is_chain
+from speculative.step_parts import Finals, Rounds, TargetPass, emitted
 from speculative.tree import RoundRows
 from speculative.tree_table import TreeTable
 from workers.config import RoundShape, RoundShapes
@@ -25,54 +25,9 @@ from workers.models.decoder import DecoderOutput
 from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
 from workers.runner.decoding import CuttableStrategy, begin_finals, ranking_of
 from workers.runner.model_runner import TargetRunner
-from workers.sampling.prompt_logprobs import PromptRanking
-from workers.sampling.sampler import Logprobs, Rows, Sampled, Sampler, logprobs_of
-from workers.slots.slot_table import Commit, SlotTable
+from workers.sampling.sampler import Rows, Sampled, Sampler
+from workers.slots.slot_table import SlotTable
 from workers.structured_output.mask_table import MaskTable
-
-
-@dataclass(frozen=True)
-class _TargetPass:
-    """What the target made of a step's rows.
-
-    rows: of the rounds.
-    page_table: [B, max_pages] int32, of the rounds.
-    hidden: [n, H] of the rows of rounds, then of the last row of each prompt that ends.
-    round_features, chunk_features: [rows, F] of the rounds' and the chunks' rows, for the draft.
-    prompt_hidden: [n, H] of the batch's prompt targets, if any.
-    """
-
-    rows: RoundRows
-    page_table: Tensor
-    hidden: Tensor
-    round_features: Tensor
-    chunk_features: Tensor
-    prompt_hidden: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """The rounds of a step after verification.
-
-    length: [B] int32, the KV committed before it.
-    page_table: [B, max_pages] int32.
-    sampled: the target's token after every node.
-    features: [B * D, F] of the target on the accepted path, as deep as it can be.
-    """
-
-    length: Tensor
-    page_table: Tensor
-    sampled: Sampled
-    committed: Committed
-    features: Tensor
-
-
-@dataclass(frozen=True)
-class _Finals:
-    """The first tokens of the prompts that end in a step."""
-
-    sampled: Sampled
-    commit: Commit
 
 
 class SpeculativeDecoding(CuttableStrategy):
@@ -111,12 +66,12 @@ class SpeculativeDecoding(CuttableStrategy):
     def shapes(self) -> RoundShapes:
         return self._shapes
 
-    def forward(self, batch: StepBatch) -> _TargetPass:
+    def forward(self, batch: StepBatch) -> TargetPass:
         shape = self._shapes[batch.shape]
         rows = self._read_trees(batch, shape)
         return self._run_target(batch, shape, rows, self._slots.page_table[batch.slots])
 
-    def choose(self, batch: StepBatch, passed: _TargetPass) -> StepTensors:
+    def choose(self, batch: StepBatch, passed: TargetPass) -> StepTensors:
         shape, chunks = self._shapes[batch.shape], batch.chunks
         logits = self._target.model.lm_head(passed.hidden)
         rounds = self._verify(batch, shape, passed, logits) if batch.num_requests else None
@@ -125,7 +80,7 @@ class SpeculativeDecoding(CuttableStrategy):
         self._draft_next(batch, hidden, rounds, finals)
         drafts = self._trees.drafted(batch.entry_slots) if batch.needs.masked else None
         ranking = ranking_of(self._target.model.lm_head, batch, passed.prompt_hidden)
-        return self._result(batch, rounds, finals, drafts, ranking)
+        return emitted(batch, rounds, finals, drafts, ranking)
 
     def _read_trees(self, batch: StepBatch, shape: RoundShape) -> RoundRows:
         """The trees that the rounds verify; their masks go into the verifying backend's own buffer, if it has one."""
@@ -135,7 +90,7 @@ class SpeculativeDecoding(CuttableStrategy):
             mask_words = backend.verify_buffer(batch.num_requests, shape.width, self._slots.device)
         return self._trees.read(batch.slots, shape, self._slots.seq_len, mask_words)
 
-    def _run_target(self, batch: StepBatch, shape: RoundShape, rows: RoundRows, page_table: Tensor) -> _TargetPass:
+    def _run_target(self, batch: StepBatch, shape: RoundShape, rows: RoundRows, page_table: Tensor) -> TargetPass:
         """One pass over the rounds' rows and the chunks'."""
         chunks, layout = batch.chunks, batch.rows(shape.width)
         verify = positions = None
@@ -156,7 +111,7 @@ class SpeculativeDecoding(CuttableStrategy):
         every_row = self._every_row or batch.prompt_targets is not None
         out: DecoderOutput = self._target.forward(ids, verify, positions, chunks.batch if chunks else None, every_row)
         features = self._draft.model.features(out)
-        return _TargetPass(
+        return TargetPass(
             replace(rows, mask_words=None),
             page_table,
             layout.with_finals(out.hidden, every_row),
@@ -165,7 +120,7 @@ class SpeculativeDecoding(CuttableStrategy):
             prompt_hidden(batch, out.hidden, shape.width),
         )
 
-    def _verify(self, batch: StepBatch, shape: RoundShape, passed: _TargetPass, logits: Tensor) -> _Rounds:
+    def _verify(self, batch: StepBatch, shape: RoundShape, passed: TargetPass, logits: Tensor) -> Rounds:
         """Rounds: accept, commit, and move the accepted path's KV to the front."""
         slots, rows, page_table = self._slots, passed.rows, passed.page_table
         sampled = self._chosen(logits[: batch.num_requests * shape.width], batch, rows)
@@ -184,7 +139,7 @@ class SpeculativeDecoding(CuttableStrategy):
         if shape.width > 1 and not is_chain(shape):
             self._target.pool.move_path(page_table, rows.length, done.accepted.path)
             features = features.index_select(0, done.path_rows.flatten())
-        return _Rounds(rows.length, page_table, sampled, done, features)
+        return Rounds(rows.length, page_table, sampled, done, features)
 
     def _chosen(self, logits: Tensor, batch: StepBatch, rows: RoundRows) -> Sampled:
         """The target's token after every node: [B, W]."""
@@ -206,17 +161,17 @@ class SpeculativeDecoding(CuttableStrategy):
         seed = self._slots.seed[slots]
         return accept_synthetic(rows.tree, chosen, running, depth, synthetic, seed, rows.length.long())
 
-    def _first_tokens(self, batch: StepBatch, chunks: PromptChunks, logits: Tensor) -> _Finals:
+    def _first_tokens(self, batch: StepBatch, chunks: PromptChunks, logits: Tensor) -> Finals:
         """Chunks: the token after each prompt that ends."""
         begin_finals(self._slots, chunks)
         positions = self._slots.seq_len[chunks.final_slots].long().unsqueeze(1) + 1
         of_finals = logits[logits.shape[0] - chunks.num_finals :]
         sampled = self._sampler.sample(of_finals, Rows(chunks.final_slots, positions), batch.needs)
         ones = torch.ones_like(chunks.final_slots)
-        return _Finals(sampled, self._slots.commit(chunks.final_slots, sampled.tokens, ones))
+        return Finals(sampled, self._slots.commit(chunks.final_slots, sampled.tokens, ones))
 
     def _extend(
-        self, batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None, passed: _TargetPass
+        self, batch: StepBatch, rounds: Rounds | None, finals: Finals | None, passed: TargetPass
     ) -> Tensor | None:
         """Bring the draft's KV up to the committed tokens: [B + F, H], its state after the newest token of each entry.
         KV needs a row's input alone, so that the newest rows alone attend; none does, and there is no state, if nothing
@@ -241,7 +196,7 @@ class SpeculativeDecoding(CuttableStrategy):
         hidden = self._draft.model.extend(ids, features, context)
         return batch.rows(width=1).with_finals(hidden)
 
-    def _extend_rounds(self, batch: StepBatch, rounds: _Rounds) -> tuple[DecodeBatch, DecodeBatch]:
+    def _extend_rounds(self, batch: StepBatch, rounds: Rounds) -> tuple[DecodeBatch, DecodeBatch]:
         """The rows that the accepted paths write, and of those the newest alone."""
         done, num_requests = rounds.committed, batch.num_requests
         rows = done.accepted.path.shape[1]
@@ -254,7 +209,7 @@ class SpeculativeDecoding(CuttableStrategy):
 
     @staticmethod
     def _newest_rows(
-        rounds: _Rounds | None, newest: DecodeBatch | None, chunks: PromptChunks | None
+        rounds: Rounds | None, newest: DecodeBatch | None, chunks: PromptChunks | None
     ) -> Attending | None:
         """The rows of each request's newest token and each chunk's last; None if there are no others."""
         num_round_rows = rounds.committed.accepted.path.numel() if rounds is not None else 0
@@ -265,7 +220,7 @@ class SpeculativeDecoding(CuttableStrategy):
         return Attending(rows, newest, chunks.batch.last_rows() if chunks is not None else None)
 
     def _draft_next(
-        self, batch: StepBatch, hidden: Tensor | None, rounds: _Rounds | None, finals: _Finals | None
+        self, batch: StepBatch, hidden: Tensor | None, rounds: Rounds | None, finals: Finals | None
     ) -> None:
         """The next trees of the entries that the plan names; of the others the newest token alone."""
         entries = batch.entry_slots
@@ -280,39 +235,15 @@ class SpeculativeDecoding(CuttableStrategy):
             drafting = DraftBatch(batch.draft_slots, hidden, page_table, batch.max_kv_len, batch.needs, guidance)
             self._drafters[shape].draft(drafting)
 
-    def _guidance(self, batch: StepBatch, rounds: _Rounds | None, finals: _Finals | None) -> Guidance:
+    def _guidance(self, batch: StepBatch, rounds: Rounds | None, finals: Finals | None) -> Guidance:
         """What grammars say of the next tokens. The newest was chosen after the last accepted node."""
         accepted = rounds.committed.accepted if rounds else None
         last = accepted.path.gather(1, accepted.num_drafts.unsqueeze(1)).squeeze(1) if accepted else None
         roots = torch.zeros_like(finals.commit.counts) if finals else None
         return Guidance(self._masks, batch.draft_slots, joined((last, roots)), self._slots.bonus[batch.draft_slots])
 
-    @staticmethod
-    def _result(
-        batch: StepBatch,
-        rounds: _Rounds | None,
-        finals: _Finals | None,
-        drafts: Tensor | None,
-        ranking: PromptRanking | None,
-    ) -> StepTensors:
-        if rounds is None and finals is None:
-            empty = batch.slots.new_zeros(0)
-            return StepTensors(empty.view(0, 1), empty, empty, empty, None, None, ranking)
-        done, first = rounds.committed if rounds else None, finals.commit if finals else None
-        columns = done.commit.tokens.shape[1] if done else 1
-        tokens = F.pad(first.tokens, (0, columns - 1)) if first else None
-        return StepTensors(
-            tokens=joined((done.commit.tokens if done else None, tokens)),
-            counts=joined((done.commit.counts if done else None, first.counts if first else None)),
-            finish=joined((done.commit.finish if done else None, first.finish if first else None)),
-            accepted=joined((done.reported if done else None, torch.full_like(first.counts, -1) if first else None)),
-            logprobs=_logprobs(rounds, finals, columns, batch.needs.num_logprobs),
-            drafts=drafts,
-            prompt_logprobs=ranking,
-        )
 
-
-def _next_ids(chunks: PromptChunks, finals: _Finals | None) -> Tensor:
+def _next_ids(chunks: PromptChunks, finals: Finals | None) -> Tensor:
     """[rows] int64: the token after each chunk row, which the draft pairs with the row's feature."""
     after_chunk = chunks.next_ids
     if finals is not None:
@@ -323,17 +254,3 @@ def _next_ids(chunks: PromptChunks, finals: _Finals | None) -> Tensor:
     chunk = chunks.batch.row_chunks().clamp_max(after_chunk.shape[0] - 1)
     row = torch.arange(chunk.shape[0], device=chunk.device)
     return torch.where(row == chunks.batch.last_row_indices[chunk], after_chunk[chunk], chunks.ids.roll(-1))
-
-
-def _logprobs(rounds: _Rounds | None, finals: _Finals | None, columns: int, num_logprobs: int) -> Logprobs | None:
-    """Log-probabilities along the accepted paths, and of first tokens; None if nobody asked."""
-    logits, tokens = [], []
-    if rounds is not None and rounds.sampled.logits is not None:
-        path = rounds.committed.accepted.path
-        index = path.unsqueeze(2).expand(-1, -1, rounds.sampled.logits.shape[2])
-        logits.append(rounds.sampled.logits.gather(1, index))
-        tokens.append(rounds.committed.commit.tokens)
-    if finals is not None and finals.sampled.logits is not None:
-        logits.append(finals.sampled.logits.expand(-1, columns, -1))
-        tokens.append(F.pad(finals.commit.tokens, (0, columns - 1)))
-    return logprobs_of(torch.cat(logits), torch.cat(tokens), num_logprobs) if logits else None

@@ -1,0 +1,97 @@
+"""What a step of `speculative.decoding` hands from stage to stage, and what it emits in the end."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speculative.acceptance import Committed
+from speculative.tree import RoundRows
+from workers.runner.batch import StepBatch, StepTensors, joined
+from workers.sampling.prompt_logprobs import PromptRanking
+from workers.sampling.sampler import Logprobs, Sampled, logprobs_of
+from workers.slots.slot_table import Commit
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """What the target made of a step's rows.
+
+    rows: of the rounds.
+    page_table: [B, max_pages] int32, of the rounds.
+    hidden: [n, H] of the rows of rounds, then of the last row of each prompt that ends.
+    round_features, chunk_features: [rows, F] of the rounds' and the chunks' rows, for the draft.
+    prompt_hidden: [n, H] of the batch's prompt targets, if any.
+    """
+
+    rows: RoundRows
+    page_table: Tensor
+    hidden: Tensor
+    round_features: Tensor
+    chunk_features: Tensor
+    prompt_hidden: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a step after verification.
+
+    length: [B] int32, the KV committed before it.
+    page_table: [B, max_pages] int32.
+    sampled: the target's token after every node.
+    features: [B * D, F] of the target on the accepted path, as deep as it can be.
+    """
+
+    length: Tensor
+    page_table: Tensor
+    sampled: Sampled
+    committed: Committed
+    features: Tensor
+
+
+@dataclass(frozen=True)
+class Finals:
+    """The first tokens of the prompts that end in a step."""
+
+    sampled: Sampled
+    commit: Commit
+
+
+def emitted(
+    batch: StepBatch,
+    rounds: Rounds | None,
+    finals: Finals | None,
+    drafts: Tensor | None,
+    ranking: PromptRanking | None,
+) -> StepTensors:
+    """Of entries that ran a round, then of those whose prompt ended. drafts, ranking: see `StepTensors`."""
+    if rounds is None and finals is None:
+        empty = batch.slots.new_zeros(0)
+        return StepTensors(empty.view(0, 1), empty, empty, empty, None, None, ranking)
+    done, first = rounds.committed if rounds else None, finals.commit if finals else None
+    columns = done.commit.tokens.shape[1] if done else 1
+    tokens = F.pad(first.tokens, (0, columns - 1)) if first else None
+    return StepTensors(
+        tokens=joined((done.commit.tokens if done else None, tokens)),
+        counts=joined((done.commit.counts if done else None, first.counts if first else None)),
+        finish=joined((done.commit.finish if done else None, first.finish if first else None)),
+        accepted=joined((done.reported if done else None, torch.full_like(first.counts, -1) if first else None)),
+        logprobs=_logprobs(rounds, finals, columns, batch.needs.num_logprobs),
+        drafts=drafts,
+        prompt_logprobs=ranking,
+    )
+
+
+def _logprobs(rounds: Rounds | None, finals: Finals | None, columns: int, num_logprobs: int) -> Logprobs | None:
+    """Log-probabilities along the accepted paths, and of first tokens; None if nobody asked."""
+    logits, tokens = [], []
+    if rounds is not None and rounds.sampled.logits is not None:
+        path = rounds.committed.accepted.path
+        index = path.unsqueeze(2).expand(-1, -1, rounds.sampled.logits.shape[2])
+        logits.append(rounds.sampled.logits.gather(1, index))
+        tokens.append(rounds.committed.commit.tokens)
+    if finals is not None and finals.sampled.logits is not None:
+        logits.append(finals.sampled.logits.expand(-1, columns, -1))
+        tokens.append(F.pad(finals.commit.tokens, (0, columns - 1)))
+    return logprobs_of(torch.cat(logits), torch.cat(tokens), num_logprobs) if logits else None
