@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -114,15 +112,16 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _serve_checked(arguments: argparse.Namespace, check: CheckProcess) -> int:
+    from cluster.transport.folders import temporary_folder
     from deploy.launch import serve
     from deploy.model_config import chosen_config
     from deploy.nodes import use_token
 
     if arguments.address:
         use_token()
-    with tempfile.TemporaryDirectory(prefix="aerie-") as scratch:
+    with temporary_folder() as scratch:
         return serve(
-            chosen_config(arguments, Path(scratch)),
+            chosen_config(arguments, scratch),
             check,
             arguments.address,
             arguments.object_store_mb,
@@ -149,12 +148,13 @@ def _start(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from cluster.transport.folders import temporary_folder
     from deploy.checks import local_nodes, print_plan
     from deploy.model_config import chosen_config
 
     nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
-    with tempfile.TemporaryDirectory(prefix="aerie-") as scratch:
-        return print_plan(chosen_config(arguments, Path(scratch)), nodes)
+    with temporary_folder() as scratch:
+        return print_plan(chosen_config(arguments, scratch), nodes)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,11 +1,13 @@
 """Private folders of processes, for sockets and files of a server, and what killed ones have left. Made by
-`cluster.transport.keys`, `cluster.replica.engine` and `deploy.launch`, which remove their own; the next server's start
-removes those that nobody could."""
+`cluster.transport.keys`, `cluster.replica.engine`, `deploy.launch` and `deploy.cli`, which remove their own; the next
+server's start removes those that nobody could."""
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "aerie-"
@@ -17,6 +19,16 @@ def private_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     (folder / _OWNER).write_text(json.dumps(_identity(os.getpid())))
     return folder
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """One that is gone afterwards."""
+    folder = private_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_abandoned() -> list[Path]:

@@ -28,6 +28,26 @@ def _config(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.parametrize("command", ["plan", "serve"])
+def test_what_a_killed_command_leaves_says_whose_it_is(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder, which the next start can then clear."""
+    seen: list[Path] = []
+
+    def look(*_: object, **__: object) -> int:
+        seen.extend(path for path in tmp_path.iterdir() if (path / "owner.json").exists())
+        return 0
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("deploy.model_config.chosen_config", look)
+    monkeypatch.setattr("deploy.checks.print_plan", lambda *_: 0)
+    monkeypatch.setattr("deploy.launch.serve", lambda *_, **__: 0)
+    assert main([command, "eagle"]) == 0
+    (folder,) = seen
+    assert folder.name.startswith("aerie-") and not folder.exists()
+
+
 def test_help_does_not_import_torch_or_ray() -> None:
     script = (
         "import sys; from deploy.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
