@@ -176,10 +176,9 @@ class SpeculativeDecoding(CuttableStrategy):
         """Bring the draft's KV up to the committed tokens: [B + F, H], its state after the newest token of each entry.
         KV needs a row's input alone, so that the newest rows alone attend; none does, and there is no state, if nothing
         is drafted next."""
-        chunks = batch.chunks
-        extend = newest = None
+        chunks, extend = batch.chunks, None
         if rounds is not None:
-            extend, newest = self._extend_rounds(batch, rounds)
+            extend = self._causal_rows(batch, rounds, rounds.committed.accepted.path.shape[1], rounds.length)
         ids = joined(
             (
                 rounds.committed.accepted.tokens.flatten() if rounds else None,
@@ -192,31 +191,24 @@ class SpeculativeDecoding(CuttableStrategy):
             nobody = Attending.nobody(ids.device)
             self._draft.model.keep(ids, features, self._draft.context(extend, None, prompts, nobody))
             return None
-        context = self._draft.context(extend, None, prompts, self._newest_rows(rounds, newest, chunks))
+        context = self._draft.context(extend, None, prompts, self._newest_rows(batch, rounds))
         hidden = self._draft.model.extend(ids, features, context)
         return batch.rows(width=1).with_finals(hidden)
 
-    def _extend_rounds(self, batch: StepBatch, rounds: Rounds) -> tuple[DecodeBatch, DecodeBatch]:
-        """The rows that the accepted paths write, and of those the newest alone."""
-        done, num_requests = rounds.committed, batch.num_requests
-        rows = done.accepted.path.shape[1]
+    def _causal_rows(self, batch: StepBatch, rounds: Rounds, width: int, length: Tensor) -> DecodeBatch:
+        """Of each request `width` rows of its accepted path, from position length [B] int32 on."""
+        mask = self._causal[width].expand(batch.num_requests, width)
+        return DecodeBatch(Mode.DRAFT_EXTEND, width, width, length, mask, rounds.page_table, batch.max_kv_len)
 
-        def causal(width: int, length: Tensor) -> DecodeBatch:
-            mask = self._causal[width].expand(num_requests, width)
-            return DecodeBatch(Mode.DRAFT_EXTEND, width, width, length, mask, rounds.page_table, batch.max_kv_len)
-
-        return causal(rows, rounds.length), causal(1, done.newest_position)
-
-    @staticmethod
-    def _newest_rows(
-        rounds: Rounds | None, newest: DecodeBatch | None, chunks: PromptChunks | None
-    ) -> Attending | None:
+    def _newest_rows(self, batch: StepBatch, rounds: Rounds | None) -> Attending | None:
         """The rows of each request's newest token and each chunk's last; None if there are no others."""
+        chunks = batch.chunks
         num_round_rows = rounds.committed.accepted.path.numel() if rounds is not None else 0
         if rounds is not None and chunks is None and num_round_rows == rounds.length.shape[0]:
             return None
         last_rows = num_round_rows + chunks.batch.last_row_indices if chunks is not None else None
         rows = joined((rounds.committed.newest if rounds is not None else None, last_rows))
+        newest = None if rounds is None else self._causal_rows(batch, rounds, 1, rounds.committed.newest_position)
         return Attending(rows, newest, chunks.batch.last_rows() if chunks is not None else None)
 
     def _draft_next(

@@ -28,7 +28,7 @@ from cluster.assembly import Layout, RankBuilder, import_rank
 from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
 from cluster.linux import end_with_parent, give_way, set_name
 from cluster.logs import use_json_logs
-from cluster.replica.worker_loop import open_channel, rest_of, run_worker_loop
+from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
@@ -189,8 +189,10 @@ class _Rank:
                 channel = open_channel(transport, name, self._rank, epoch)
                 self._connection.send(channel.endpoint)
             else:
-                rest = rest_of(self._config.model.device)
-                self._connection.send(_outcome(functools.partial(run_worker_loop, executor, channel, rest=rest)))
+                idle_work = idle_work_of(self._config.model.device)
+                self._connection.send(
+                    _outcome(functools.partial(run_worker_loop, executor, channel, idle_work=idle_work))
+                )
 
     def _open(self) -> RankBuilder:
         """Ends the process where it cannot: the actor tries for itself, in a process of its own."""

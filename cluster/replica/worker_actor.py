@@ -25,7 +25,7 @@ from cluster.linux import give_way
 from cluster.logs import use_json_logs
 from cluster.replica.placement import RankPlace
 from cluster.replica.rank_process import AdoptedRank, RankFacts, adopt
-from cluster.replica.worker_loop import open_channel, rest_of, run_worker_loop
+from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
@@ -109,7 +109,7 @@ class Worker:
         """Execute plans until a `Stop` comes or the coordinator is lost; returns which."""
         if self._adopted is not None:
             return self._adopted.run()
-        return run_worker_loop(self._executor, self._channel, rest=rest_of(self._config.model.device))
+        return run_worker_loop(self._executor, self._channel, idle_work=idle_work_of(self._config.model.device))
 
     def _become(self, rank: int, may_be_ahead: bool = False) -> None:
         self._rank = rank

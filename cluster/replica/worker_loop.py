@@ -14,7 +14,7 @@ from cluster.transport.sockets import Transport
 from workers.runner.executor import StepExecutor
 
 HEARTBEAT_S = 0.5
-REST_INTERVAL_S = 30.0
+IDLE_WORK_INTERVAL_S = 30.0
 _MAX_PENDING = 2  # `StepExecutor`'s contract: launched, result not taken
 # Between looks at a step that a GPU works on; a result waits for half of it on average. With `sleep_exactly` such a
 # sleep took 36 us on a busy AMD EPYC, with Linux's usual slack 89 (and 125 where 50 were asked for).
@@ -26,8 +26,8 @@ def open_channel(transport: Transport, name: str, rank: int, epoch: int) -> Rank
     return RankChannel(zmq.Context(), transport, rank, epoch, f"{name}-{epoch}-{rank}")
 
 
-def rest_of(device: str) -> Callable[[], None] | None:
-    """What a rank does while nothing is to be done. On a CPU steps leave holes in the heap, which no later batch of
+def idle_work_of(device: str) -> Callable[[], None] | None:
+    """What a rank does while it is idle. On a CPU steps leave holes in the heap, which no later batch of
     another size fills: after some minutes they are half of what is in use."""
     return give_memory_back if device == "cpu" else None
 
@@ -36,15 +36,15 @@ def run_worker_loop(
     executor: StepExecutor,
     channel: RankChannel,
     clock: Callable[[], float] = time.monotonic,
-    rest: Callable[[], None] | None = None,
+    idle_work: Callable[[], None] | None = None,
 ) -> Literal["stopped", "coordinator lost"]:
     """Executes plans in order until a `Stop` comes or the coordinator's connection closes; returns which.
 
     Rank 0 sends results, all send heartbeats. What the executor raises is sent with its traceback, and raised here.
-    rest: called when steps have run and none has for `HEARTBEAT_S`, every `REST_INTERVAL_S` at most.
+    idle_work: called when steps have run and none has for `HEARTBEAT_S`, every `IDLE_WORK_INTERVAL_S` at most.
     """
     sleep_exactly()
-    loop = _Loop(executor, channel, clock, rest)
+    loop = _Loop(executor, channel, clock, idle_work)
     try:
         while True:
             ended = loop.turn()
@@ -69,7 +69,7 @@ class _Loop:
         executor: StepExecutor,
         channel: RankChannel,
         clock: Callable[[], float],
-        rest: Callable[[], None] | None,
+        idle_work: Callable[[], None] | None,
     ) -> None:
         self._executor = executor
         self._channel = channel
@@ -77,9 +77,9 @@ class _Loop:
         self._num_steps = 0
         self._step_s = 0.0
         self._heartbeat_due_s = clock()
-        self._rest = rest
-        self._rest_due_s = clock()
-        self._steps_before_rest = 0
+        self._idle_work = idle_work
+        self._idle_work_due_s = clock()
+        self._steps_before_idle_work = 0
         self._last_step_s = clock()
 
     def turn(self) -> Literal["stopped", "coordinator lost"] | None:
@@ -92,9 +92,9 @@ class _Loop:
             graphs = executor.graphs
             channel.send(Heartbeat(channel.rank, channel.epoch, self._num_steps, self._step_s, graphs))
             self._heartbeat_due_s = now + HEARTBEAT_S
-            if self._rest is not None and self._is_time_to_rest(now):
-                self._rest()
-                self._rest_due_s, self._steps_before_rest = now + REST_INTERVAL_S, self._num_steps
+            if self._idle_work is not None and self._is_time_for_idle_work(now):
+                self._idle_work()
+                self._idle_work_due_s, self._steps_before_idle_work = now + IDLE_WORK_INTERVAL_S, self._num_steps
         if executor.num_pending == 0:
             changed = channel.wait(max(1, int((self._heartbeat_due_s - now) * 1000)))
             if changed and channel.lost() is not None:
@@ -118,9 +118,9 @@ class _Loop:
             time.sleep(_DEVICE_POLL_S)  # a plan that comes meanwhile waits no longer than this
         return None
 
-    def _is_time_to_rest(self, now: float) -> bool:
+    def _is_time_for_idle_work(self, now: float) -> bool:
         idle = self._executor.num_pending == 0 and now - self._last_step_s >= HEARTBEAT_S
-        return idle and now >= self._rest_due_s and self._num_steps > self._steps_before_rest
+        return idle and now >= self._idle_work_due_s and self._num_steps > self._steps_before_idle_work
 
     def _take(self) -> bool:
         """Wait for the oldest step's result, which rank 0 sends; False if the coordinator is lost."""

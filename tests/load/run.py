@@ -17,7 +17,6 @@ from tests.load.network import address, network
 from tests.load.scenario import Scenario
 from tests.load.verdict import Ended, Observed, Usage
 
-START_LIMIT_S = 240.0
 USAGE_PERIOD_S = 10.0
 RANKS_LIMIT_S = 30.0
 TRUTH_S = 3.0  # /health must have been 200 for so long before the reference is made
@@ -32,7 +31,7 @@ class Progress:
     ended: Ended | None = None
 
 
-def run(scenario: Scenario, keep: Path | None = None, start_limit_s: float = START_LIMIT_S) -> Observed:
+def run(scenario: Scenario, keep: Path | None, start_limit_s: float) -> Observed:
     """Start, reference, load with faults, end. Raises RuntimeError if it does not get as far as the load.
 
     keep: a folder for the consoles. start_limit_s: until it serves."""

@@ -85,7 +85,7 @@ def test_a_layer_keeps_what_it_keeps_when_it_attends(pair: Pair, family: str, tm
     for tensor in runner.pool.tensors[0]:
         tensor.zero_()
     nobody = runner.context(None, chunks=chunks, attending=Attending.nobody(CPU))
-    assert context.attends and not nobody.attends
+    assert context.chunks is not None and nobody.chunks is None
     layer.self_attn.keep(x, angles, nobody)  # type: ignore[operator, union-attr]
     for tensor, expected in zip(runner.pool.tensors[0], kept, strict=True):
         assert torch.equal(tensor, expected) and expected[0].any()

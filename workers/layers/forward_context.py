@@ -53,11 +53,6 @@ class ForwardContext:
     attending: Tensor | None = None
     last: "ForwardContext | None" = None
 
-    @property
-    def attends(self) -> bool:
-        """Whether any row does."""
-        return self.decode is not None or self.chunks is not None
-
     def attending_rows(self, x: Tensor) -> Tensor:
         """[n, ...]: of x [rows, ...] the rows that attend."""
         return x if self.attending is None else x.index_select(0, self.attending)

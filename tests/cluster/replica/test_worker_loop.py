@@ -57,13 +57,15 @@ class Bench:
         self.channel = RankChannel(self.context, transport, rank, 1, "r")
         self.link = RankLink(self.context, transport, self.channel.endpoint, rank)
         self.end = None
-        self.rests = []
+        self.idle_work = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.messages = []
 
     def _run(self):
         try:
-            self.end = run_worker_loop(self.executor, self.channel, rest=lambda: self.rests.append(time.monotonic()))
+            self.end = run_worker_loop(
+                self.executor, self.channel, idle_work=lambda: self.idle_work.append(time.monotonic())
+            )
         except Exception as error:
             self.end = error
         self.channel.close()
@@ -127,22 +129,22 @@ def test_at_most_two_steps_are_pending_and_the_second_is_launched_before_the_fir
     assert bench.executor.most_pending == 2
 
 
-def test_it_rests_once_after_steps_and_not_while_one_runs(make_bench):
+def test_idle_work_is_done_once_after_steps_and_not_while_one_runs(make_bench):
     bench = make_bench()
     until(lambda: len(bench.read(Heartbeat)) >= 3)
-    assert not bench.rests, "no step has run"
+    assert not bench.idle_work, "no step has run"
     bench.executor.done.clear()
     bench.send(0)
     until(lambda: len(bench.executor.plans) == 1)
     seen = len(bench.read(Heartbeat))
     until(lambda: len(bench.read(Heartbeat)) >= seen + 2)
-    assert not bench.rests
+    assert not bench.idle_work
     bench.executor.done.set()
-    until(lambda: bench.rests)
+    until(lambda: bench.idle_work)
     bench.send(1)
     seen = len(bench.read(Heartbeat))
     until(lambda: len(bench.read(Heartbeat)) >= seen + 3)
-    assert len(bench.rests) == 1 and len(bench.read(StepResult)) == 2
+    assert len(bench.idle_work) == 1 and len(bench.read(StepResult)) == 2
 
 
 def test_memory_with_holes_is_given_back():

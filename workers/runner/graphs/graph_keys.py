@@ -149,9 +149,9 @@ class GraphKeys:
         that are few too, where few run a shape that more do not."""
         if needs.masked:
             return powers_of_two(self.buckets)[::-1][::2][::-1]
-        sizes, few = buckets_beside(num_tokens, self.buckets), min(FEW_REQUESTS, self.buckets[-1])
-        of_few, of_many = (self._shapes.beside_chunks(count) for count in (few, self.buckets[-1]))
-        return sizes if set(of_few) <= set(of_many) else tuple(sorted({*sizes, few}))
+        sizes = buckets_beside(num_tokens, self.buckets)
+        of_few, of_many = (self._shapes.beside_chunks(count) for count in (FEW_REQUESTS, self.buckets[-1]))
+        return sizes if set(of_few) <= set(of_many) else tuple(sorted({*sizes, FEW_REQUESTS}))
 
     def of(self, batch: StepBatch) -> GraphKey | None:
         """Which graph would run `batch` best, were it captured; None if no graph can."""
