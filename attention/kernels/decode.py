@@ -80,6 +80,7 @@ def _attend_decode(
     FAN: tl.constexpr,
     APART: tl.constexpr,
     PATHS: tl.constexpr,
+    FIXED: tl.constexpr,
     PART_M: tl.constexpr,
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,7 +136,7 @@ def _attend_decode(
             scores = tl.where(seen, scores, float("-inf"))
         if WINDOW:
             scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
-        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
+        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
     if PATHS:
         first_row = tl.program_id(0) // KV_HEADS * BLOCK_M // GROUP
         end_row = tl.minimum(ROWS, (tl.program_id(0) // KV_HEADS * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
@@ -149,7 +150,7 @@ def _attend_decode(
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
                 scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
                 scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
-                top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
+                top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if count == 1:
@@ -228,6 +229,7 @@ def attend_decode(
         FAN=FAN,
         APART=plan.apart,
         PATHS=plan.fixed and batch.mode in TREE_MODES,
+        FIXED=plan.fixed,
         PART_M=part_m,
         WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,

@@ -77,6 +77,7 @@ def _attend_latent(
     FAN: tl.constexpr,
     APART: tl.constexpr,
     PATHS: tl.constexpr,
+    FIXED: tl.constexpr,
     PART_M: tl.constexpr,
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
@@ -123,7 +124,7 @@ def _attend_latent(
             scores = tl.where(seen, scores, float("-inf"))
         if WINDOW:
             scores = tl.where(tl.expand_dims(column, 1 - TOKENS) >= oldest, scores, float("-inf"))
-        top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS)
+        top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS, FIXED)
     if PATHS:
         first_row = tl.program_id(0) * BLOCK_M // HEADS
         end_row = tl.minimum(ROWS, (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // HEADS + 1)
@@ -138,7 +139,7 @@ def _attend_latent(
                 scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, D, ROTATED, TOKENS, UPCAST)
                 seen = tl.expand_dims(packed // HEADS == r, TOKENS) & tl.expand_dims(there, 1 - TOKENS)
                 scores = tl.where(seen, scores, float("-inf"))
-                top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS)
+                top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS, FIXED)
     total, acc = finish_latent(total, acc, TOKENS)
     out = out_ptr + (row * HEADS + head) * D
     d = tl.expand_dims(tl.arange(0, D), 1 - TOKENS)
@@ -220,6 +221,7 @@ def attend_latent(
         FAN=FAN,
         APART=plan.apart,
         PATHS=plan.fixed and batch.mode in TREE_MODES,
+        FIXED=plan.fixed,
         PART_M=part_m,
         WINDOW=batch.window or 0,
         UPCAST=INTERPRETED,

@@ -10,6 +10,8 @@ them. With TOKENS = 0 they are tokens, then dimensions of the sums, and tiles of
 import triton
 import triton.language as tl
 
+from attention.kernels.online_softmax import sum_weights
+
 
 @triton.jit
 def load_queries(
@@ -45,7 +47,7 @@ def score_latent_tile(
 
 
 @triton.jit
-def accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS: tl.constexpr):
+def accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS: tl.constexpr, FIXED: tl.constexpr = False):
     """`online_softmax.accumulate` both ways round: acc [M, D], or [D, M] with TOKENS = 0. There the sums `total` [N, M]
     are kept by places of a tile, and added up by `finish_latent`: sums over tokens cross warps."""
     new_top = tl.maximum(top, tl.max(scores, TOKENS) * scale_log2)
@@ -57,7 +59,7 @@ def accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS: tl.co
         total = total * shrink[None, :] + weights
         acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision="ieee")
     else:
-        total = total * shrink + tl.sum(weights, 1)
+        total = total * shrink + sum_weights(weights, 1, FIXED)
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
     return new_top, total, acc
 

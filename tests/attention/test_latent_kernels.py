@@ -122,6 +122,27 @@ def test_in_a_fixed_plan_a_row_is_the_same_in_a_tree_and_alone() -> None:
     assert torch.equal(tree[[0, 2, 3]], chain)
 
 
+@production
+@pytest.mark.parametrize("heads,latent", [(4, 128), (16, 512)])
+def test_in_a_fixed_plan_a_token_is_the_same_verified_and_decoded(heads: int, latent: int) -> None:
+    """Of every place in its tiles, and wherever its round begins."""
+    torch.manual_seed(0)
+    longest, rotated = 170, 64
+    kv = random_layer(40, 16, latent, rotated, torch.bfloat16)
+    backend, table = TritonBackend(256), random_table([longest], 16, 40)
+    q = random_rows(longest, heads, latent + rotated, torch.bfloat16)
+
+    def attended(mode: Mode, first: int, rows: int) -> Tensor:
+        length = torch.tensor([first], dtype=torch.int32, device=DEVICE)
+        batch = DecodeBatch(mode, rows, rows, length, causal_mask(1, rows, DEVICE), table, 192, chain=rows > 1)
+        return backend.prepare(batch).forward(q[first : first + rows], kv, SCALE)
+
+    alone = torch.cat([attended(Mode.DECODE, place, 1) for place in range(longest)])
+    for mode, rows in ((Mode.VERIFY, 1), (Mode.VERIFY, 4), (Mode.VERIFY, 8), (Mode.DRAFT_EXTEND, 4)):
+        for first in range(longest - rows):
+            assert torch.equal(attended(mode, first, rows), alone[first : first + rows]), (mode, rows, first)
+
+
 def prefill(
     heads: int,
     page_size: int,

@@ -32,9 +32,8 @@ SHARED_PER_SM = 227 * 1024
 DTYPES = {"bf16": 2, "fp32": 4}
 
 
-def compiled(
+def built(
     kernel: Any,
-    tmp_path: Path,
     pointers: dict[str, str],
     constants: dict[str, Any],
     warps: int,
@@ -42,10 +41,10 @@ def compiled(
     descriptors: dict[str, tuple[int, int]] | None = None,
     mapped: str = "bf16",
     **options: Any,
-) -> tuple[int, int, str]:
-    """Bytes of spills and of shared memory, and the PTX. descriptors: blocks of tensor maps, over `mapped`. options: of
-    the compiler, beside warps and stages. Pointers not named are to int32; other arguments are int32 that 16 divides,
-    or float32 for a scale."""
+) -> Any:
+    """What the compiler makes. descriptors: blocks of tensor maps, over `mapped`. options: of the compiler, beside
+    warps and stages. Pointers not named are to int32; other arguments are int32 that 16 divides, or float32 for a
+    scale."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -64,14 +63,19 @@ def compiled(
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs, attributes)
     options |= {"num_warps": warps, "num_stages": stages}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compiled(kernel: Any, tmp_path: Path, *arguments: Any, **options: Any) -> tuple[int, int, str]:
+    """Bytes of spills and of shared memory, and the PTX; arguments and options as of `built`."""
+    made = built(kernel, *arguments, **options)
     cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(built.asm["cubin"])
+    cubin.write_bytes(made.asm["cubin"])
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
     stack, local = (re.search(rf"{what}:(\d+)", usage.stdout) for what in ("STACK", "LOCAL"))
     assert stack is not None and local is not None
-    return int(stack[1]) + int(local[1]), built.metadata.shared, built.asm["ptx"]
+    return int(stack[1]) + int(local[1]), made.metadata.shared, made.asm["ptx"]
 
 
 def decode_constants(
@@ -91,6 +95,7 @@ def decode_constants(
         "FAN": decode_plan.FAN,
         "APART": False,
         "PATHS": False,
+        "FIXED": False,
         "PART_M": tiles.block_m,
         "WINDOW": 0,
         "PDL": True,
@@ -142,6 +147,7 @@ def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan.D
         "FAN": decode_plan.FAN,
         "APART": False,
         "PATHS": False,
+        "FIXED": False,
         "PART_M": tiles.block_m,
         "WINDOW": 0,
         "PDL": True,
@@ -215,13 +221,27 @@ def test_decode_attention_in_fixed_spans_fits_hopper(
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
     constants = decode_constants(rows, group, head_dim, 16, tiles)
-    constants |= {"APART": True, "PATHS": paths, "PART_M": decode_plan.partial_rows(tiles, rows * group)}
+    constants |= {"APART": True, "PATHS": paths, "FIXED": True}
+    constants["PART_M"] = decode_plan.partial_rows(tiles, rows * group)
     spills, shared, ptx = compiled(
         decode._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
     )
     assert spills <= (128 if paths else 0)  # the state of two loops; little beside a tile's loads
     assert "fma.rn.f32" not in ptx  # else a variant might round as another does not
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
+
+
+@pytest.mark.parametrize("paths", [False, True])
+def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compilers(paths: bool) -> None:
+    """Which may be another one in each loop: two groups of warps share the tokens of one, and have all of the next."""
+    tiles = latent_decode.FIXED_LATENT_TILES
+    constants = latent_constants(4, 16, 16, tiles) | {"APART": True, "PATHS": paths, "FIXED": True}
+    made = built(
+        latent_decode._attend_latent, LATENT_POINTERS, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
+    )
+    reductions = re.findall(r'"tt\.reduce".*?\n\s*\}\)', made.asm["ttgir"], flags=re.DOTALL)
+    assert len(reductions) >= 2 and not any("arith.addf" in reduction for reduction in reductions)
+    assert "fma.rn.f32" not in made.asm["ptx"]
 
 
 @pytest.mark.parametrize(
