@@ -24,6 +24,7 @@ from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.kernels import head_products as head_kernels  # noqa: E402
 from workers.layers.kernels import latent as layer_kernels  # noqa: E402
+from workers.layers.kernels.fp8_rows import Fp8Rows, quantize_rows  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
@@ -241,6 +242,25 @@ def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> Non
     head_kernels.head_products(x, weight, ours, angles)
     head_kernels.head_products_reference(x, weight, theirs, angles)
     close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 21, 70])
+def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same tiles, to the bit; scales of a group side by side too, as many rows have them."""
+    torch.manual_seed(7)
+    latent = 160 if INTERPRETED else 512
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    weight = torch.randn((3, 128, latent), device=DEVICE).to(dtype).transpose(1, 2)
+    x, plain = (torch.randn((rows, 3, size), device=DEVICE).to(dtype) for size in (latent, 128))
+    outs = [Fp8Rows.empty(rows, 3 * 128, True, together, DEVICE) for together in (False, True)]
+    for out in outs:
+        head_kernels.head_products(x, weight, out)
+    monkeypatch.setattr(head_kernels, "product_blocks", head_kernels.rounded_blocks)
+    head_kernels.head_products(x, weight, plain)
+    expected = quantize_rows(plain.flatten(1), True)
+    for out in outs:
+        assert torch.equal(out.values.view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(out.scales, expected.scales)
 
 
 @pytest.mark.gpu

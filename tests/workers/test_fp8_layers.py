@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from attention.backends.triton_backend import TritonBackend  # noqa: E402
+from attention.kv_cache.latent import LatentLayout  # noqa: E402
+from attention.metadata import Mode  # noqa: E402
 from attention.views import LatentKV  # noqa: E402
+from tests.support.attention_cases import uniform_pool  # noqa: E402
+from tests.support.triton_cases import random_decode  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
+from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.kernels.fp8_gemm import fp8_gemm  # noqa: E402
 from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
@@ -33,6 +39,7 @@ from workers.layers.kernels.fp8_tiles import (  # noqa: E402
 from workers.layers.kernels.latent import normed_latents  # noqa: E402
 from workers.layers.kernels.norm_activation import add_rms_norm, rms_norm, silu_mul_reference  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
+from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.linear_method import Fp8Inputs, LinearShape, Span, UnquantizedLinearMethod  # noqa: E402
 from workers.layers.mlp import GatedMLP  # noqa: E402
@@ -237,3 +244,38 @@ def test_an_mlp_and_the_norm_before_it_are_those_of_separate_launches(quant: str
         by_group = mlp.fp8_inputs is not None and mlp.fp8_inputs.by_group
         assert same(first, quantize_rows(rms_norm(stream, norm.weight, norm.eps), by_group))
         assert torch.equal(norm.for_product(stream, None), norm(stream))
+
+
+@pytest.mark.parametrize("quant", METHODS)
+def test_latent_attention_hands_its_last_product_rows_that_are_rounded_once(
+    quant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the products that make values, where scales are of groups; else by a launch of its own."""
+    sizes = {"hidden_size": 64, "num_heads": 2, "q_rank": 32, "latent": 32, "key_dim": 16, "rotated_dim": 16}
+    layer = LatentAttention(0, SOLO, **sizes, value_dim=128, scale=0.2).to(DEVICE)
+    for i, parameter in enumerate(layer.parameters()):
+        parameter.data = random(*parameter.shape, seed=i) * 0.3
+    layer.o_proj.method = kept(METHODS[quant], layer.o_proj.shape)
+    for module in layer.modules():
+        if isinstance(module, LinearBase) and module is not layer.o_proj:
+            module.finish(GEMMOptions())
+    assert layer.o_proj.method.fp8_inputs is not None
+    given: list[object] = []
+    multiply = layer.o_proj.method.multiply
+
+    def noted(x: "Tensor | Fp8Rows", *more: Tensor | None) -> Tensor:
+        given.append(x)
+        return multiply(x, *more)
+
+    monkeypatch.setattr(layer.o_proj.method, "multiply", noted)
+    batch = random_decode(Mode.VERIFY, 2, 2, [9, 0], 4, 12)
+    x, history, results = random(4, 64, seed=50), random(13, 4, 48, seed=51), []
+    table = torch.rand(64, 8, device=DEVICE, dtype=torch.float32)
+    angles = Angles(table, table.flip(0), torch.tensor([9, 10, 0, 1], device=DEVICE))
+    for partial in (layer._partial_fused, layer._partial_in_torch):
+        pool = uniform_pool(1, 12, 4, LatentLayout(32, 16, TYPE), DEVICE)
+        pool.tensors[0][0][0] = history
+        context = make_context(pool, {Mode.VERIFY: TritonBackend()}, batch, None, None)
+        results.append(partial(layer.qkv_a(x), angles, context))
+    assert isinstance(given[0], Fp8Rows) == (quant == "block") and isinstance(given[1], Tensor)
+    close(*results)

@@ -42,10 +42,14 @@ NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
 FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i64")
 
 
-def head_constants(rows: int, in_features: int, out_features: int, rotated: int) -> dict[str, Any]:
-    of_rows = head_products.product_blocks(rows, in_features, 2)
-    blocks = {"BLOCK_M": of_rows.m, "BLOCK_N": of_rows.n, "BLOCK_K": of_rows.k}
-    return {"IN": in_features, "OUT": out_features, "ROTATED": rotated, **blocks, "PDL": True, "UPCAST": False}
+def head_constants(
+    rows: int, in_features: int, out_features: int, rotated: int, for_fp8: bool = False
+) -> dict[str, Any]:
+    choose = head_products.rounded_blocks if for_fp8 else head_products.product_blocks
+    of_rows = choose(rows, in_features, 2)
+    blocks = {"BLOCK_M": of_rows.m, "BLOCK_N": of_rows.n, "BLOCK_K": of_rows.k, "AHEAD": of_rows.ahead}
+    sizes = {"IN": in_features, "OUT": out_features, "ROTATED": rotated} | ({} if rotated else {"weight_in_stride": 1})
+    return sizes | blocks | {"PDL": True, "UPCAST": False} | ({} if for_fp8 else {"scales_ptr": None})
 
 
 GATED = [(16, 28672, 4096), (32, 28672, 8192), (64, 28672, 4096), (128, 28672, 4096), (128, 14336, 8192)]
@@ -193,6 +197,7 @@ def check_fp8(
 
 
 FP8_OUT = {"out_ptr": "fp8e4nv", "scales_ptr": "fp32"}
+HEADS_FP8 = LATENT | FP8_OUT
 NORM_FP8 = {"SIZE": 7168, "BLOCK": 8192, "HAS_RESIDUAL": True, "PLAIN": True, "BY_GROUP": True} | {
     "PDL": True,
     "INTERPRETED": False,
@@ -353,6 +358,8 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "absorbed keys of many rows": (head_products._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),
     "values of few rows": (head_products._head_products, LATENT, head_constants(64, 512, 128, 0), 4),
     "values of many rows": (head_products._head_products, LATENT, head_constants(8192, 512, 128, 0), 8),
+    "values of few rows in fp8": (head_products._head_products, HEADS_FP8, head_constants(1, 512, 128, 0, True), 16),
+    "values of many rows in fp8": (head_products._head_products, HEADS_FP8, head_constants(8192, 512, 128, 0, True), 8),
 }
 
 

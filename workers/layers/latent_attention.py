@@ -128,6 +128,7 @@ class LatentAttention(AttentionLayer):
 
     def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """The same in fewer launches."""
+        from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows
         from workers.layers.kernels.head_products import head_products
         from workers.layers.kernels.latent import normed_latents
 
@@ -150,5 +151,11 @@ class LatentAttention(AttentionLayer):
         up, fixed = self.kv_b_proj, self.kv_b_proj.deterministic
         head_products(by_head, up.keys, q, angles, fixed=fixed)
         out = context.attend_to_kept(self.layer, q, self.scale)
-        values = torch.empty((out.shape[0], heads, self.value_dim), dtype=out.dtype, device=out.device)
-        return self.o_proj.partial(head_products(out, up.values, values, fixed=fixed).flatten(1))
+        wanted, count = self.o_proj.method.fp8_inputs, out.shape[0]
+        if wanted is not None and wanted.by_group and self.value_dim == GROUP:
+            rounded = Fp8Rows.empty(count, heads * GROUP, True, count > wanted.many, out.device)
+            head_products(out, up.values, rounded, fixed=fixed)
+            return self.o_proj.partial(rounded)
+        values = torch.empty((count, heads, self.value_dim), dtype=out.dtype, device=out.device)
+        head_products(out, up.values, values, fixed=fixed)
+        return self.o_proj.partial(values.flatten(1))
