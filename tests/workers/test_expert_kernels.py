@@ -91,6 +91,18 @@ def test_equal_preferences_choose_the_first_and_no_row_nobody() -> None:
     assert none.num_used is not None and int(none.num_used) == 0
 
 
+@pytest.mark.parametrize("spoilt", [3, 12])
+def test_a_row_of_nan_lists_experts_that_there_are(spoilt: int) -> None:
+    """Kernels read the weights of whatever is listed."""
+    logits = torch.linspace(-1, 1, 12, device=DEVICE).unsqueeze(0)
+    logits[0, :spoilt] = float("nan")
+    found = route(RouterLogits(logits, torch.zeros(12, device=DEVICE), SMALL), 1, ticket())
+    assert found.used is not None and found.num_used is not None
+    used, count = found.used.tolist(), int(found.num_used)
+    assert used[:count] == sorted({*found.chosen[0].tolist()}) and used[count:] == [NOBODY] * (len(used) - count)
+    assert all(0 <= expert < 13 for expert in used[:count])
+
+
 @pytest.mark.parametrize(("block_m", "rows"), [(16, 41), (64, 41), (64, 1500)])
 def test_pairs_are_ordered_by_expert(block_m: int, rows: int) -> None:
     chosen = torch.randint(-1, 6, (rows, 3), generator=torch.Generator().manual_seed(block_m), dtype=torch.int32)

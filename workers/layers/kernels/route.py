@@ -17,6 +17,36 @@ NOBODY = -1  # in place of an expert: of padding rows, and where another rank ha
 MAX_LISTED = 64  # rows whose experts are listed
 
 
+LEAST = tl.constexpr(-(1 << 31))  # before all that `_ordered` gives but for a NaN's
+
+
+@triton.jit
+def _ordered(x):
+    """Integers in the order of x float32, equal ones for both zeros: the maximum over a warp of integers is one
+    instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unordered(bits):
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
+    """Writes which experts one row uses, ascending: each stands where as many are smaller."""
+    there = (slot < slots) & (chosen >= 0)
+    number, other = chosen[:, None], chosen[None, :]
+    twice = (number == other) & (slot[None, :] < slot[:, None]) & there[None, :]  # only of logits that are NaN
+    found = tl.where(there & (tl.max(twice.to(tl.int32), 1) == 0), chosen, -1)
+    smaller = (found[None, :] >= 0) & (found[None, :] < number)
+    num_used = tl.sum((found >= 0).to(tl.int32), 0)
+    tl.store(used_ptr + tl.sum(smaller.to(tl.int32), 1), chosen, mask=found >= 0)
+    tl.store(used_ptr + slot, -1, mask=(slot >= num_used) & (slot < most))
+    tl.store(num_used_ptr, num_used)
+
+
 @triton.jit(do_not_specialize=["rows", "most", "first_slot"])
 def _route(
     logit_ptr,
@@ -62,44 +92,46 @@ def _route(
     there = (group < GROUPS)[:, None] & (member < size)[None, :]
     logits = tl.load(logit_ptr + row.to(tl.int64) * EXPERTS + expert, mask=there, other=float("-inf"))
     if SOFTMAX:
-        scores = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
-        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+        top = tl.max(tl.max(logits, 1), 0)
+        scores = tl.exp(logits - top)
+        norm = tl.sum(tl.sum(scores, 1), 0)
+        scores = scores / norm
     else:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     preference = scores
     if HAS_BIAS:
         preference += tl.load(bias_ptr + expert, mask=there, other=0.0)
     preference = tl.where(there, preference, float("-inf"))
+    left = _ordered(preference)
     if BEST_GROUPS < GROUPS:
-        left, worth = preference, tl.zeros([GROUPS_PADDED], tl.float32)
+        rest, worth = left, tl.zeros([GROUPS_PADDED], tl.float32)
         for _ in tl.static_range(BEST_OF_GROUP):
-            best, place = tl.max(left, 1, return_indices=True)
-            worth += best
-            left = tl.where(member[None, :] == place[:, None], float("-inf"), left)
+            best = tl.max(rest, 1)
+            place = tl.min(tl.where(rest == best[:, None], member[None, :], SIZE_PADDED), 1)
+            worth += _unordered(best)
+            rest = tl.where(member[None, :] == place[:, None], LEAST, rest)
         kept = tl.zeros([GROUPS_PADDED], tl.int32)
         for _ in tl.static_range(BEST_GROUPS):
             place = tl.argmax(worth, 0)
             kept = tl.where(group == place, 1, kept)
             worth = tl.where(group == place, float("-inf"), worth)
-        preference = tl.where(kept[:, None] > 0, preference, float("-inf"))
+        left = tl.where(kept[:, None] > 0, left, LEAST)
+    left = tl.reshape(left, [GROUPS_PADDED * SIZE_PADDED])
+    numbers = tl.reshape(expert, [GROUPS_PADDED * SIZE_PADDED])
     slot = tl.arange(0, SLOTS_PADDED)
     chosen = HELD + slot - K  # shared experts stand after the others
-    weight = tl.full([SLOTS_PADDED], 1.0, tl.float32)
-    total = 0.0
     for i in tl.static_range(K):
-        best, place = tl.max(preference, 1, return_indices=True)
-        best_group = tl.argmax(best, 0)
-        best_member = tl.sum(tl.where(group == best_group, place, 0), 0)
-        hit = (group == best_group)[:, None] & (member == best_member)[None, :]
-        score = tl.sum(tl.sum(tl.where(hit, scores, 0.0), 1), 0)
-        preference = tl.where(hit, float("-inf"), preference)
-        chosen = tl.where(slot == i, tl.minimum(best_group * size + best_member, EXPERTS - 1), chosen)
-        weight = tl.where(slot == i, score, weight)
-        total += score
+        mine = tl.min(tl.where(left == tl.max(left, 0), numbers, EXPERTS - 1), 0)
+        left = tl.where(numbers == mine, LEAST, left)
+        chosen = tl.where(slot == i, mine, chosen)
+    logit = tl.load(logit_ptr + row.to(tl.int64) * EXPERTS + chosen, mask=slot < K, other=float("-inf"))
+    weight = tl.exp(logit - top) / norm if SOFTMAX else 1.0 / (1.0 + tl.exp(-logit))
+    weight = tl.where(slot < K, weight, 0.0)
+    total = tl.sum(weight, 0)
     factor = scale
     if NORMALISE:
         factor = scale / (total + 1e-20)
-    weight = tl.where(slot < K, weight * factor, weight)
+    weight = tl.where(slot < K, weight * factor, 1.0)
     if HELD < EXPERTS:
         elsewhere = (slot < K) & ((chosen < FIRST) | (chosen >= FIRST + HELD))
         chosen = tl.where(slot < K, chosen - FIRST, chosen)
@@ -111,7 +143,9 @@ def _route(
         weight = tl.where(alive, weight, 0.0)
     tl.store(chosen_ptr + row * slots + slot, chosen, mask=slot < slots)
     tl.store(weight_ptr + row * slots + slot, weight, mask=slot < slots)
-    if LIST:
+    if LIST and ROWS_PADDED == 1:
+        _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots)
+    elif LIST:
         # The program that ends last sees what all have chosen.
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == rows - 1:
