@@ -150,6 +150,7 @@ def test_product_of_few_fp8_rows_fits_hopper(
         "SPLITS": tiles.splits,
         "SPAN": tiles.span(k),
         "AHEAD": tiles.ahead,
+        "PREFETCH": tiles.prefetch,
         "ROWS": fp8_tiles.rounding_rows(rows) if columns else 0,
         "COLUMNS": columns,
         "GATED": gated,
@@ -165,6 +166,9 @@ def test_product_of_few_fp8_rows_fits_hopper(
     # launched early, it reads of W, which nobody writes, before it waits, and of nothing else
     before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
     assert ("ld.global" in before_the_wait) == (tiles.ahead > 0)
+    assert (
+        before_the_wait.count("cp.async.bulk.prefetch.L2") == ptx.count("cp.async.bulk.prefetch.L2") == tiles.prefetch
+    )
     assert ("fence.proxy.async;" in ptx) == (columns > 0)
 
 
