@@ -19,7 +19,7 @@ from workers.layers.kernels import (
     short_block_experts,
     tall_block_experts,
 )  # noqa: E402
-from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
+from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles, next_experts  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
@@ -73,7 +73,10 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
             constants |= {"SLOTS": slots} | ({"SLOTS_PADDED": 16} if few else {})
         if few:
             constants |= {"SPLITS": product.splits}
-            constants |= {"SPAN": sizes.size // step // product.splits} if is_first else {}
+            if is_first:
+                pieces = sizes.width // product.block_n * product.splits * 32 * product.warps
+                constants |= {"SPAN": sizes.size // step // product.splits, "PIECE": sizes.size * sizes.width // pieces}
+                constants |= {"NEXT": next_experts(sizes.size, sizes.width, 128 // sizes.step, product)}
             kernel: Any = few_row_experts._gate_up if is_first else few_row_experts._down
         elif tall:
             gates, downs = tall_block_experts.gate_up_of_tall_blocks, tall_block_experts.down_of_tall_blocks
@@ -85,7 +88,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
         absent = () if in_fp8 else ("x_scales_ptr", "w_scales_ptr", "factor_ptr")
         constants |= {name: None for name in absent if name in kernel.arg_names}
         part = "fp32" if few else "bf16"
-        pointers = {"x_ptr": kind, "hidden_ptr": kind, "out_ptr": "bf16", "part_ptr": part}
+        pointers = {"x_ptr": kind, "hidden_ptr": kind, "down_ptr": kind, "out_ptr": "bf16", "part_ptr": part}
         ptx = check(tmp_path, kernel, pointers, constants, (product.warps, product.stages), blocks, kind)
         assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and "cp.async.bulk.tensor" in ptx
         assert ("f32.e4m3.e4m3" in ptx) == in_fp8

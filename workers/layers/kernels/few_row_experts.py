@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, index"
 """Experts for the few rows of a round, in two launches: gates and what they gate, then down-projections and the
 weighted sum. Reading the weights of the experts that are used is most of the work.
 
@@ -8,6 +8,9 @@ so that whatever stands in other rows, padding rows included, does not touch it.
 columns of the output and goes through the experts, summing in float32, so that no sum over experts is written and read
 again. Nothing is added in an order that changes from run to run; but which programs share a sum depends on the experts
 that all rows together use, so that a row's last bits depend on the others (`many_row_experts` holds that too).
+
+Between the two products memory would rest: when the programs of the last experts have read their weights, they ask for
+the first down-projections, which then come from the L2 cache.
 
 In FP8 inner activations are rounded with a scale for the columns that a program has.
 """
@@ -20,11 +23,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, InnerRows
+from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, InnerRows, next_experts
 from workers.layers.kernels.fp8_rows import Fp8Rows, scale_of, to_fp8
 from workers.layers.kernels.gate_products import add_gates, scales_of_gates, times_channels
+from workers.layers.kernels.l2_prefetch import prefetch
 from workers.layers.kernels.route import Routed
 from workers.layers.kernels.skinny_gemm import Workspace
+
+
+@triton.jit
+def _sum_of_splits(cells, there, STEP: tl.constexpr, SPLITS: tl.constexpr):
+    """L1 is not coherent: what other programs wrote is read from L2."""
+    acc = tl.load(cells, mask=there, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        acc += tl.load(cells + split * STEP, mask=there, other=0.0, cache_modifier=".cg")
+    return acc
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -38,6 +51,8 @@ def _gate_up(
     chosen_ptr,
     weight_ptr,
     used_ptr,
+    num_used_ptr,
+    down_ptr,
     part_ptr,
     ticket_ptr,
     rows,
@@ -50,6 +65,8 @@ def _gate_up(
     STEP: tl.constexpr,
     SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
+    NEXT: tl.constexpr,
+    PIECE: tl.constexpr,
     IN_FP8: tl.constexpr,
     BY_GROUP: tl.constexpr,
     PDL: tl.constexpr,
@@ -64,6 +81,10 @@ def _gate_up(
     expert = tl.load(used_ptr + tile)
     if expert < 0:
         return
+    if NEXT > 0:
+        # The last experts' programs ask for the down-projections of the first, with which `_down` begins.
+        turn = tile - tl.maximum(tl.load(num_used_ptr) - NEXT, 0)
+        next_expert = tl.load(used_ptr + tl.maximum(turn, 0))
     block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     first = split * SPAN
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
@@ -84,23 +105,27 @@ def _gate_up(
             gate, up, x_scale, gate_scale, up_scale, inputs, w_desc, gate_row, column,
             x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
+    if NEXT > 0:
+        threads: tl.constexpr = SIZE * WIDTH // (PIECE * blocks * SPLITS)
+        if turn >= 0:
+            piece = tl.program_id(0) * threads + tl.arange(0, threads)
+            pieces = down_ptr + next_expert.to(tl.int64) * (SIZE * WIDTH) + piece * PIECE
+            prefetch(pieces, PIECE * (down_ptr.dtype.element_ty.primitive_bitwidth // 8), INTERPRETED)
     if SPLITS > 1:
         place = tile * blocks + block
+        # outputs of a row lie side by side, and of rows that are not there nothing is written or read
+        there = (m < rows)[None, :]
         cells = part_ptr + place * (SPLITS * 2 * BLOCK_N * BLOCK_M)
-        cells += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tl.store(cells + 2 * split * (BLOCK_N * BLOCK_M), gate)
-        tl.store(cells + (2 * split + 1) * (BLOCK_N * BLOCK_M), up)
+        cells += tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
+        tl.store(cells + 2 * split * (BLOCK_N * BLOCK_M), gate, mask=there)
+        tl.store(cells + (2 * split + 1) * (BLOCK_N * BLOCK_M), up, mask=there)
         # The barrier puts every thread's stores before the one thread's release.
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel") != SPLITS - 1:
             return
         tl.store(ticket_ptr + place, 0)
-        # L1 is not coherent: what other programs wrote is read from L2.
-        gate = tl.load(cells, cache_modifier=".cg")
-        up = tl.load(cells + BLOCK_N * BLOCK_M, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            gate += tl.load(cells + 2 * other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            up += tl.load(cells + (2 * other + 1) * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        gate = _sum_of_splits(cells, there, 2 * BLOCK_N * BLOCK_M, SPLITS)
+        up = _sum_of_splits(cells + BLOCK_N * BLOCK_M, there, 2 * BLOCK_N * BLOCK_M, SPLITS)
     if IN_FP8 and not BY_GROUP:
         x_scale = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)
         gate, up = times_channels(gate, up, x_scale, w_scales_ptr + expert * (2 * WIDTH) + n, WIDTH)
@@ -120,7 +145,29 @@ def _gate_up(
         tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], hidden)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _factor_and_scale(
+    factor_ptr,
+    w_scales_ptr,
+    expert,
+    tile,
+    step,
+    n,
+    m,
+    STEPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STEP: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+):
+    """Of rows [BLOCK_M] and of outputs `n`, for one step of an expert."""
+    factor = tl.load(factor_ptr + (tile * STEPS + step) * BLOCK_M + m)
+    place = (expert * (SIZE // 64) + n // 64) * GROUPS + step * STEP // 128 if BY_GROUP else expert * SIZE + n
+    return factor, tl.load(w_scales_ptr + place)
+
+
+@triton.jit(do_not_specialize=["rows", "most"])
 def _down(
     hidden_desc,
     w_desc,
@@ -132,6 +179,7 @@ def _down(
     part_ptr,
     ticket_ptr,
     rows,
+    most,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -152,34 +200,53 @@ def _down(
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     mine = (tl.load(num_used_ptr) - split + SPLITS - 1) // SPLITS
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # Read one step before their use: experts, so that tiles of weights are on their way, and scales.
+    last = mine * steps - 1
+    expert = tl.maximum(tl.load(used_ptr + split, mask=split < most, other=0), 0)  # beside num_used, not after it
+    factor, scale = 0.0, 0.0
+    if IN_FP8:
+        first = tl.where(split < most, split, 0)
+        factor, scale = _factor_and_scale(
+            factor_ptr, w_scales_ptr, expert, first, 0, n, m, steps, groups, SIZE, BLOCK_M, STEP, BY_GROUP
+        )
     for i in range(mine * steps):
         tile, step = split + i // steps * SPLITS, i % steps
-        expert = tl.load(used_ptr + tile)
         weights = w_desc.load([expert * SIZE + block * BLOCK_N, step * STEP])
         inputs = hidden_desc.load([tile * BLOCK_M, step * STEP])
+        following = tl.minimum(i + 1, last)
+        next_expert = tl.load(used_ptr + split + following // steps * SPLITS)
         if IN_FP8:
-            factor = tl.load(factor_ptr + (tile * steps + step) * BLOCK_M + m)
-            part = tl.dot(weights, tl.trans(inputs))
-            if BY_GROUP:
-                rows_of_scales = expert * (SIZE // 64) + n // 64
-                scale = tl.load(w_scales_ptr + rows_of_scales * groups + step * STEP // 128)
-            else:
-                scale = tl.load(w_scales_ptr + expert * SIZE + n)
-            acc += part * (scale[:, None] * factor[None, :])
+            next_factor, next_scale = _factor_and_scale(
+                factor_ptr,
+                w_scales_ptr,
+                next_expert,
+                split + following // steps * SPLITS,
+                following % steps,
+                n,
+                m,
+                steps,
+                groups,
+                SIZE,
+                BLOCK_M,
+                STEP,
+                BY_GROUP,
+            )
+            acc += tl.dot(weights, tl.trans(inputs)) * (scale[:, None] * factor[None, :])
+            factor, scale = next_factor, next_scale
         else:
             if INTERPRETED:
                 weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
             acc = tl.dot(weights, tl.trans(inputs), acc)
+        expert = next_expert
     if SPLITS > 1:
-        cells = part_ptr + block * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tl.store(cells + split * (BLOCK_N * BLOCK_M), acc)
+        there = (m < rows)[None, :]
+        cells = part_ptr + block * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
+        tl.store(cells + split * (BLOCK_N * BLOCK_M), acc, mask=there)
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr + block, 1, sem="acq_rel") != SPLITS - 1:
             return
         tl.store(ticket_ptr + block, 0)
-        acc = tl.load(cells, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            acc += tl.load(cells + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        acc = _sum_of_splits(cells, there, BLOCK_N * BLOCK_M, SPLITS)
     out = out_ptr + m.to(tl.int64)[None, :] * SIZE + n[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :])
 
@@ -210,7 +277,7 @@ def inner_rows(
     x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, workspace: Workspace, tiles: ExpertTiles
 ) -> InnerRows:
     """Of all rows and each expert that is used, zeros where a row did not ask for it."""
-    assert routed.used is not None
+    assert routed.used is not None and routed.num_used is not None
     rows, slots = routed.chosen.shape
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     assert rows <= tiles.block_m and values.shape == (rows, weights.size) and values.dtype == weights.gate_up.dtype
@@ -229,6 +296,8 @@ def inner_rows(
         routed.chosen,
         routed.weight,
         routed.used,
+        routed.num_used,
+        weights.down,
         workspace.part,
         workspace.tickets,
         rows,
@@ -241,6 +310,8 @@ def inner_rows(
         STEP=step,
         SPLITS=gate_up.splits,
         SPAN=size // step // gate_up.splits,
+        NEXT=next_experts(size, width, values.itemsize, gate_up),
+        PIECE=size * width // (blocks * gate_up.splits * 32 * gate_up.warps),
         IN_FP8=weights.in_fp8,
         BY_GROUP=weights.by_group,
         INTERPRETED=INTERPRETED,
@@ -275,6 +346,7 @@ def down_projected(
         workspace.part,
         workspace.tickets,
         rows,
+        routed.used.shape[0],
         WIDTH=width,
         SIZE=size,
         BLOCK_M=block_m,
