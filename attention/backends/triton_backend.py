@@ -30,6 +30,7 @@ from attention.views import LatentKV, LayerKV
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 
 MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
+LATENT_MERGED_AT_ONCE = 16  # of 512 values: one request of up to 1,024 tokens is merged in one step
 
 FIXED_SPAN = 1024  # tokens of an item where contexts are short enough
 MAX_PIECE_ROWS = 32  # of a prompt chunk
@@ -116,7 +117,8 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
         batch.prefix_len, batch.suffix_len, budget, tiles.min_span, tiles.block_n, MAX_SPLITS, batch.window
     )
     each = min(MAX_SPLITS, budget // batch.num_requests)
-    at_once = min(MERGED_AT_ONCE, 1 << max(1, (each - 1).bit_length()))
+    most = MERGED_AT_ONCE if shape.rotated is None else LATENT_MERGED_AT_ONCE
+    at_once = min(most, 1 << max(1, (each - 1).bit_length()))
     workspace = backend.workspace(tiles, shape.dim, device)
     return DecodePlan(tiles, items, workspace, apart=each > 1, splits=at_once, pdl=supports_pdl(device))
 

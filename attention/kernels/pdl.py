@@ -26,7 +26,7 @@ The rule:
     attend_latent           waits      as attend_decode               the same; normed_latents is the fence
     add_suffix              triggers   masks, prefix lengths, pages   kernels before the pass; FlashInfer's kernel,
                                                                       launched normally, is the fence
-    normed_latents          waits      nothing                        (is a fence)
+    normed_latents          waits      the norms' weights             constant (is a fence)
     head_products           triggers   W                              constant
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
     rms_norm, add_rms_norm  triggers   the norm's weight              constant

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         latent._normed_latents,
         *NORMED_LATENTS,
         True,
-        set(),
+        {"q_weight_ptr", "row_weight_ptr"},
     ),
     "head_products": (
         head_products._head_products,

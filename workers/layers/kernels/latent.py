@@ -48,15 +48,18 @@ def _normed_latents(
     INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    column, q_column = tl.arange(0, BLOCK_LATENT), tl.arange(0, BLOCK_Q)
+    inside, q_inside = column < LATENT, q_column < Q
+    is_row = tl.program_id(1) == 0
+    weight = tl.load(row_weight_ptr + column, mask=inside & is_row, other=0.0)
+    if Q_NORMED:
+        q_weight = tl.load(q_weight_ptr + q_column, mask=q_inside & (not is_row), other=0.0)
     if PDL:
-        # Waits first: for the kernels that the trigger starts this one is a fence, see `attention.kernels.pdl`.
+        # Waits before it triggers: for the kernels that the trigger starts it is a fence, see `attention.kernels.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     both = both_ptr + row * both_row_stride
-    if tl.program_id(1) == 0:
-        column = tl.arange(0, BLOCK_LATENT)
-        inside = column < LATENT
-        weight = tl.load(row_weight_ptr + column, mask=inside, other=0.0)
+    if is_row:
         latent = tl.load(both + Q + column, mask=inside, other=0.0).to(tl.float32)
         pair = tl.arange(0, ROTATED // 2)
         angle = tl.load(position_ptr + row) * (ROTATED // 2) + pair
@@ -69,9 +72,6 @@ def _normed_latents(
         tl.store(target + LATENT + 2 * pair, (x * cos - y * sin).to(kept))
         tl.store(target + LATENT + 2 * pair + 1, (y * cos + x * sin).to(kept))
     elif Q_NORMED:
-        q_column = tl.arange(0, BLOCK_Q)
-        q_inside = q_column < Q
-        q_weight = tl.load(q_weight_ptr + q_column, mask=q_inside, other=0.0)
         q = tl.load(both + q_column, mask=q_inside, other=0.0).to(tl.float32)
         result = both_ptr.dtype.element_ty
         q = normed(q, q_weight, Q, eps, result).to(result)
