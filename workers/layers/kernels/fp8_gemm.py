@@ -207,17 +207,19 @@ def _fp8_gemm(
             if GATED:
                 acc_up += part_up
     if SPLITS > 1:
-        cells = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tl.store(cells + split * (BLOCK_N * BLOCK_M), acc)
+        # outputs of a row lie side by side, and of rows that are not there nothing is written or read
+        there = (m < rows)[None, :]
+        cells = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
+        tl.store(cells + split * (BLOCK_N * BLOCK_M), acc, mask=there)
         # The barrier puts every thread's stores before the one thread's release.
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
             return
         tl.store(ticket_ptr + tile, 0)
         # L1 is not coherent: what other programs wrote is read from L2.
-        acc = tl.load(cells, cache_modifier=".cg")
+        acc = tl.load(cells, mask=there, other=0.0, cache_modifier=".cg")
         for other in tl.static_range(1, SPLITS):
-            acc += tl.load(cells + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+            acc += tl.load(cells + other * (BLOCK_N * BLOCK_M), mask=there, other=0.0, cache_modifier=".cg")
     if not BY_GROUP:
         x_scale = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)
         acc *= tl.load(w_scales_ptr + n, mask=n < N, other=0.0)[:, None] * x_scale[None, :]
