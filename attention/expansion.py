@@ -16,7 +16,7 @@ from attention.views import LatentKV
 if TYPE_CHECKING:
     from attention.kernels.expanded_prefill import ExpandedKV
 
-MAX_TOKENS = 4  # by rows of the pass: keys and values are made of no more, which bounds their memory
+MAX_TOKENS = 8  # by rows of the pass: keys and values are made of no more, which bounds their memory
 # Pairs of a row and a token that cost absorbed as much more as making one token's keys and values: latent x (key +
 # value) by (2 x latent - key - value), of DeepSeek's sizes.
 _PAIRS_OF_TOKEN = 170

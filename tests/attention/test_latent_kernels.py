@@ -372,8 +372,8 @@ def test_chunks_are_expanded_where_tokens_are_looked_at_often() -> None:
         return backend.expand(PrefillBatch.from_lists(starts, counts, table), 16)
 
     assert expanded([0, 0], [512, 3000]) is not None
-    assert expanded([6000], [2000]) is not None
-    assert expanded([6001], [2000]) is None, "more memory than four times the rows'"
+    assert expanded([14000], [2000]) is not None
+    assert expanded([14001], [2000]) is None, "more memory than eight times the rows'"
     assert expanded([90], [30]) is None, "few rows look at many tokens"
     assert expanded([0, 0], [0, 0]) is None
     chunks = PrefillBatch.from_lists([0], [512], table)

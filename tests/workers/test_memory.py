@@ -183,7 +183,7 @@ def test_largest_steps_are_within_what_a_scheduler_plans(num_slots: int, tokens:
 def test_latent_rows_are_expanded_in_the_largest_steps(tmp_path: Path) -> None:
     """As many of them as ever are."""
     write_config(tmp_path, "dsv3-tiny")
-    source = ModelSource(str(tmp_path / "target"), load_format="dummy", max_model_len=2048)
+    source = ModelSource(str(tmp_path / "target"), load_format="dummy", max_model_len=4096)
     worker = WorkerConfig(source, CacheConfig(16, num_pages=40), SchedulerConfig(max_running=4, max_step_tokens=256))
     expanded = []
     for _, plan in largest_steps(plan_layout(EngineSpec(worker))):
