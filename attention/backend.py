@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attention.expansion import ExpandedChunks
 from attention.metadata import DecodeBatch, PrefillBatch
 
 
@@ -46,6 +47,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
         """What `forward` needs of a batch; the batch's tensors are read, not kept longer than the pass."""
+
+    def expand(self, batch: PrefillBatch, page_size: int) -> ExpandedChunks | None:
+        """The chunks for layers that make keys and values of latent rows again, where this backend attends to such and
+        that pays; None where chunks are attended to as they are prepared."""
+        return None
 
     def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
         """The memory from which this backend reads the masks of trees of `rows` nodes, for whoever reads the trees to

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
+from attention.expansion import ExpandedChunks
 from attention.kernels.decode_plan import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
 from attention.kernels.pdl import supports_pdl
 from attention.kernels.prefill import PrefillTiles
@@ -57,6 +58,9 @@ class TritonBackend(AttentionBackend):
         if self.span is not None and isinstance(batch, PrefillBatch):
             return _PreparedPieces(batch, self)
         return _PreparedDecode(batch, self) if isinstance(batch, DecodeBatch) else _PreparedPrefill(batch)
+
+    def expand(self, batch: PrefillBatch, page_size: int) -> ExpandedChunks | None:
+        return None if self.span is not None else ExpandedChunks.of(batch, page_size)
 
     def workspace(self, tiles: DecodeTiles, head_dim: int, device: torch.device) -> DecodeWorkspace:
         """The buffers for programs of this shape. They are never freed: captured graphs hold their addresses."""

@@ -11,10 +11,13 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 
 from attention.backends.torch_backend import TorchBackend  # noqa: E402
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
-from attention.kernels import latent_decode, latent_prefill, move_path  # noqa: E402
+from attention.expansion import ExpandedChunks  # noqa: E402
+from attention.kernels import expanded_prefill, latent_decode, latent_prefill, move_path  # noqa: E402
+from attention.kernels.expanded_prefill import ExpandedKV  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.kv_cache.layout import KVLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from attention.rotation import rotate_pairs  # noqa: E402
 from attention.views import LatentKV  # noqa: E402
 from tests.bench.gpu_time import captured  # noqa: E402
 from tests.support.attention_cases import Work, in_float64, mask_of, uniform_pool  # noqa: E402
@@ -27,6 +30,7 @@ from workers.layers.kernels import latent as layer_kernels  # noqa: E402
 from workers.layers.kernels.fp8_rows import Fp8Rows, quantize_rows  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
+from workers.layers.linear_method import Fp8Inputs  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 
 pytestmark = MARKS
@@ -228,6 +232,31 @@ def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: b
         close(ours, theirs, dtype)
 
 
+def test_rows_of_programs_that_have_several_are_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Normed and turned, to the bit; the last program has fewer rows."""
+    torch.manual_seed(6)
+    rows, q_size, latent, rotated = (10, 256, 32, 16) if INTERPRETED else (2051, 1536, 512, 64)
+    monkeypatch.setattr(layer_kernels, "_MANY_ROWS", 10)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    both = torch.randn((rows, q_size + latent + rotated), device=DEVICE).to(dtype)
+    weights = torch.rand(q_size, device=DEVICE).to(dtype), torch.rand(latent, device=DEVICE).to(dtype)
+    angles, slots = random_angles(rows, rotated), torch.randperm(rows, device=DEVICE) + 1
+
+    def normed(first: int, end: int, wanted: Fp8Inputs | None) -> tuple[Tensor, ...]:
+        mine = slice(first, end)
+        kv = LatentKV(torch.zeros((rows // 16 + 1, 16, latent + rotated), dtype=dtype, device=DEVICE), latent)
+        some = Angles(angles.cos, angles.sin, angles.index[mine])
+        q = layer_kernels.normed_latents(both[mine], *weights, 1e-6, some, kv, slots[mine], wanted=wanted)
+        kept = kv.rows.view(-1, latent + rotated)[slots[mine]]
+        return (q, kept) if isinstance(q, Tensor) else (q.values.view(torch.uint8), q.scales, kept)
+
+    for wanted in (None, Fp8Inputs(True, 8)):
+        together = normed(0, rows, wanted)
+        parts = [normed(first, min(first + 9, rows), wanted) for first in range(0, rows, 9)]
+        for whole, part in zip(together, zip(*parts, strict=True), strict=True):
+            assert torch.equal(whole, torch.cat(part))
+
+
 @pytest.mark.parametrize("rows", [1, 21, 70])
 @pytest.mark.parametrize("turned", [True, False])
 def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> None:
@@ -317,6 +346,86 @@ def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
         results.append((partial(layer.qkv_a(x), angles, context), pool.tensors[0][0]))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("with_rounds", [False, True])
+def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
+    """Prompts that begin, one that goes on after others' tokens, padding chunks and rows; beside rounds and alone."""
+    torch.manual_seed(8)
+    sizes = {"hidden_size": 32, "num_heads": 3, "q_rank": 24, "latent": 32, "key_dim": 16, "rotated_dim": 16}
+    layer = LatentAttention(0, SOLO, **sizes, value_dim=16, scale=SCALE).to(DEVICE)  # type: ignore[arg-type]
+    for parameter in layer.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    finish_weights(layer)
+    starts, counts, padding = (0, 9, 0), (37, 30, 1), 4
+    table = random_table([37, 39, 1, 1], 4, 40)
+    chunks = PrefillBatch.from_lists(starts, counts, table, sum(counts) + padding)
+    decode = random_decode(Mode.VERIFY, 3, 3, [9, 0], 4, 40) if with_rounds else None
+    num_rounds = 0 if decode is None else 6
+    x, angles = torch.randn((num_rounds + chunks.num_rows, 32), device=DEVICE), random_angles(76 + num_rounds, 16)
+    angles = dataclasses.replace(angles, index=angles.index[: x.shape[0]].contiguous())
+    history, results = torch.randn((41, 4, 48), device=DEVICE), []
+    backend = TritonBackend()
+    for expands in (True, False):
+        pool = uniform_pool(1, 40, 4, LatentLayout(32, 16, torch.float32), DEVICE)
+        pool.tensors[0][0][0] = history
+        context = make_context(pool, {Mode.VERIFY: backend, Mode.PREFILL: backend}, decode, None, chunks)
+        expanded = ExpandedChunks(chunks, 4) if expands else None
+        context = dataclasses.replace(context, expanded=expanded)
+        out = layer._partial_fused(layer.qkv_a(x), angles, context)
+        results.append((out[: num_rounds + sum(counts)], pool.tensors[0][0][0, 1:]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def check_expanded(
+    heads: int, sizes: tuple[int, int, int], starts: list[int], counts: list[int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(heads)
+    key, rotated, value = sizes
+    lengths = [start + count if count else 0 for start, count in zip(starts, counts, strict=True)]
+    batch = PrefillBatch.from_lists(
+        starts, counts, random_table([max(1, n) for n in lengths], 16, 600), sum(counts) + 2
+    )
+    chunks = ExpandedChunks(batch, 16)
+    kv = random_rows(sum(lengths), heads, key + value, dtype).contiguous()
+    made = ExpandedKV(kv, random_rows(sum(lengths), 1, rotated, dtype).squeeze(1), chunks.first, key)
+    q, angles = random_rows(batch.num_rows, heads, key + rotated, dtype), random_angles(batch.num_rows, rotated)
+    cos, sin = angles.cos[angles.index], angles.sin[angles.index]
+    q_turned = torch.cat((q[..., :key], rotate_pairs(q[..., key:], cos, sin)), dim=-1)
+    out = torch.full((batch.num_rows, heads, value), float("nan"), dtype=dtype, device=DEVICE)
+    chunks.attend(q, made, angles.cos, angles.sin, angles.index, SCALE, out)
+    rows = sum(counts)
+    assert_close(out[:rows], expanded_prefill.reference(q_turned, made, batch, SCALE)[:rows], dtype)
+    assert not out[rows:].any()
+
+
+def test_expanded_chunks() -> None:
+    check_expanded(3, (16, 16, 32), [0, 20, 0, 5], [33, 1, 0, 40], torch.float32)
+
+
+@production
+@pytest.mark.parametrize("heads", [16, 128])
+def test_expanded_chunks_of_production(heads: int) -> None:
+    check_expanded(heads, (128, 64, 128), [0, 900, 0, 130], [513, 300, 0, 127], torch.bfloat16)
+
+
+def test_chunks_are_expanded_where_tokens_are_looked_at_often() -> None:
+    table = torch.zeros((2, 4000), dtype=torch.int32)
+    backend = TritonBackend()
+
+    def expanded(starts: list[int], counts: list[int]) -> ExpandedChunks | None:
+        return backend.expand(PrefillBatch.from_lists(starts, counts, table), 16)
+
+    assert expanded([0, 0], [512, 3000]) is not None
+    assert expanded([14000], [2000]) is not None
+    assert expanded([14001], [2000]) is None, "more memory than eight times the rows'"
+    assert expanded([90], [30]) is None, "few rows look at many tokens"
+    assert expanded([0, 0], [0, 0]) is None
+    chunks = PrefillBatch.from_lists([0], [512], table)
+    assert backend.expand(dataclasses.replace(chunks, lists=None), 16) is None
+    assert backend.expand(dataclasses.replace(chunks, window=64), 16) is None
+    assert TritonBackend(128).expand(chunks, 16) is None, "a row must be computed as in a round"
 
 
 @production

@@ -15,6 +15,7 @@ from attention.backends.triton_kernels import FIXED_TILES  # noqa: E402
 from attention.kernels import (  # noqa: E402
     decode,
     decode_plan,
+    expanded_prefill,
     latent_decode,
     latent_prefill,
     merge_states,
@@ -207,6 +208,23 @@ def test_latent_chunk_attention_fits_hopper(heads: int, window: int, tmp_path: P
     constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "WINDOW": window}
     spills, shared, ptx = compiled(
         latent_prefill._attend_latent_prefill, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages
+    )
+    assert spills == 0 and shared <= SHARED_PER_SM
+    assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx
+
+
+def test_expanded_chunk_attention_fits_hopper(tmp_path: Path) -> None:
+    tiles = expanded_prefill.expanded_tiles(2)
+    pointers = dict.fromkeys(("q_ptr", "kv_ptr", "turned_ptr", "out_ptr"), "bf16")
+    pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "angle_ptr": "i64"}
+    constants = {"KEY": 128, "TURNED": 64, "VALUE": 128, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    spills, shared, ptx = compiled(
+        expanded_prefill._attend_expanded,
+        tmp_path,
+        pointers,
+        constants | {"UPCAST": False},
+        tiles.warps,
+        tiles.stages,
     )
     assert spills == 0 and shared <= SHARED_PER_SM
     assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx

@@ -1,6 +1,7 @@
 """One rank's share of DeepSeek-V3 at eight ranks, for `tests.bench.round`: its config.json, a floor by bytes, and the
-same in small. Heads, MLP, experts and vocabulary are an eighth; latent rows, the router and what is of hidden size are
-whole. With dummy weights the router has no bias to prefer experts by."""
+same in small; and as many of its layers, whole, as two GPUs of 141 GB hold. Of a rank's share heads, MLP, experts and
+vocabulary are an eighth; latent rows, the router and what is of hidden size are whole. With dummy weights the router
+has no bias to prefer experts by."""
 
 import json
 from pathlib import Path
@@ -73,7 +74,15 @@ TINY_RANK = DSV3_RANK | {
     "vocab_size": 256,
     "quantization_config": None,
 }
-CONFIGS = {"dsv3-rank": DSV3_RANK, "dsv3-tiny": TINY_RANK}
+WHOLE_LAYERS = DSV3_RANK | {
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+}
+CONFIGS = {"dsv3-rank": DSV3_RANK, "dsv3-layers": WHOLE_LAYERS, "dsv3-tiny": TINY_RANK}
 
 
 def write_config(folder: Path, name: str) -> None:
@@ -82,26 +91,26 @@ def write_config(folder: Path, name: str) -> None:
     (folder / "target" / "config.json").write_text(json.dumps(CONFIGS[name]))
 
 
-def floor_bytes(name: str, rows: int, tokens: float, passes: int, draft_rows: int) -> float:
-    """Bytes that a round must read on a rank: weights once a pass, of experts those that uniform routing gives to
-    somebody, and latent rows. rows: of the target's pass. tokens: of all contexts. passes, draft_rows: the module's,
+def floor_bytes(name: str, rows: int, tokens: float, passes: int, draft_rows: int, ranks: int = 1) -> float:
+    """Bytes that a round must read on one of `ranks`: weights once a pass, of experts those that uniform routing gives
+    to somebody, and latent rows. rows: of the target's pass. tokens: of all contexts. passes, draft_rows: the module's,
     and the rows of one. Embeddings and activations are left out."""
     c = CONFIGS[name]
-    hidden, heads, latent = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    hidden, heads, latent = c["hidden_size"], c["num_attention_heads"] // ranks, c["kv_lora_rank"]
     width, value = latent + c["qk_rope_head_dim"], c["v_head_dim"]
     quantised = 1 if c["quantization_config"] else 2
     projections = hidden * (c["q_lora_rank"] + width) + heads * value * hidden
     projections += c["q_lora_rank"] * heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
     absorbed = 2 * latent * heads * (c["qk_nope_head_dim"] + value)
     attention = quantised * projections + absorbed + 2 * tokens * width
-    expert = quantised * 3 * hidden * c["moe_intermediate_size"]
-    router, head = 2 * hidden * c["n_routed_experts"], 2 * hidden * c["vocab_size"]
+    expert = quantised * 3 * hidden * c["moe_intermediate_size"] // ranks
+    router, head = 2 * hidden * c["n_routed_experts"], 2 * hidden * c["vocab_size"] // ranks
 
     def expert_layer(count: int) -> float:
         missed = (1 - c["num_experts_per_tok"] / c["n_routed_experts"]) ** count
         return attention + router + expert * (c["n_routed_experts"] * (1 - missed) + c["n_shared_experts"])
 
-    dense = attention + quantised * 3 * hidden * c["intermediate_size"]
+    dense = attention + quantised * 3 * hidden * c["intermediate_size"] // ranks
     first = c["first_k_dense_replace"]
     target = first * dense + (c["num_hidden_layers"] - first) * expert_layer(rows) + head
     return float(target + passes * (expert_layer(draft_rows) + 2 * 2 * hidden * hidden + head))

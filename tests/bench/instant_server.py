@@ -5,9 +5,7 @@ import_path is `tests.bench.instant_server:build`.
 """
 
 import argparse
-import shutil
 import sys
-import tempfile
 import time
 from collections import deque
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.transport.folders import temporary_folder
 from tests.bench.coordinator import InstantExecutor
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32
 
@@ -60,19 +59,17 @@ def build(args: dict[str, Any]) -> object:
 
 def main() -> None:
     from deploy import launch
+    from deploy.haproxy import ENDING
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--no-haproxy", action="store_true")
     arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="aerie-"))
-    if not arguments.no_haproxy:
-        launch._use_haproxy(folder)
-    try:
+    with temporary_folder() as folder:
+        if not arguments.no_haproxy:
+            launch._use_haproxy(folder)
         launch._start_ray(150)
-        launch._run(arguments.config, None, DRAIN_TIMEOUT_S, [])
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        launch._run(arguments.config, None, DRAIN_TIMEOUT_S, [], folder / ENDING)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ full_ms is the median round while all requests run, without the batch's beginnin
 profiler counts in steady rounds (graph launches, copies to the host, idle share), and the floor: the bytes that a round
 must read over the rate at which this GPU copies its own memory, measured first. Markdown tables, then one JSON line.
 Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU. `--model dsv3-rank`: one rank's share of
-DeepSeek-V3 at eight ranks, which its own module drafts for (`tests.bench.deepseek_rank`).
+DeepSeek-V3 at eight ranks, which its own module drafts for, and dsv3-layers, for `--tensor-parallel 2`
+(`tests.bench.deepseek_rank`).
 """
 
 import argparse
@@ -66,7 +67,7 @@ def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_paralle
     tree = SHAPES[shape]
     if name in deepseek_rank.CONFIGS:
         steps, top_k, width = tree or (0, 1, 1)
-        read = deepseek_rank.floor_bytes(name, batch * width, tokens, steps, batch * top_k)
+        read = deepseek_rank.floor_bytes(name, batch * width, tokens, steps, batch * top_k, tensor_parallel)
         return read / copy_rate * 1e3
     size = MODELS[name]
     attention = size.hidden * (size.heads + 2 * size.kv_heads) * size.head_dim

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.configs import find_config, located
+from tests.bench import deepseek_rank
 from tests.bench.round import MODELS, SHAPES, write_checkpoints
 
 ACCEPTANCE_LENGTH = 3.0  # synthetic, of dummy weights
@@ -21,7 +22,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What `server_config` reads."""
     parser.add_argument("--config", default="eagle", help="Serve config file, or one of Aerie's (default: eagle)")
     parser.add_argument("--gpu", action="store_true", help="dummy weights of --model on a GPU in place of --config")
-    parser.add_argument("--model", choices=sorted(set(MODELS)), default="llama-3.1-8b", help="with --gpu")
+    parser.add_argument(
+        "--model", choices=sorted({*MODELS, *deepseek_rank.CONFIGS}), default="llama-3.1-8b", help="with --gpu"
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="chain", help="with --gpu (plain: no speculation)")
     parser.add_argument("--max-running", type=int, default=128, help="with --gpu")
     parser.add_argument("--memory-gb", type=float, default=24.0, help="of the KV cache, with --gpu")
@@ -38,7 +41,7 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     content = located(find_config("eagle"))
     args = content["applications"][0]["args"]
     write_checkpoints(folder, arguments.model)
-    write_tokenizer(folder / "target", MODELS[arguments.model].vocab)
+    write_tokenizer(folder / "target", _vocab(arguments.model))
     args["model"] = {
         "path": str(folder / "target"),
         "load_format": "dummy",
@@ -52,8 +55,9 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     del args["speculative"]
     tree = SHAPES[arguments.shape]
     if tree is not None:
+        has_own = arguments.model in deepseek_rank.CONFIGS
         args["speculative"] = {
-            "path": str(folder / "draft"),
+            **({"method": "mtp"} if has_own else {"path": str(folder / "draft")}),
             **dict(zip(("num_steps", "top_k", "num_draft_tokens"), tree, strict=True)),
             "synthetic_acceptance_length": ACCEPTANCE_LENGTH,
         }
@@ -64,8 +68,12 @@ def prompt_ids(arguments: argparse.Namespace) -> range:
     """Token ids that prompts may be drawn from: those of the embedded tokenizer's words, or of the dummy's."""
     if not arguments.gpu:
         return range(300, 1500)
-    vocab = MODELS[arguments.model].vocab
+    vocab = _vocab(arguments.model)
     return range(min(300, vocab // 4), min(16000, vocab))
+
+
+def _vocab(model: str) -> int:
+    return int(deepseek_rank.CONFIGS[model]["vocab_size"]) if model in deepseek_rank.CONFIGS else MODELS[model].vocab
 
 
 def label(arguments: argparse.Namespace) -> str:

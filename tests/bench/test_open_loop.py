@@ -179,12 +179,13 @@ def test_varying_a_key_leaves_the_rest() -> None:
 
 
 @pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
-def test_dummy_weights_make_a_valid_configuration(shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny", "dsv3-tiny"])
+def test_dummy_weights_make_a_valid_configuration(model: str, shape: str, tmp_path: Path) -> None:
     from deploy.checks import checked
 
     parser = argparse.ArgumentParser()
     add_options(parser)
-    given = parser.parse_args(["--gpu", "--model", "tiny", "--shape", shape, "--max-model-len", "4096"])
+    given = parser.parse_args(["--gpu", "--model", model, "--shape", shape, "--max-model-len", "4096"])
     config = checked(server_config(given, tmp_path)["applications"][0]["args"])
     assert config.model.load_format == "dummy" and (config.speculative is None) == (shape == "plain")
 

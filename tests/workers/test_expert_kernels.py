@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.experts import experts_one_by_one  # noqa: E402
+from workers.layers.kernels import expert_order  # noqa: E402
 from workers.layers.kernels import many_row_experts as many_row_module  # noqa: E402
 from workers.layers.kernels.expert_order import max_blocks, order_by_expert  # noqa: E402
 from workers.layers.kernels.expert_weights import (  # noqa: E402
@@ -103,19 +104,51 @@ def test_a_row_of_nan_lists_experts_that_there_are(spoilt: int) -> None:
     assert all(0 <= expert < 13 for expert in used[:count])
 
 
-@pytest.mark.parametrize(("block_m", "rows"), [(16, 41), (64, 41), (64, 1500)])
+def check_order(chosen: Tensor, num_experts: int, block_m: int) -> None:
+    order = order_by_expert(chosen.to(DEVICE), num_experts, block_m)
+    pairs, experts = order.pairs.cpu().view(-1, block_m), order.experts.cpu()
+    assert len(experts) == max_blocks(chosen.numel(), num_experts, block_m)
+    live = (chosen.flatten() != NOBODY).nonzero().flatten()
+    ordered = live[torch.sort(chosen.flatten()[live], stable=True).indices]
+    counts = torch.bincount(chosen.flatten()[live], minlength=num_experts)
+    num_blocks = (counts + block_m - 1) // block_m
+    used = torch.arange(num_experts).repeat_interleave(num_blocks)
+    assert experts.tolist() == used.tolist() + [NOBODY] * (len(experts) - len(used))
+    for expert, mine in enumerate(ordered.split(counts.tolist())):
+        expected = mine.tolist() + [NOBODY] * (-len(mine) % block_m)
+        assert pairs[experts == expert].flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(("block_m", "rows"), [(16, 1), (16, 41), (64, 41), (64, 1500)])
 def test_pairs_are_ordered_by_expert(block_m: int, rows: int) -> None:
+    """Of few rows by one launch, of many by two."""
     chosen = torch.randint(-1, 6, (rows, 3), generator=torch.Generator().manual_seed(block_m), dtype=torch.int32)
     chosen[chosen == 4] = NOBODY  # nobody's expert
-    order = order_by_expert(chosen.to(DEVICE), 7, block_m)
-    pairs, experts = order.pairs.cpu().view(-1, block_m), order.experts.tolist()
-    assert len(experts) == max_blocks(3 * rows, 7, block_m)
-    for expert in range(7):
-        mine = pairs[torch.tensor(experts) == expert].flatten()
-        expected = (chosen.flatten() == expert).nonzero().flatten().tolist()
-        assert mine.tolist() == expected + [NOBODY] * (-len(expected) % block_m)
-    used = [expert for expert in experts if expert != NOBODY]
-    assert used == sorted(used) and experts[len(used) :] == [NOBODY] * (len(experts) - len(used))
+    check_order(chosen, 7, block_m)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1100, 1), (300, 9)])
+@pytest.mark.parametrize("expert", [0, 256, NOBODY])
+def test_pairs_of_one_expert_and_of_none_are_ordered(shape: tuple[int, int], expert: int) -> None:
+    check_order(torch.full(shape, expert, dtype=torch.int32), 257, 64)
+
+
+@pytest.mark.parametrize("most", [1, 3, 200])
+def test_pairs_are_ordered_in_chunks_of_any_size(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many pairs as the step that is compared at once, and of several steps; with padding rows at the end, and as
+    DeepSeek-V3 chooses: the last expert is everybody's."""
+    monkeypatch.setattr(expert_order, "_MAX_CHUNKS", most)
+    chosen = torch.randint(0, 256, (613, 9), generator=torch.Generator().manual_seed(most), dtype=torch.int32)
+    chosen[:, 8], chosen[500:] = 256, NOBODY
+    check_order(chosen, 257, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 114, 256, 2048, 4096, 8192])
+def test_pairs_of_prompts_are_ordered_by_expert(rows: int) -> None:
+    chosen = torch.randint(0, 256, (rows, 9), generator=torch.Generator().manual_seed(rows), dtype=torch.int32)
+    chosen[:, 8], chosen[rows - 5 :] = 256, NOBODY
+    check_order(chosen, 257, 64)
 
 
 def weights_of(kind: str, num_experts: int, num_shared: int, seed: int) -> tuple[ExpertWeights, Tensor, Tensor]:
@@ -231,6 +264,25 @@ def test_tall_blocks_in_spans_of_columns(kind: str, block_n: int, held: bool, mo
     monkeypatch.setattr(many_row_module, "_PARTS_BYTES", 0)  # as many spans as there can be
     products = ProductTiles(block_n, 1, 2, 8), ProductTiles(64, 1, 2, 4, blocks=2 if held else 1)
     check(kind, many(ExpertTiles(64, *products)), 5 if INTERPRETED else 700, 7)
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_sums_leave_out_what_nobody_wrote(partly: bool) -> None:
+    """All parts of a padding row, some of a row whose experts other ranks have; of the second span of columns."""
+    rows, slots, span, size = 5, 3, 48, 144
+    chosen = torch.randint(0, 6, (rows, slots), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    chosen[1] = NOBODY
+    if partly:
+        chosen[3, 1] = NOBODY
+    parts = torch.randn(rows, slots, span, generator=torch.Generator().manual_seed(2)).to(DEVICE, HALF)
+    parts[(chosen == NOBODY).to(DEVICE)] = float("nan")
+    out = torch.full((rows, size), 7.0, dtype=OUT, device=DEVICE)
+    constants = {"SIZE": size, "SPAN": span, "SLOTS": slots, "BLOCK": 32, "PARTLY": partly, "PDL": False}
+    many_row_module._sum_slots[(rows, 2)](parts, chosen.to(DEVICE), out, 1, **constants)
+    expected = torch.full_like(out, 7.0)
+    first, *others = parts.nan_to_num(0.0).float().unbind(1)
+    expected[:, span : 2 * span] = sum(others, first)
+    assert torch.equal(out, expected)
 
 
 def test_routed_experts_alone() -> None:

@@ -120,10 +120,19 @@ def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -
     check(tmp_path, route._route, {"token_slot_ptr": "i64"}, constants, (4 if listed and rows > 8 else 1, 1), {})
 
 
-@pytest.mark.parametrize("block_m", [16, 128])
-def test_ordering_and_sums_fit_hopper(block_m: int, tmp_path: Path) -> None:
-    constants: dict[str, Any] = {"EXPERTS": 257, "BINS": 512, "BLOCK_M": block_m, "CHUNK": 2048}
-    check(tmp_path, expert_order._order, {}, constants, (8, 1), {})
-    check(tmp_path, expert_order._count, {}, {"CHUNK": 2048}, (8, 1), {})
-    constants = {"SIZE": 7168, "SPAN": 1792, "SLOTS": 9, "BLOCK": 1024, "PARTLY": block_m == 16}
-    check(tmp_path, many_row_experts._sum_slots, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})
+@pytest.mark.parametrize("block_m,pairs", [(16, 576), (64, 2304), (64, 73728), (128, 1 << 18)])
+def test_ordering_fits_hopper(block_m: int, pairs: int, tmp_path: Path) -> None:
+    chunk, few = expert_order.chunk_of(pairs), pairs <= 1024
+    constants: dict[str, Any] = {"EXPERTS": 257, "BINS": 512, "BLOCK_M": block_m, "CHUNK": chunk, "STEP": 256}
+    constants |= {"BLOCKS": 32, "FEW": 1024} | ({"count_ptr": None} if few else {})
+    ptx = check(tmp_path, expert_order._order, {"count_ptr": "i16"}, constants, (8, 1), {})
+    if not few:
+        assert "ld.global.v4" in ptx, "counts are read in whole vectors"
+        check(tmp_path, expert_order._count, {"count_ptr": "i16"}, {"BINS": 512, "CHUNK": chunk}, (8, 1), {})
+
+
+@pytest.mark.parametrize("partly", [True, False])
+def test_sums_fit_hopper(partly: bool, tmp_path: Path) -> None:
+    constants = {"SIZE": 7168, "SPAN": 1792, "SLOTS": 9, "BLOCK": 1024, "PARTLY": partly}
+    ptx = check(tmp_path, many_row_experts._sum_slots, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == 9 and len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) == 1

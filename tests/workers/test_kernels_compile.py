@@ -36,7 +36,16 @@ NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
     LATENT
     | dict.fromkeys(("both_ptr", "q_ptr", "q_weight_ptr", "row_weight_ptr", "pool_ptr"), "bf16")
     | {"slot_ptr": "i64"},
-    {"Q": 1536, "Q_NORMED": True, "LATENT": 512, "ROTATED": 64, "BLOCK_Q": 2048, "BLOCK_LATENT": 512, "PDL": True}
+    {
+        "ROWS": 1,
+        "Q": 1536,
+        "Q_NORMED": True,
+        "LATENT": 512,
+        "ROTATED": 64,
+        "BLOCK_Q": 2048,
+        "BLOCK_LATENT": 512,
+        "PDL": True,
+    }
     | {"q_scales_ptr": None, "BY_GROUP": False, "INTERPRETED": False},
 )
 FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i64")
@@ -358,6 +367,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     ),
     "normed_latents": (latent._normed_latents, *NORMED_LATENTS, 8),
     "normed_latents for fp8": (latent._normed_latents, *LATENTS_FP8, 8),
+    "normed_latents of many rows": (latent._normed_latents, LATENTS_FP8[0], LATENTS_FP8[1] | {"ROWS": 4}, 8),
     "absorbed keys of few rows": (head_products._head_products, LATENT, head_constants(8, 128, 512, 64), 4),
     "absorbed keys of many rows": (head_products._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),
     "values of few rows": (head_products._head_products, LATENT, head_constants(64, 512, 128, 0), 4),

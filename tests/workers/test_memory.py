@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
+from attention.expansion import MAX_TOKENS, pays
+from attention.metadata import ChunkLists
 from speculative.build import EngineSpec, plan_layout
+from tests.bench.deepseek_rank import write_config
 from tests.support.embedded import TREE, embedded_spec
 from tests.support.thread_group import on_ranks
-from workers.config import GraphCapture, SchedulerConfig, WorkerConfig
+from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.runner.device_memory import HostMemory
 from workers.runner.graphs.warm_up import largest_steps
@@ -175,6 +178,20 @@ def test_largest_steps_are_within_what_a_scheduler_plans(num_slots: int, tokens:
         entered |= set(slots)
     assert entered == set(range(num_slots))
     assert max(_num_tokens(plan) for _, plan in steps) == min(tokens, num_slots * (max_len - 2)) or tokens < num_slots
+
+
+def test_latent_rows_are_expanded_in_the_largest_steps(tmp_path: Path) -> None:
+    """As many of them as ever are."""
+    write_config(tmp_path, "dsv3-tiny")
+    source = ModelSource(str(tmp_path / "target"), load_format="dummy", max_model_len=4096)
+    worker = WorkerConfig(source, CacheConfig(16, num_pages=40), SchedulerConfig(max_running=4, max_step_tokens=256))
+    expanded = []
+    for _, plan in largest_steps(plan_layout(EngineSpec(worker))):
+        counts = tuple(len(unpack_i32(chunk.tokens)) for chunk in plan.chunks)
+        lists = ChunkLists(tuple(chunk.start for chunk in plan.chunks), counts)
+        if pays(lists):
+            expanded.append(sum(lists.starts) + sum(counts))
+    assert max(expanded) == MAX_TOKENS * 256
 
 
 def _num_tokens(plan: StepPlan) -> int:

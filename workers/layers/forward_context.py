@@ -1,13 +1,14 @@
 """What the layers of one forward pass may see: positions, where KV goes, who sees what. Made per pass, thrown away."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared
+from attention.expansion import ExpandedChunks
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.slot_mapping import row_places
@@ -42,6 +43,7 @@ class ForwardContext:
     slot_mapping: [rows] int64 where each row's KV is written.
     attending: [n] int64, the rows that attend, None for all; num_decode_rows, decode and chunks are of these.
     last: of the last layer, if fewer rows attend there.
+    expanded: the chunks of `chunks` for layers that keep latent rows, where they cost less so.
     """
 
     pool: KVPool
@@ -52,6 +54,7 @@ class ForwardContext:
     chunks: Prepared | None
     attending: Tensor | None = None
     last: "ForwardContext | None" = None
+    expanded: ExpandedChunks | None = None
 
     def attending_rows(self, x: Tensor) -> Tensor:
         """[n, ...]: of x [rows, ...] the rows that attend."""
@@ -61,6 +64,11 @@ class ForwardContext:
     def token_slots(self) -> TokenSlots:
         """Of the rows that attend: which of them are padding."""
         return TokenSlots(self.attending_rows(self.slot_mapping), self.pool.page_size)
+
+    @cached_property
+    def rounds(self) -> "ForwardContext":
+        """The same with the rows of `decode` alone attending."""
+        return replace(self, chunks=None, expanded=None)
 
     def attend(self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, scale: float) -> Tensor:
         """Turn q [rows, q_heads, head_dim] and what is kept by `angles`, keep it, and attend to the layer: [n, q_heads,
@@ -129,4 +137,7 @@ def make_context(
         decode=backends[decode.mode].prepare(decode) if decode is not None else None,
         chunks=backends[Mode.PREFILL].prepare(chunks) if chunks is not None else None,
         attending=attending.rows if attending is not None else None,
+        expanded=(
+            backends[Mode.PREFILL].expand(chunks, pool.page_size) if chunks is not None and attending is None else None
+        ),
     )

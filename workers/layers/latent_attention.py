@@ -5,8 +5,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from attention.expansion import ExpandedChunks
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
@@ -25,10 +27,11 @@ LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the o
 class LatentUpProjection(ColumnParallelLinear):
     """What makes keys and values of latent rows, cut by heads; multiplied by head after head.
 
-    heads: this rank's. Each has key_dim rows for its keys, then value_dim for its values. Once it is finished, keys:
-    [heads, key_dim, latent]; values: [heads, latent, value_dim]; deterministic: a row's products must depend on nothing
-    else."""
+    heads: this rank's. Each has key_dim rows for its keys, then value_dim for its values. Once it is finished,
+    keys_and_values: [heads * (key_dim + value_dim), latent], and views of it keys: [heads, key_dim, latent] and values:
+    [heads, latent, value_dim]; deterministic: a row's products must depend on nothing else."""
 
+    keys_and_values: Tensor
     keys: Tensor
     values: Tensor
     deterministic: bool
@@ -42,12 +45,18 @@ class LatentUpProjection(ColumnParallelLinear):
         super().finish(dataclasses.replace(options, fp8=False, deterministic=False))
         self.deterministic = options.deterministic
         assert isinstance(self.method, DenseLinearMethod), "a part of a weight is nothing that other methods have"
-        weight = self.method.dense_weight().view(self.num_heads, self.key_dim + self.value_dim, -1)
+        self.keys_and_values = self.method.dense_weight()
+        weight = self.keys_and_values.view(self.num_heads, self.key_dim + self.value_dim, -1)
         self.keys, self.values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
 
     def absorb_keys(self, q: Tensor) -> Tensor:
         """[rows, heads, latent]: what is to be multiplied with latent rows, of q [rows, heads, key_dim]."""
         return torch.bmm(q.transpose(0, 1), self.keys).transpose(0, 1)
+
+    def expand(self, latent: Tensor) -> Tensor:
+        """[rows, heads, key_dim + value_dim]: keys and values of latent rows [rows, latent]."""
+        both = F.linear(latent, self.keys_and_values)
+        return both.view(latent.shape[0], self.num_heads, self.key_dim + self.value_dim)
 
     def make_values(self, latent: Tensor) -> Tensor:
         """[rows, heads, value_dim] of weighted sums of latent rows [rows, heads, latent]."""
@@ -90,6 +99,7 @@ class LatentAttention(AttentionLayer):
         self.kv_a_layernorm = RMSNorm(latent, LATENT_EPS)
         self.kv_b_proj = LatentUpProjection(latent, heads, key_dim, value_dim)
         self.o_proj = RowParallelLinear(num_heads * value_dim, hidden_size, group, "num_attention_heads")
+        self._can_expand = all(size >= 16 and size.bit_count() == 1 for size in (key_dim, rotated_dim, value_dim))
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -128,13 +138,15 @@ class LatentAttention(AttentionLayer):
 
     def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """The same in fewer launches."""
-        from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows
         from workers.layers.kernels.head_products import head_products
         from workers.layers.kernels.latent import normed_latents
 
         rows, heads = both.shape[0], self.num_heads
-        q = torch.empty((rows, heads, self.row_dim), dtype=both.dtype, device=both.device)
-        context.plan(self.layer, q, self.scale)
+        expanded = context.expanded if self._can_expand else None
+        absorbed = context if expanded is None else context.rounds
+        num_absorbed = rows if expanded is None else context.num_decode_rows
+        q = torch.empty((num_absorbed, heads, self.row_dim), dtype=both.dtype, device=both.device)
+        absorbed.plan(self.layer, q, self.scale)
         normed = normed_latents(
             both,
             None if self.q_a_layernorm is None else self.q_a_layernorm.weight,
@@ -149,13 +161,45 @@ class LatentAttention(AttentionLayer):
         assert isinstance(projected, Tensor)
         by_head: Tensor = projected.unflatten(1, (heads, -1))  # type: ignore[no-untyped-call]
         up, fixed = self.kv_b_proj, self.kv_b_proj.deterministic
-        head_products(by_head, up.keys, q, angles, fixed=fixed)
-        out = context.attend_to_kept(self.layer, q, self.scale)
-        wanted, count = self.o_proj.method.fp8_inputs, out.shape[0]
-        if wanted is not None and wanted.by_group and self.value_dim == GROUP:
-            rounded = Fp8Rows.empty(count, heads * GROUP, True, count > wanted.many, out.device)
-            head_products(out, up.values, rounded, fixed=fixed)
-            return self.o_proj.partial(rounded)
-        values = torch.empty((count, heads, self.value_dim), dtype=out.dtype, device=out.device)
-        head_products(out, up.values, values, fixed=fixed)
+        if expanded is None:
+            head_products(by_head, up.keys, q, angles, fixed=fixed)
+            return self.o_proj.partial(self._values(context.attend_to_kept(self.layer, q, self.scale)))
+        num_values = rows if context.attending is None else context.attending.shape[0]
+        values = torch.empty((num_values, heads, self.value_dim), dtype=both.dtype, device=both.device)
+        if num_absorbed > 0:
+            head_products(by_head[:num_absorbed], up.keys, q, _rows(angles, 0, num_absorbed), fixed=fixed)
+            out = absorbed.attend_to_kept(self.layer, q, self.scale)
+            head_products(out, up.values, values[: out.shape[0]], fixed=fixed)
+        of_chunks = _rows(angles, num_absorbed, rows)
+        self._attend_expanded(by_head[num_absorbed:], of_chunks, context, expanded, values[num_absorbed:])
         return self.o_proj.partial(values.flatten(1))
+
+    def _values(self, out: Tensor) -> "Tensor | Fp8Rows":
+        """[rows, heads * value_dim] of weighted sums of latent rows [rows, heads, latent], in the form that the output
+        projection takes if a head's values are a group of it."""
+        from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows
+        from workers.layers.kernels.head_products import head_products
+
+        rows, wanted, up = out.shape[0], self.o_proj.method.fp8_inputs, self.kv_b_proj
+        if wanted is not None and wanted.by_group and self.value_dim == GROUP:
+            rounded = Fp8Rows.empty(rows, self.num_heads * GROUP, True, rows > wanted.many, out.device)
+            head_products(out, up.values, rounded, fixed=up.deterministic)
+            return rounded
+        values = torch.empty((rows, self.num_heads, self.value_dim), dtype=out.dtype, device=out.device)
+        head_products(out, up.values, values, fixed=up.deterministic)
+        return values.flatten(1)
+
+    def _attend_expanded(
+        self, q: Tensor, angles: Angles, context: ForwardContext, expanded: ExpandedChunks, out: Tensor
+    ) -> None:
+        """out [rows of chunks, heads, value_dim], of q that is not turned yet."""
+        from attention.kernels.expanded_prefill import ExpandedKV
+
+        kept = expanded.latent_rows(context.pool.layer(self.layer))
+        kv = self.kv_b_proj.expand(kept[:, : self.latent])
+        made = ExpandedKV(kv, kept[:, self.latent :], expanded.first, self.key_dim)
+        expanded.attend(q, made, angles.cos, angles.sin, angles.index, self.scale, out)
+
+
+def _rows(angles: Angles, first: int, end: int) -> Angles:
+    return dataclasses.replace(angles, index=angles.index[first:end])

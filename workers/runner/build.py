@@ -203,9 +203,10 @@ def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) 
     from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
     from workers.runner.graphs.recorder import CudaRecorder
 
-    buckets = bucket_sizes(parts.layout.scheduler.num_slots)
-    tokens = token_buckets(parts.layout.scheduler.step_token_limit) if with_chunks else ()
-    return GraphedDecoding(strategy, parts.slots, buckets, parts.layout.max_position, CudaRecorder(), tokens)
+    layout = parts.layout
+    buckets = bucket_sizes(layout.scheduler.num_slots)
+    tokens = token_buckets(layout.scheduler.step_token_limit, layout.keeps_latent_rows) if with_chunks else ()
+    return GraphedDecoding(strategy, parts.slots, buckets, layout.max_position, CudaRecorder(), tokens)
 
 
 def _capture(graphed: "GraphedDecoding", parts: EngineParts, limits: GraphCapture) -> None:

@@ -51,6 +51,6 @@ class TargetRunner(ModelRunner[Decoder]):
             ends = context.num_decode_rows + chunks.last_row_indices
             rows = torch.cat((torch.arange(context.num_decode_rows, device=ends.device), ends))
             prepared = self.backends[Mode.PREFILL].prepare(chunks.last_rows())
-            context = replace(context, last=replace(context, attending=rows, chunks=prepared))
+            context = replace(context, last=replace(context, attending=rows, chunks=prepared, expanded=None))
         output: DecoderOutput = self.model(ids, context)
         return output

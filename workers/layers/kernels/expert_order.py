@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Which rows each expert has, in two launches: for products whose programs each have rows of one expert."""
+"""Which rows each expert has, in one or two launches: for products whose programs each have rows of one expert.
+
+A stable counting sort, parallel over chunks of pairs: each chunk's pairs of each expert are counted, then each chunk
+finds its pairs' places by the counts of the chunks before it. Of few pairs every program counts all by itself.
+"""
 
 from dataclasses import dataclass
 
@@ -10,19 +14,86 @@ from torch import Tensor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
 
-_CHUNK = 2048  # pairs that are looked at together
+_STEP = 256  # pairs that are compared with each other
+_MAX_CHUNKS = 144  # where a chunk may have more pairs than _STEP: each program reads the counts of all
+_BLOCKS = 32  # that a program describes
+_FEW_PAIRS = 1024  # that are counted by every program: a launch costs more
+
+
+@triton.jit
+def _counts_of(chosen_ptr, first, end, num_pairs, SIZE: tl.constexpr, BINS: tl.constexpr):
+    """[BINS] int32: how many of the pairs first .. end - 1 each expert has, at most SIZE. The atomic additions of
+    `tl.histogram` are of integers, whose sums have no order."""
+    pair = first + tl.arange(0, SIZE)
+    chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1)
+    return tl.histogram(chosen, BINS, mask=(chosen >= 0) & (pair < end))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count(chosen_ptr, count_ptr, num_pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _count(chosen_ptr, count_ptr, num_pairs, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert, lane = tl.program_id(0), tl.arange(0, CHUNK)
-    mine = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        mine += tl.load(chosen_ptr + start + lane, mask=start + lane < num_pairs, other=-1) == expert
-    tl.store(count_ptr + expert, tl.sum(mine, 0))
+    chunk = tl.program_id(0)
+    counts = _counts_of(chosen_ptr, chunk * CHUNK, num_pairs, num_pairs, CHUNK, BINS)
+    tl.store(count_ptr + chunk * BINS + tl.arange(0, BINS), counts.to(tl.int16))
+
+
+@triton.jit
+def _table_sums(count_ptr, chunk, num_chunks, EXPERTS: tl.constexpr, BINS: tl.constexpr):
+    """[BINS] int32 each: the pairs of each expert, and of these the ones before the chunk."""
+    rows: tl.constexpr = 16
+    read: tl.constexpr = (EXPERTS + 15) // 16 * 16  # whole vectors; the others are zeros
+    row, number = tl.arange(0, rows), tl.arange(0, BINS)
+    all_counts = tl.zeros([rows, BINS], tl.int32)
+    before = tl.zeros([rows, BINS], tl.int32)
+    for first in range(0, num_chunks, rows):
+        theirs = (first + row)[:, None]
+        inside = (theirs < num_chunks) & (number < read)[None, :]
+        counts = tl.load(count_ptr + theirs * BINS + number[None, :], mask=inside, other=0).to(tl.int32)
+        all_counts += counts
+        before += tl.where(theirs < chunk, counts, 0)
+    return tl.sum(all_counts, 0), tl.sum(before, 0)
+
+
+@triton.jit
+def _place_pairs(
+    chosen_ptr, pair_ptr, places, first, num_pairs, BINS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr
+):
+    """Of one chunk. places: [BINS], each expert's next."""
+    lane, other = tl.arange(0, STEP), tl.arange(0, 32)
+    for start in range(first, tl.minimum(first + CHUNK, num_pairs), STEP):
+        pair = start + lane
+        chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1)
+        key = chosen * STEP + lane - 1
+        earlier = tl.zeros([STEP, 32], tl.int32)
+        for others in tl.static_range(0, STEP, 32):
+            other_pair = start + others + other
+            theirs = tl.load(chosen_ptr + other_pair, mask=other_pair < num_pairs, other=-1)
+            distance = key[:, None] - (theirs * STEP + others + other)[None, :]
+            # of the same expert and before: 0 .. lane - 1; every other distance is negative or larger
+            earlier += (distance.to(tl.uint32, bitcast=True) < lane[:, None].to(tl.uint32, bitcast=True)).to(tl.int32)
+        place = tl.gather(places, tl.maximum(chosen, 0), 0) + tl.sum(earlier, 1)
+        tl.store(pair_ptr + place, pair, mask=chosen >= 0)
+        if CHUNK > STEP:
+            places += tl.histogram(chosen, BINS, mask=chosen >= 0)
+
+
+@triton.jit
+def _describe_blocks(
+    pair_ptr, expert_ptr, ends, pair_ends, first, max_blocks, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Whose blocks first .. first + BLOCKS - 1 are, and nobody in their free places. ends, pair_ends: [BINS], where
+    each expert's blocks and pairs end."""
+    block = first + tl.arange(0, BLOCKS)
+    is_used = block < tl.max(ends, 0)
+    expert = tl.where(is_used, tl.sum((ends[:, None] <= block[None, :]).to(tl.int32), 0), -1)
+    tl.store(expert_ptr + block, expert, mask=block < max_blocks)
+    end = tl.gather(pair_ends, tl.maximum(expert, 0), 0)
+    place = block[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    tl.store(
+        pair_ptr + place, tl.full([BLOCKS, BLOCK_M], -1, tl.int32), mask=is_used[:, None] & (place >= end[:, None])
+    )
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
@@ -37,32 +108,29 @@ def _order(
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Programs of chunks, then programs of BLOCKS blocks. FEW: at least num_pairs where count_ptr is None."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert = tl.program_id(0)
-    number, lane = tl.arange(0, BINS), tl.arange(0, CHUNK)
-    counts = tl.load(count_ptr + number, mask=number < EXPERTS, other=0)
+    chunk, num_chunks = tl.program_id(0), tl.cdiv(num_pairs, CHUNK)
+    if count_ptr is None:
+        counts = _counts_of(chosen_ptr, 0, num_pairs, num_pairs, FEW, BINS)
+        before = _counts_of(chosen_ptr, 0, chunk * CHUNK, num_pairs, FEW, BINS)
+    else:
+        counts, before = _table_sums(count_ptr, chunk, num_chunks, EXPERTS, BINS)
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
-    first = tl.sum(tl.where(number < expert, blocks, 0), 0)
-    count = tl.sum(tl.where(number == expert, counts, 0), 0)
-    num_blocks = (count + BLOCK_M - 1) // BLOCK_M
-    place = first * BLOCK_M
-    for start in range(0, num_pairs, CHUNK):
-        chosen = tl.load(chosen_ptr + start + lane, mask=start + lane < num_pairs, other=-1)
-        is_mine = (chosen == expert).to(tl.int32)
-        tl.store(pair_ptr + place + tl.cumsum(is_mine, 0) - 1, start + lane, mask=is_mine > 0)
-        place += tl.sum(is_mine, 0)
-    end, free = (first + num_blocks) * BLOCK_M, tl.arange(0, BLOCK_M)
-    tl.store(pair_ptr + place + free, -1, mask=place + free < end)
-    step = tl.arange(0, 128)
-    for start in range(first, first + num_blocks, 128):
-        tl.store(expert_ptr + start + step, expert, mask=start + step < first + num_blocks)
-    if expert == EXPERTS - 1:
-        for start in range(first + num_blocks, max_blocks, 128):
-            tl.store(expert_ptr + start + step, -1, mask=start + step < max_blocks)
+    ends = tl.cumsum(blocks, 0)
+    firsts = (ends - blocks) * BLOCK_M
+    if chunk < num_chunks:
+        _place_pairs(chosen_ptr, pair_ptr, firsts + before, chunk * CHUNK, num_pairs, BINS, CHUNK, STEP)
+    else:
+        first = (chunk - num_chunks) * BLOCKS
+        _describe_blocks(pair_ptr, expert_ptr, ends, firsts + counts, first, max_blocks, BLOCK_M, BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -90,25 +158,39 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
     Reference: `torch.sort(chosen.flatten(), stable=True)`.
     """
     assert chosen.is_contiguous()
-    blocks = max_blocks(chosen.numel(), num_experts, block_m)
+    num_pairs, blocks = chosen.numel(), max_blocks(chosen.numel(), num_experts, block_m)
     pairs = torch.empty(blocks * block_m, dtype=torch.int32, device=chosen.device)
     experts = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
-    chunk = min(_CHUNK, max(128, triton.next_power_of_2(chosen.numel())))
+    bins, chunk = max(32, triton.next_power_of_2(num_experts)), chunk_of(num_pairs)
+    num_chunks = triton.cdiv(num_pairs, chunk)
     wait = pdl_wait(supports_pdl(chosen.device))
-    counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
-    _count[(num_experts,)](chosen, counts, chosen.numel(), CHUNK=chunk, num_warps=8, **wait)
-    _order[(num_experts,)](
+    counts = None
+    if num_pairs > _FEW_PAIRS:
+        counts = torch.empty((num_chunks, bins), dtype=torch.int16, device=chosen.device)
+        _count[(num_chunks,)](chosen, counts, num_pairs, BINS=bins, CHUNK=chunk, num_warps=8, **wait)
+    _order[(num_chunks + triton.cdiv(blocks, _BLOCKS),)](
         chosen,
         counts,
         pairs,
         experts,
-        chosen.numel(),
+        num_pairs,
         blocks,
         EXPERTS=num_experts,
-        BINS=triton.next_power_of_2(num_experts),
+        BINS=bins,
         BLOCK_M=block_m,
         CHUNK=chunk,
+        STEP=_STEP,
+        BLOCKS=_BLOCKS,
+        FEW=_FEW_PAIRS,
         num_warps=8,
         **wait,
     )
     return ExpertOrder(pairs, experts, block_m)
+
+
+def chunk_of(num_pairs: int) -> int:
+    """Pairs of a chunk."""
+    steps = triton.cdiv(num_pairs, _STEP * _MAX_CHUNKS)
+    chunk: int = _STEP * triton.next_power_of_2(max(1, steps))
+    assert chunk < 1 << 15, "counts of a chunk have 16 bits"
+    return chunk

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Experts for many rows: those of batches that verify, and of prompts. Rows are ordered by expert into blocks
-(`expert_order`); a program multiplies a block by some of its expert's columns. Five launches: two for the order; gates
-and what they gate of gathered rows; down-projections, each weighted and written to its row's place; their sums. For
-very many rows the last two go over the columns in several spans, so that what is summed stays small.
+(`expert_order`); a program multiplies a block by some of its expert's columns. Four or five launches: one or two for
+the order; gates and what they gate of gathered rows; down-projections, each weighted and written to its row's place;
+their sums. For very many rows the last two go over the columns in several spans, so that what is summed stays small.
 
 With the same kind of blocks and the same block_n of gates a row's result is a function of that row: its sums have one
 order whatever the other tiles, and are not split.
@@ -35,12 +35,12 @@ _MAX_HELD = 4  # steps of a down-projection that a program of tall blocks keeps 
 _SUM_COLUMNS = 1024
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["number"])
 def _sum_slots(
     part_ptr,
     chosen_ptr,
     out_ptr,
-    first,
+    number,
     SIZE: tl.constexpr,
     SPAN: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -48,19 +48,26 @@ def _sum_slots(
     PARTLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Columns first .. first + SPAN - 1, which part_ptr has, of [rows, SIZE]."""
+    """The columns of span `number`, which part_ptr has, of [rows, SIZE]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if not PARTLY:  # a row goes to all its experts, or, padding, to none
-        inside = (column < SPAN) & (tl.load(chosen_ptr + row * SLOTS) >= 0)
+    inside, parts = column < SPAN, part_ptr + row * SLOTS * SPAN + column
     acc = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(SLOTS):
-        if PARTLY:
-            inside = (column < SPAN) & (tl.load(chosen_ptr + row * SLOTS + slot) >= 0)
-        acc += tl.load(part_ptr + (row * SLOTS + slot) * SPAN + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + first + column, acc.to(out_ptr.dtype.element_ty), mask=column < SPAN)
+    if PARTLY:
+        for slot in tl.static_range(SLOTS):
+            is_there = inside & (tl.load(chosen_ptr + row * SLOTS + slot) >= 0)
+            acc += tl.load(parts + slot * SPAN, mask=is_there, other=0.0).to(tl.float32)
+    else:
+        # A row goes to all its experts, or, padding, to none. Of padding is read what nobody wrote, and not used, so
+        # that no part waits for `chosen`. Read once, parts make no room in the cache for themselves: it has the last
+        # that were written.
+        is_live = tl.load(chosen_ptr + row * SLOTS) >= 0
+        for slot in tl.static_range(SLOTS):
+            part = tl.load(parts + slot * SPAN, mask=inside, other=0.0, eviction_policy="evict_first")
+            acc += tl.where(is_live, part.to(tl.float32), 0.0)
+    tl.store(out_ptr + row * SIZE + number * SPAN + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
@@ -117,7 +124,7 @@ def down_projected(
             parts,
             chosen,
             out,
-            first,
+            first // span,
             SIZE=weights.size,
             SPAN=span,
             SLOTS=slots,

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 
+from attention.expansion import MAX_TOKENS
 from workers.runner.layout import EngineLayout
 from workers.runner.worker import Worker
 from workers.sampling.sampler import MAX_LOGPROBS
@@ -39,7 +40,8 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
     """The steps that take most memory, in an order in which they can run, and of what kind each is: "chunks", prompts
     that end, as many as there are slots; "rounds" of all slots, one of every shape; "both", all prompt tokens that a
     step may have beside rounds in the slots that are left. All have filters, penalties and log-probabilities, of
-    prompts too, and as much KV before them as a request may have, on the dummy page."""
+    prompts too, and as much KV before them as a request may have, on the dummy page; where latent rows are expanded
+    ("chunks" too), as much as they are expanded for."""
     num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
     per_slot = max(1, min(longest, count // num_slots))
     ends = [_end(layout, slot, per_slot) for slot in range(num_slots)]
@@ -50,13 +52,19 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
         plan = StepPlan(0, 0, pack_i32(range(num_slots)), shape, layout.max_position, shape, drafting)
         steps.append(("rounds", plan))
     num_prompts = min(num_slots, -(-count // longest))
+    if layout.keeps_latent_rows and count * MAX_TOKENS < longest:
+        steps.append(("chunks", _chunks(layout, [_part(layout, 0, (MAX_TOKENS - 1) * count, count)])))
     ends = [_end(layout, slot, min(longest, count // num_prompts)) for slot in range(num_slots)[-num_prompts:]]
     return [*steps, ("both", _chunks(layout, ends, num_rounds=num_slots - num_prompts))]
 
 
 def _end(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
     """The last `count` tokens of the longest prompt."""
-    start = layout.max_model_len - 2 - count
+    return _part(layout, slot, layout.max_model_len - 2 - count, count)
+
+
+def _part(layout: EngineLayout, slot: int, start: int, count: int) -> tuple[SlotInit, Chunk]:
+    """`count` tokens with which a prompt ends."""
     rest = SamplingParams(
         2, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, logit_bias={1: 0.1}, min_tokens=1
     )

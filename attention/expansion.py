@@ -1,0 +1,92 @@
+"""Prompt chunks over latent rows in their expanded form: instead of multiplying every head's queries into the latent
+space, which makes each pair of a row and a token three times as dear, keys and values are made by heads again, once for
+all tokens that the chunks look at. That pays where a token is looked at by many rows.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from attention.metadata import ChunkLists, PrefillBatch
+from attention.slot_mapping import row_places
+from attention.views import LatentKV
+
+if TYPE_CHECKING:
+    from attention.kernels.expanded_prefill import ExpandedKV
+
+MAX_TOKENS = 8  # by rows of the pass: keys and values are made of no more, which bounds their memory
+# Pairs of a row and a token that cost absorbed as much more as making one token's keys and values: latent x (key +
+# value) by (2 x latent - key - value), of DeepSeek's sizes.
+_PAIRS_OF_TOKEN = 170
+
+
+@dataclass(frozen=True)
+class ExpandedChunks:
+    """One batch of chunks that the host knows, to be attended layer by layer."""
+
+    batch: PrefillBatch
+    page_size: int
+    _tile_lists: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: PrefillBatch, page_size: int) -> "ExpandedChunks | None":
+        """None where that does not pay, or only the device knows the chunks."""
+        if batch.lists is None or batch.window is not None or not pays(batch.lists):
+            return None
+        return cls(batch, page_size)
+
+    @cached_property
+    def _whole(self) -> PrefillBatch:
+        """Of each request all that its chunk looks at."""
+        assert self.batch.lists is not None
+        lengths = _lengths(self.batch.lists)
+        return PrefillBatch.from_lists([0] * len(lengths), lengths, self.batch.page_table)
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        """[tokens] int64, token indices of the pool: the first chunk's, then the next one's."""
+        return row_places(self._whole, self.page_size)[1]
+
+    @property
+    def first(self) -> Tensor:
+        """[C] int32: where each chunk's tokens begin."""
+        return self._whole.qo_indptr[:-1]
+
+    def latent_rows(self, kv: LatentKV) -> Tensor:
+        """[tokens, latent + rotated] of a layer whose rows of this pass are kept."""
+        return kv.rows.view(-1, kv.rows.shape[2]).index_select(0, self._tokens)
+
+    def attend(
+        self,
+        q: Tensor,
+        made: "ExpandedKV",
+        cos: Tensor,
+        sin: Tensor,
+        index: Tensor,
+        scale: float,
+        out: Tensor,
+    ) -> Tensor:
+        """See `attention.kernels.expanded_prefill.attend_expanded`; zeros in rows that belong to no chunk."""
+        from attention.kernels.expanded_prefill import attend_expanded, expanded_tiles
+        from attention.kernels.prefill_plan import plan_tiles
+
+        tiles = expanded_tiles(q.itemsize)
+        if tiles.block_m not in self._tile_lists:
+            self._tile_lists[tiles.block_m] = plan_tiles(self.batch, tiles.block_m)
+        if self.batch.is_padded:
+            out.zero_()
+        return attend_expanded(q, made, cos, sin, index, self._tile_lists[tiles.block_m], tiles, scale, out)
+
+
+def pays(lists: ChunkLists) -> bool:
+    """Whether these chunks cost less expanded, and no more memory than they may."""
+    tokens, rows = sum(_lengths(lists)), sum(lists.counts)
+    pairs = sum(n * start + n * n // 2 for start, n in zip(lists.starts, lists.counts, strict=True))
+    return 0 < tokens <= min(MAX_TOKENS * rows, rows + pairs // _PAIRS_OF_TOKEN)
+
+
+def _lengths(lists: ChunkLists) -> list[int]:
+    """Tokens that each chunk looks at, its own among them."""
+    return [start + n if n else 0 for start, n in zip(lists.starts, lists.counts, strict=True)]

@@ -1,0 +1,212 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Causal attention of ragged prompt chunks over keys and values by heads that were made of latent rows for this pass
+(see `attention.expansion`). A head's keys are its own part and one that all heads share, which alone is turned.
+
+A program takes a tile of neighbouring rows with one head; tiles are those of `attention.kernels.prefill_plan`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate
+from attention.kernels.prefill import PrefillTiles, hidden_of_chunk
+from attention.kernels.prefill_plan import TILE_FIELDS
+from attention.metadata import PrefillBatch
+
+
+@triton.jit
+def _attend_tiles(
+    low,
+    high,
+    q,
+    q_turned,
+    kv_ptr,
+    turned_ptr,
+    kv_stride,
+    turned_stride,
+    position,
+    last,
+    scale_log2,
+    top,
+    total,
+    acc,
+    KEY: tl.constexpr,
+    TURNED: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """KV positions low .. high - 1 for rows at `position` [M]; without MASKED every row sees all of them."""
+    n = tl.arange(0, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        column = start + n
+        token = tl.minimum(column, last).to(tl.int64)[:, None]
+        kv = kv_ptr + token * kv_stride
+        k = tl.load(kv + tl.arange(0, KEY)[None, :])
+        v = tl.load(kv + KEY + tl.arange(0, VALUE)[None, :])
+        turned = tl.load(turned_ptr + token * turned_stride + tl.arange(0, TURNED)[None, :])
+        if UPCAST:
+            k, v, turned = k.to(tl.float32), v.to(tl.float32), turned.to(tl.float32)
+        scores = tl.dot(q_turned, tl.trans(turned), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+        if MASKED:
+            scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
+        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
+    return top, total, acc
+
+
+@triton.jit
+def _attend_expanded(
+    q_ptr,
+    kv_ptr,
+    turned_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    angle_ptr,
+    first_ptr,
+    tiles_ptr,
+    scale_log2,
+    q_row_stride,
+    q_head_stride,
+    kv_row_stride,
+    turned_row_stride,
+    out_row_stride,
+    KEY: tl.constexpr,
+    TURNED: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head = tl.program_id(0)
+    tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
+    chunk = tl.load(tile)
+    if chunk < 0:
+        return
+    first, end, start = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    m = tl.arange(0, BLOCK_M)
+    live = first + m < end
+    row = (first + m).to(tl.int64)
+    q_row = q_ptr + row[:, None] * q_row_stride + head * q_head_stride
+    q = tl.load(q_row + tl.arange(0, KEY)[None, :], mask=live[:, None], other=0.0)
+    both = tl.load(q_row + KEY + tl.arange(0, TURNED)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    angle = tl.load(angle_ptr + row, mask=live, other=0)[:, None] * (TURNED // 2) + tl.arange(0, TURNED // 2)[None, :]
+    cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+    x, y = tl.split(tl.reshape(both, (BLOCK_M, TURNED // 2, 2)))
+    q_turned = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), (BLOCK_M, TURNED)).to(q.dtype)
+    if UPCAST:
+        q, q_turned = q.to(tl.float32), q_turned.to(tl.float32)
+    position, last = start + m, start + tl.minimum(BLOCK_M, end - first) - 1
+    kv_first = tl.load(first_ptr + chunk).to(tl.int64)
+    kv = kv_ptr + kv_first * kv_row_stride + head * (KEY + VALUE)
+    turned = turned_ptr + kv_first * turned_row_stride
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
+    seen_by_all = (start + 1) // BLOCK_N * BLOCK_N
+    top, total, acc = _attend_tiles(
+        0, seen_by_all, q, q_turned, kv, turned, kv_row_stride, turned_row_stride, position, last, scale_log2,
+        top, total, acc, KEY, TURNED, VALUE, BLOCK_N, False, UPCAST,
+    )  # fmt: skip
+    top, total, acc = _attend_tiles(
+        seen_by_all, last + 1, q, q_turned, kv, turned, kv_row_stride, turned_row_stride, position, last, scale_log2,
+        top, total, acc, KEY, TURNED, VALUE, BLOCK_N, True, UPCAST,
+    )  # fmt: skip
+    out = out_ptr + row[:, None] * out_row_stride + head * VALUE + tl.arange(0, VALUE)[None, :]
+    tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@dataclass(frozen=True)
+class ExpandedKV:
+    """What latent rows became: those of all tokens of all chunks' requests, one chunk after the other.
+
+    kv: [tokens, heads, key_dim + value_dim], contiguous. turned: [tokens, rotated], the part of keys that heads share,
+        turned; last stride 1. first: [C] int32, each chunk's first token.
+    """
+
+    kv: Tensor
+    turned: Tensor
+    first: Tensor
+    key_dim: int
+
+
+def expanded_tiles(itemsize: int) -> PrefillTiles:
+    """The table; block_m: rows of a head. The fastest of nine on an H200 (tests/bench/RESULTS.md)."""
+    if INTERPRETED:
+        return PrefillTiles(16, 16, 1, 1)
+    if itemsize == 4:
+        return PrefillTiles(32, 16, 4, 1)
+    return PrefillTiles(128, 64, 8, 3)
+
+
+def attend_expanded(
+    q: Tensor,
+    made: ExpandedKV,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    tile_list: Tensor,
+    tiles: PrefillTiles,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """out [rows, heads, value_dim] = attention of q [rows, heads, key_dim + rotated], whose rotated part is not turned
+    yet, each row of the tokens up to its own; rows that belong to no chunk stay as they are. Sizes of q's and out's
+    parts are powers of two.
+
+    cos, sin: [any, rotated / 2] float32; index: [rows] int64, which of them turn a row of q.
+    tile_list: [num_tiles, TILE_FIELDS] int32, of `plan_tiles` with tiles.block_m rows each. scale: positive.
+    """
+    (_, heads, value_dim), rotated = out.shape, made.turned.shape[1]
+    assert q.stride(2) == out.stride(2) == made.turned.stride(1) == 1 and out.stride(1) == value_dim and scale > 0
+    assert q.shape[1:] == (heads, made.key_dim + rotated) and made.kv.shape[1:] == (heads, made.key_dim + value_dim)
+    assert made.kv.is_contiguous() and tile_list.is_contiguous() and cos.shape[1] == rotated // 2
+    _attend_expanded[(heads, tile_list.shape[0])](
+        q,
+        made.kv,
+        made.turned,
+        out,
+        cos,
+        sin,
+        index,
+        made.first,
+        tile_list,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        made.kv.stride(0),
+        made.turned.stride(0),
+        out.stride(0),
+        KEY=made.key_dim,
+        TURNED=rotated,
+        VALUE=value_dim,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        UPCAST=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
+
+
+def reference(q_turned: Tensor, made: ExpandedKV, batch: PrefillBatch, scale: float) -> Tensor:
+    """The same for q whose rotated part is turned, chunk by chunk in float64."""
+    key_dim, value_dim = made.key_dim, made.kv.shape[2] - made.key_dim
+    out = torch.zeros((*q_turned.shape[:2], value_dim), dtype=torch.float64, device=q_turned.device)
+    starts, indptr, first = batch.starts.tolist(), batch.qo_indptr.tolist(), made.first.tolist()
+    for c, start in enumerate(starts):
+        mine = slice(indptr[c], indptr[c + 1])
+        rows = mine.stop - mine.start
+        tokens = slice(first[c], first[c] + start + rows)
+        kv, turned = made.kv[tokens].double(), made.turned[tokens].double()
+        scores = torch.einsum("rhd,nhd->hrn", q_turned[mine, :, :key_dim].double(), kv[..., :key_dim])
+        scores += torch.einsum("rhd,nd->hrn", q_turned[mine, :, key_dim:].double(), turned)
+        weights = (scores * scale).masked_fill(hidden_of_chunk(start, rows, None).to(q_turned.device), float("-inf"))
+        out[mine] = torch.einsum("hrn,nhd->rhd", weights.softmax(-1), kv[..., key_dim:])
+    return out
