@@ -162,7 +162,8 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     down_splits = 1
     while down_splits < 8 and down_splits * sizes.size / 128 < 1.5 * MULTIPROCESSORS:
         down_splits *= 2
-    down_stages = {16: 6, 32: 5}.get(block_m, 3)  # two programs to a multiprocessor, of which registers are the limit
+    # Up to 32 rows a program fits beside one of the first product; of 64, registers leave room for two of three stages.
+    down_stages = 4 if block_m == 16 else 3
     return ExpertTiles(
         block_m, ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, down_stages, warps=8)
     )
