@@ -75,9 +75,11 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
         if few:
             constants |= {"SPLITS": product.splits}
             if is_first:
-                pieces = sizes.width // product.block_n * product.splits * 32 * product.warps
+                pieces = sizes.width // product.block_n * product.splits * product.warps
                 constants |= {"SPAN": sizes.size // step // product.splits, "PIECE": sizes.size * sizes.width // pieces}
                 constants |= {"NEXT": next_experts(sizes.size, sizes.width, 128 // sizes.step, product)}
+                constants |= {"THREADS": 32 * product.warps}
+                assert constants["NEXT"] > 0
             kernel: Any = few_row_experts._gate_up if is_first else few_row_experts._down
         elif tall:
             gates, downs = tall_block_experts.gate_up_of_tall_blocks, tall_block_experts.down_of_tall_blocks

@@ -170,10 +170,10 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
 
 
 def next_experts(size: int, width: int, itemsize: int, gate_up: ProductTiles) -> int:
-    """Of how many experts the programs of the first product ask for the down-projections, each of all its threads for
-    a piece of equal length; 0 where lengths do not come out as multiples of 16 bytes."""
+    """Of how many experts the programs of the first product ask for the down-projections, each warp for a piece of
+    equal length; 0 where lengths do not come out as multiples of 16 bytes."""
     each = size * width * itemsize
-    pieces = width // gate_up.block_n * gate_up.splits * 32 * gate_up.warps
+    pieces = width // gate_up.block_n * gate_up.splits * gate_up.warps
     return 0 if each % (16 * pieces) else _NEXT_BYTES // each
 
 

@@ -67,6 +67,7 @@ def _gate_up(
     SPAN: tl.constexpr,
     NEXT: tl.constexpr,
     PIECE: tl.constexpr,
+    THREADS: tl.constexpr,
     IN_FP8: tl.constexpr,
     BY_GROUP: tl.constexpr,
     PDL: tl.constexpr,
@@ -106,11 +107,10 @@ def _gate_up(
             x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
     if NEXT > 0:
-        threads: tl.constexpr = SIZE * WIDTH // (PIECE * blocks * SPLITS)
-        if turn >= 0:
-            piece = tl.program_id(0) * threads + tl.arange(0, threads)
-            pieces = down_ptr + next_expert.to(tl.int64) * (SIZE * WIDTH) + piece * PIECE
-            prefetch(pieces, PIECE * (down_ptr.dtype.element_ty.primitive_bitwidth // 8), INTERPRETED)
+        thread = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
+        pieces = down_ptr + next_expert.to(tl.int64) * (SIZE * WIDTH) + thread // 32 * PIECE
+        piece_bytes: tl.constexpr = PIECE * (down_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(pieces, tl.where((thread % 32 == 0) & (turn >= 0), piece_bytes, 0), INTERPRETED)
     if SPLITS > 1:
         place = tile * blocks + block
         # outputs of a row lie side by side, and of rows that are not there nothing is written or read
@@ -311,7 +311,8 @@ def inner_rows(
         SPLITS=gate_up.splits,
         SPAN=size // step // gate_up.splits,
         NEXT=next_experts(size, width, values.itemsize, gate_up),
-        PIECE=size * width // (blocks * gate_up.splits * 32 * gate_up.warps),
+        PIECE=size * width // (blocks * gate_up.splits * gate_up.warps),
+        THREADS=32 * gate_up.warps,
         IN_FP8=weights.in_fp8,
         BY_GROUP=weights.by_group,
         INTERPRETED=INTERPRETED,

@@ -132,11 +132,11 @@ def _fp8_gemm(
         if GATED:
             up_ahead = up_ahead + (tl.load(w_tile + N * (GROUPS * 128)),)
     if PREFETCH:
-        # two pieces of each row of W
-        half: tl.constexpr = (SPAN - AHEAD) * 64
-        piece = tl.arange(0, 2 * BLOCK_N)
-        w_row = tl.minimum(tile * BLOCK_N + piece // 2, N - 1).to(tl.int64) * (GROUPS * 128)
-        prefetch(w_ptr + w_row + (first + AHEAD) * 128 + piece % 2 * half, half, INTERPRETED)
+        # every second thread a row of W
+        thread = tl.arange(0, 2 * BLOCK_N)
+        w_row = tl.minimum(tile * BLOCK_N + thread // 2, N - 1).to(tl.int64) * (GROUPS * 128)
+        row_bytes = tl.where(thread % 2 == 0, (SPAN - AHEAD) * 128, 0)
+        prefetch(w_ptr + w_row + (first + AHEAD) * 128, row_bytes, INTERPRETED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if ROWS > 0:

@@ -7,16 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
-def prefetch(pointers, NUM_BYTES: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Asks for NUM_BYTES, a multiple of 16, from each of `pointers` on, which are aligned to as many; as many pointers
-    as the program has threads, else threads ask twice. Does not wait (PTX ISA, cp.async.bulk.prefetch)."""
-    tl.static_assert(NUM_BYTES % 16 == 0)
+def prefetch(pointers, num_bytes, INTERPRETED: tl.constexpr):
+    """Asks for num_bytes, multiples of 16, from each of `pointers` on, which are aligned to as many; for nothing where
+    that is 0. As many pointers as the program has threads, else threads ask twice. Those of a warp ask one after the
+    other, so let few of them ask for much. Does not wait (PTX ISA, cp.async.bulk.prefetch)."""
     if not INTERPRETED:
-        addresses = pointers.to(tl.int64)
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r",
-            [addresses, NUM_BYTES],
+            [pointers.to(tl.int64), num_bytes],
             tl.int32,
             False,
             1,
