@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from tests.workers.test_expert_kernels import HALF, SMALL, token_slots  # noqa: E402
 from workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
+from workers.layers.experts import Experts  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
 from workers.layers.kernels.fp8_rows import FP8  # noqa: E402
@@ -56,6 +57,11 @@ def finished(layer: MixtureOfExperts, options: GEMMOptions) -> MixtureOfExperts:
     return layer
 
 
+def addresses(experts: Experts) -> set[int]:
+    """Of weights, not of scales."""
+    return {parameter.data_ptr() for parameter in experts.parameters() if parameter.element_size() <= 2}
+
+
 def workspace_of(layer: MixtureOfExperts) -> Workspace:
     sizes = [module.workspace_size() for module in layer.modules() if isinstance(module, WeightedModule)]
     shapes = [module.shape for module in layer.modules() if isinstance(module, LinearBase)]
@@ -68,8 +74,9 @@ def workspace_of(layer: MixtureOfExperts) -> Workspace:
 def test_a_layer_of_kernels_answers_as_in_torch(kind: str, num_shared: int, deterministic: bool) -> None:
     """Shared experts become experts, whose weights are kept as they are; without the kernels they are an MLP."""
     ours, plain = layer_of(kind, num_shared), layer_of(kind, num_shared)
-    workspace = workspace_of(ours)
+    workspace, loaded = workspace_of(ours), addresses(ours.experts)
     finished(ours, GEMMOptions(workspace, deterministic, fp8=True))
+    assert addresses(ours.experts) <= loaded, "weights moved, and left holes in memory"
     finished(plain, GEMMOptions())
     assert ours.shared_experts is None and (plain.shared_experts is not None) == (num_shared > 0)
     if kind != "half":

@@ -53,6 +53,14 @@ class ExpertsShape:
         """Without shared ones."""
         return self.held.size
 
+    def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
+        """[num_experts + num_shared, rows, columns] for a matrix of each expert, zeros for shared ones. They have room
+        from the first on: tensors that grew once all are loaded would leave holes in memory, of DeepSeek-V3 a third of
+        its weights."""
+        weights = torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)
+        weights[self.num_experts :].zero_()
+        return weights
+
     @property
     def held_if_some(self) -> Span | None:
         """None if no other rank has others."""
@@ -170,29 +178,31 @@ class DenseExperts(ExpertsMethod):
 
 
 class UnquantizedExperts(DenseExperts):
-    """Weights of its own, in bfloat16, float16 or float32."""
+    """Weights of its own, in bfloat16, float16 or float32, with room for those that may be joined."""
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__(shape)
 
         def stacked(one: LinearShape) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape.num_experts, one.out_features, one.in_features), requires_grad=False)
+            return nn.Parameter(shape.stacked(one, torch.get_default_dtype()), requires_grad=False)
 
         self.gate_up, self.down = stacked(shape.gate_up), stacked(shape.down)
+        self._num_used = shape.num_experts
 
     def dense_weights(self) -> tuple[Tensor, Tensor]:
-        return self.gate_up, self.down
+        return self.gate_up[: self._num_used], self.down[: self._num_used]
 
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
         if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
             return False
-        from workers.layers.fused_experts import fuses, with_shared_columns, with_shared_rows
+        from workers.layers.fused_experts import fuses, shared_columns, shared_rows
 
-        num_shared = self.shape.num_shared
+        num_shared, num_experts = self.shape.num_shared, self.shape.num_experts
         if not num_shared or not fuses(self.shape.size, self.shape.width, options):
             return False
-        self.gate_up.data = with_shared_rows(self.gate_up.data, gate_up.weight.data, num_shared)
-        self.down.data = with_shared_columns(self.down.data, down.weight.data, num_shared)
+        self.gate_up.data[num_experts:].copy_(shared_rows(gate_up.weight.data, num_shared))
+        self.down.data[num_experts:].copy_(shared_columns(down.weight.data, num_shared))
+        self._num_used += num_shared
         return True
 
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
@@ -201,8 +211,8 @@ class UnquantizedExperts(DenseExperts):
         mine.data[expert, part.offset : part.offset + part.rows.size].copy_(part.cut(full))
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        for parameter in (self.gate_up, self.down):
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+        for weights in self.dense_weights():
+            weights.data.normal_(0.0, 0.02, generator=generator)
 
 
 class Experts(WeightedModule):

@@ -44,22 +44,17 @@ def workspace_size(held: Span, num_shared: int, experts_per_token: int, size: in
     return max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes)
 
 
-def with_shared_rows(experts: Tensor, mlp: Tensor, num_shared: int) -> Tensor:
-    """[experts + num_shared, rows, columns]: gates above what they gate of experts, and after them of those that `mlp`
-    [num_shared * rows, columns], all gates above all that they gate, is together. Weights, or their scales."""
-    return _joined(experts, mlp.view(2, num_shared, -1, mlp.shape[1]).transpose(0, 1).flatten(1, 2))
+def shared_rows(mlp: Tensor, num_shared: int) -> Tensor:
+    """[num_shared, rows, columns], gates above what they gate: the experts that `mlp` [num_shared * rows, columns], all
+    gates above all that they gate, is together. Weights, or their scales."""
+    return mlp.view(2, num_shared, -1, mlp.shape[1]).transpose(0, 1).flatten(1, 2)
 
 
-def with_shared_columns(experts: Tensor, mlp: Tensor, num_shared: int) -> Tensor:
-    """The same of down-projections: mlp [rows, num_shared * columns]; or [rows, columns] for scales of whole rows."""
-    is_whole = mlp.shape[1] == experts.shape[2] and experts.shape[2] == 1
+def shared_columns(mlp: Tensor, num_shared: int) -> Tensor:
+    """The same of down-projections: mlp [rows, num_shared * columns]; or [rows, 1] for scales of whole rows."""
+    is_whole = mlp.shape[1] == 1
     each = mlp.unsqueeze(1).expand(-1, num_shared, -1) if is_whole else mlp.view(mlp.shape[0], num_shared, -1)
-    return _joined(experts, each.transpose(0, 1))
-
-
-def _joined(experts: Tensor, shared: Tensor) -> Tensor:
-    numbers = torch.uint8 if experts.element_size() == 1 else experts.dtype  # torch joins no numbers of eight bits
-    return torch.cat((experts.view(numbers), shared.contiguous().view(numbers))).view(experts.dtype)
+    return each.transpose(0, 1)
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 class Fp8Experts(DenseExperts):
-    """weights: gate_up and down of all experts, float8_e4m3fn; none once they are finished where nothing multiplies
-    FP8. scales: by matrix, of all experts, float32 [experts, scales of rows, scales of columns], until `finish`."""
+    """weights: gate_up and down of all experts, float8_e4m3fn, with room for those that may be joined; none once they
+    are finished where nothing multiplies FP8. scales: by matrix, of all experts, float32 [experts, scales of rows,
+    scales of columns], until `finish`."""
 
     def __init__(self, shape: ExpertsShape, scheme: Fp8Scheme) -> None:
         super().__init__(shape)
         self.kinds = ("weight", scheme.kind)
         self.scheme, self._dtype = scheme, torch.get_default_dtype()
         self.weights = nn.ParameterList(
-            empty(shape.num_experts, one.out_features, one.in_features, dtype=FP8)
-            for one in (shape.gate_up, shape.down)
+            nn.Parameter(shape.stacked(one, FP8), requires_grad=False) for one in (shape.gate_up, shape.down)
         )
         self.scales = nn.ParameterDict(
             {part.name: empty(shape.num_experts, *scheme.num_scales(part), dtype=torch.float32) for part in shape.parts}
@@ -60,7 +60,7 @@ class Fp8Experts(DenseExperts):
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         for weights in self.weights:
-            for expert in weights.data:
+            for expert in weights.data[: self.shape.num_experts]:
                 fill_dummy(expert, generator)
         for part in self.shape.parts:
             self.scales[part.name].data.fill_(dummy_scale(part.columns.total))
@@ -98,7 +98,7 @@ class Fp8Experts(DenseExperts):
         super().finish(options)
 
     def _keep(self, options: GEMMOptions) -> None:
-        from workers.layers.fused_experts import FusedExperts, with_shared_columns, with_shared_rows
+        from workers.layers.fused_experts import FusedExperts, shared_columns, shared_rows
         from workers.layers.kernels.expert_weights import ExpertWeights
 
         assert options.workspace is not None, "comes with fp8"
@@ -109,18 +109,18 @@ class Fp8Experts(DenseExperts):
         ]
         num_shared = shape.num_shared if self._shared is not None else 0
         if self._shared is not None:
-            for i, (method, join) in enumerate(zip(self._shared, (with_shared_rows, with_shared_columns), strict=True)):
+            for i, (method, by_expert) in enumerate(zip(self._shared, (shared_rows, shared_columns), strict=True)):
                 weight, scale = method.weight_and_scales()
-                self.weights[i].data = join(self.weights[i].data, weight, num_shared)
-                scales[i] = join(scales[i], scale, num_shared)
-        gate_up, down = (weights.data for weights in self.weights)
+                self.weights[i].data[shape.num_experts :].copy_(by_expert(weight, num_shared))
+                scales[i] = torch.cat((scales[i], by_expert(scale, num_shared)))
+        gate_up, down = (weights.data[: shape.num_experts + num_shared] for weights in self.weights)
         weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
         self._fused = FusedExperts(weights, options.workspace, options.deterministic, self._dtype)
         self._shared, self.scales = None, nn.ParameterDict()
 
     def _all_dequantised(self, weights: Tensor, shape: LinearShape) -> Tensor:
         """Expert by expert: scales of all, as large as the weights, would take four times their memory."""
-        dense = torch.empty(weights.shape, dtype=self._dtype, device=weights.device)
+        dense = torch.empty((self.shape.num_experts, *weights.shape[1:]), dtype=self._dtype, device=weights.device)
         for part in shape.parts:
             block = self.scheme.block_of(part)
             for expert in range(self.shape.num_experts):
