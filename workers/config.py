@@ -189,7 +189,7 @@ class GraphCapture:
     limit_gb: GB (10^9 bytes) of GPU memory for all but greedy and plainly random rounds, which are captured whatever
         that takes. What does not fit stays without a graph.
     busy_interval_s: seconds from the end of one capture to the next while requests run, which wait for it meanwhile;
-        an idle engine captures all the time.
+        an engine that has been idle for half a second captures all the time.
     """
 
     limit_s: float = 0.0

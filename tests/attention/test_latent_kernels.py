@@ -30,7 +30,6 @@ from workers.layers.kernels import latent as layer_kernels  # noqa: E402
 from workers.layers.kernels.fp8_rows import Fp8Rows, quantize_rows  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
-from workers.layers.linear_method import Fp8Inputs  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 
 pytestmark = MARKS
@@ -230,31 +229,6 @@ def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: b
         results.append((q, rows))
     for ours, theirs in zip(*results, strict=True):
         close(ours, theirs, dtype)
-
-
-def test_rows_of_programs_that_have_several_are_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Normed and turned, to the bit; the last program has fewer rows."""
-    torch.manual_seed(6)
-    rows, q_size, latent, rotated = (10, 256, 32, 16) if INTERPRETED else (2051, 1536, 512, 64)
-    monkeypatch.setattr(layer_kernels, "_MANY_ROWS", 10)
-    dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    both = torch.randn((rows, q_size + latent + rotated), device=DEVICE).to(dtype)
-    weights = torch.rand(q_size, device=DEVICE).to(dtype), torch.rand(latent, device=DEVICE).to(dtype)
-    angles, slots = random_angles(rows, rotated), torch.randperm(rows, device=DEVICE) + 1
-
-    def normed(first: int, end: int, wanted: Fp8Inputs | None) -> tuple[Tensor, ...]:
-        mine = slice(first, end)
-        kv = LatentKV(torch.zeros((rows // 16 + 1, 16, latent + rotated), dtype=dtype, device=DEVICE), latent)
-        some = Angles(angles.cos, angles.sin, angles.index[mine])
-        q = layer_kernels.normed_latents(both[mine], *weights, 1e-6, some, kv, slots[mine], wanted=wanted)
-        kept = kv.rows.view(-1, latent + rotated)[slots[mine]]
-        return (q, kept) if isinstance(q, Tensor) else (q.values.view(torch.uint8), q.scales, kept)
-
-    for wanted in (None, Fp8Inputs(True, 8)):
-        together = normed(0, rows, wanted)
-        parts = [normed(first, min(first + 9, rows), wanted) for first in range(0, rows, 9)]
-        for whole, part in zip(together, zip(*parts, strict=True), strict=True):
-            assert torch.equal(whole, torch.cat(part))
 
 
 @pytest.mark.parametrize("rows", [1, 21, 70])

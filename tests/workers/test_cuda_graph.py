@@ -95,8 +95,7 @@ def test_rarer_kinds_have_fewer_buckets() -> None:
 def test_what_auto_plans_on_a_gpu_is_captured() -> None:
     """No step of prompts runs eagerly unless `max_step_tokens` asks for longer ones."""
     assert token_buckets(MAX_STEP_TOKENS["cuda"]) == TOKEN_BUCKETS and TOKEN_BUCKETS[-1] == MAX_STEP_TOKENS["cuda"]
-    assert token_buckets(8192) == TOKEN_BUCKETS and token_buckets(8192, latent_rows=True)[-1] == 1024
-    assert token_buckets(600, latent_rows=True) == token_buckets(600) == (16, 64, 128, 256, 384, 512, 600)
+    assert token_buckets(8192) == TOKEN_BUCKETS and token_buckets(600) == (16, 64, 128, 256, 384, 512, 600)
 
 
 @pytest.mark.parametrize("max_running", [1, 2, 8, 40, 128])

@@ -19,7 +19,7 @@ from workers.layers.kernels import (
     short_block_experts,
     tall_block_experts,
 )  # noqa: E402
-from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles, next_experts  # noqa: E402
+from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
@@ -75,11 +75,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
         if few:
             constants |= {"SPLITS": product.splits}
             if is_first:
-                pieces = sizes.width // product.block_n * product.splits * product.warps
-                constants |= {"SPAN": sizes.size // step // product.splits, "PIECE": sizes.size * sizes.width // pieces}
-                constants |= {"NEXT": next_experts(sizes.size, sizes.width, 128 // sizes.step, product)}
-                constants |= {"THREADS": 32 * product.warps}
-                assert constants["NEXT"] > 0
+                constants |= {"SPAN": sizes.size // step // product.splits}
             kernel: Any = few_row_experts._gate_up if is_first else few_row_experts._down
         elif tall:
             gates, downs = tall_block_experts.gate_up_of_tall_blocks, tall_block_experts.down_of_tall_blocks

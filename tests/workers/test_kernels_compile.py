@@ -37,7 +37,6 @@ NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
     | dict.fromkeys(("both_ptr", "q_ptr", "q_weight_ptr", "row_weight_ptr", "pool_ptr"), "bf16")
     | {"slot_ptr": "i64"},
     {
-        "ROWS": 1,
         "Q": 1536,
         "Q_NORMED": True,
         "LATENT": 512,
@@ -159,7 +158,6 @@ def test_product_of_few_fp8_rows_fits_hopper(
         "SPLITS": tiles.splits,
         "SPAN": tiles.span(k),
         "AHEAD": tiles.ahead,
-        "PREFETCH": tiles.prefetch,
         "ROWS": fp8_tiles.rounding_rows(rows) if columns else 0,
         "COLUMNS": columns,
         "GATED": gated,
@@ -175,9 +173,6 @@ def test_product_of_few_fp8_rows_fits_hopper(
     # launched early, it reads of W, which nobody writes, before it waits, and of nothing else
     before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
     assert ("ld.global" in before_the_wait) == (tiles.ahead > 0)
-    assert (
-        before_the_wait.count("cp.async.bulk.prefetch.L2") == ptx.count("cp.async.bulk.prefetch.L2") == tiles.prefetch
-    )
     assert ("fence.proxy.async;" in ptx) == (columns > 0)
 
 
@@ -367,7 +362,6 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     ),
     "normed_latents": (latent._normed_latents, *NORMED_LATENTS, 8),
     "normed_latents for fp8": (latent._normed_latents, *LATENTS_FP8, 8),
-    "normed_latents of many rows": (latent._normed_latents, LATENTS_FP8[0], LATENTS_FP8[1] | {"ROWS": 4}, 8),
     "absorbed keys of few rows": (head_products._head_products, LATENT, head_constants(8, 128, 512, 64), 4),
     "absorbed keys of many rows": (head_products._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),
     "values of few rows": (head_products._head_products, LATENT, head_constants(64, 512, 128, 0), 4),

@@ -205,7 +205,7 @@ def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) 
 
     layout = parts.layout
     buckets = bucket_sizes(layout.scheduler.num_slots)
-    tokens = token_buckets(layout.scheduler.step_token_limit, layout.keeps_latent_rows) if with_chunks else ()
+    tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
     return GraphedDecoding(strategy, parts.slots, buckets, layout.max_position, CudaRecorder(), tokens)
 
 

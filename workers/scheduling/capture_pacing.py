@@ -1,12 +1,16 @@
 """When an engine that serves captures another step. Pure; used by `workers.scheduling.scheduler`.
 
-A capture keeps the ranks busy for about a tenth of a second, in which nobody gets a token. So it waits until nobody is
-there; where requests never leave, one comes now and then, for each makes further steps cheaper.
+A capture keeps the ranks busy for 30 ms to 0.2 s, in which nobody gets a token. So it waits until nobody has been there
+for a moment, since who comes back soon would meet it; where requests never leave, one comes now and then, for each
+makes further steps cheaper.
 """
 
+import math
 from collections.abc import Callable
 
 from workers.scheduling.plan import GraphCount
+
+IDLE_S = 0.5  # after the last request
 
 
 class CapturePacing:
@@ -20,6 +24,7 @@ class CapturePacing:
     def __init__(self, busy_interval_s: float, clock: Callable[[], float]) -> None:
         self._interval_s = busy_interval_s
         self._clock = clock
+        self._last_request_s = -math.inf
         self.reset()
 
     def reset(self) -> None:
@@ -30,11 +35,14 @@ class CapturePacing:
 
     def is_due(self, is_idle: bool) -> bool:
         """Whether nothing may be planned but a capture, once no step is in flight. is_idle: no request is there."""
+        now_s = self._clock()
+        if not is_idle:
+            self._last_request_s = now_s
         if self.in_flight:
             return True
         if self.graphs.num_waiting == 0:
             return False
-        return is_idle or self._clock() >= self._since_s + self._interval_s
+        return now_s >= self._since_s + self._interval_s or now_s >= self._last_request_s + IDLE_S
 
     def has_ended(self, graphs: GraphCount) -> bool:
         """A result has come, and says that there are so many graphs now. Whether it is that of a capture."""

@@ -10,9 +10,6 @@ from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS
 from workers.layers.linear_method import Span
 
 MAX_FEW_ROWS = MAX_LISTED
-_NEXT_BYTES = (
-    20 << 20
-)  # of down-projections, as many as memory gives from the end of one product to the next one's start
 
 
 @dataclass(frozen=True)
@@ -167,14 +164,6 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     return ExpertTiles(
         block_m, ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, down_stages, warps=8)
     )
-
-
-def next_experts(size: int, width: int, itemsize: int, gate_up: ProductTiles) -> int:
-    """Of how many experts the programs of the first product ask for the down-projections, each warp for a piece of
-    equal length; 0 where lengths do not come out as multiples of 16 bytes."""
-    each = size * width * itemsize
-    pieces = width // gate_up.block_n * gate_up.splits * gate_up.warps
-    return 0 if each % (16 * pieces) else _NEXT_BYTES // each
 
 
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:

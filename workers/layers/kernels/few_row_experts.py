@@ -9,9 +9,6 @@ columns of the output and goes through the experts, summing in float32, so that 
 again. Nothing is added in an order that changes from run to run; but which programs share a sum depends on the experts
 that all rows together use, so that a row's last bits depend on the others (`many_row_experts` holds that too).
 
-Between the two products memory would rest: when the programs of the last experts have read their weights, they ask for
-the first down-projections, which then come from the L2 cache.
-
 In FP8 inner activations are rounded with a scale for the columns that a program has.
 """
 
@@ -23,10 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, InnerRows, next_experts
+from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, InnerRows
 from workers.layers.kernels.fp8_rows import Fp8Rows, scale_of, to_fp8
 from workers.layers.kernels.gate_products import add_gates, scales_of_gates, times_channels
-from workers.layers.kernels.l2_prefetch import prefetch
 from workers.layers.kernels.route import Routed
 from workers.layers.kernels.skinny_gemm import Workspace
 
@@ -51,8 +47,6 @@ def _gate_up(
     chosen_ptr,
     weight_ptr,
     used_ptr,
-    num_used_ptr,
-    down_ptr,
     part_ptr,
     ticket_ptr,
     rows,
@@ -65,9 +59,6 @@ def _gate_up(
     STEP: tl.constexpr,
     SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
-    NEXT: tl.constexpr,
-    PIECE: tl.constexpr,
-    THREADS: tl.constexpr,
     IN_FP8: tl.constexpr,
     BY_GROUP: tl.constexpr,
     PDL: tl.constexpr,
@@ -82,10 +73,6 @@ def _gate_up(
     expert = tl.load(used_ptr + tile)
     if expert < 0:
         return
-    if NEXT > 0:
-        # The last experts' programs ask for the down-projections of the first, with which `_down` begins.
-        turn = tile - tl.maximum(tl.load(num_used_ptr) - NEXT, 0)
-        next_expert = tl.load(used_ptr + tl.maximum(turn, 0))
     block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     first = split * SPAN
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
@@ -106,11 +93,6 @@ def _gate_up(
             gate, up, x_scale, gate_scale, up_scale, inputs, w_desc, gate_row, column,
             x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
-    if NEXT > 0:
-        thread = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
-        pieces = down_ptr + next_expert.to(tl.int64) * (SIZE * WIDTH) + thread // 32 * PIECE
-        piece_bytes: tl.constexpr = PIECE * (down_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(pieces, tl.where((thread % 32 == 0) & (turn >= 0), piece_bytes, 0), INTERPRETED)
     if SPLITS > 1:
         place = tile * blocks + block
         # outputs of a row lie side by side, and of rows that are not there nothing is written or read
@@ -296,8 +278,6 @@ def inner_rows(
         routed.chosen,
         routed.weight,
         routed.used,
-        routed.num_used,
-        weights.down,
         workspace.part,
         workspace.tickets,
         rows,
@@ -310,9 +290,6 @@ def inner_rows(
         STEP=step,
         SPLITS=gate_up.splits,
         SPAN=size // step // gate_up.splits,
-        NEXT=next_experts(size, width, values.itemsize, gate_up),
-        PIECE=size * width // (blocks * gate_up.splits * gate_up.warps),
-        THREADS=32 * gate_up.warps,
         IN_FP8=weights.in_fp8,
         BY_GROUP=weights.by_group,
         INTERPRETED=INTERPRETED,

@@ -3,8 +3,7 @@
 `workers.layers.quantization.fp8_linear`.
 
 For few rows this is `skinny_gemm` with half the bytes: W's tile is the matrix unit's first operand, tiles come through
-tensor maps, K is cut into splits whose last program adds them in their order, and what is not read before the wait is
-asked for from the L2 cache. Every 128 columns the matrix unit gives a
+tensor maps, K is cut into splits whose last program adds them in their order. Every 128 columns the matrix unit gives a
 sum that is scaled and added to the others in float32, since it adds eight-bit products with less precision
 (arXiv 2412.19437, section 3.3.2), and since W has a scale for each 128 columns.
 
@@ -33,7 +32,6 @@ from workers.layers.kernels.fp8_tiles import (
     rounding_columns,
     rounding_rows,
 )
-from workers.layers.kernels.l2_prefetch import prefetch
 from workers.layers.kernels.skinny_gemm import FIXED_ROWS, Workspace
 
 
@@ -107,7 +105,6 @@ def _fp8_gemm(
     SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
     AHEAD: tl.constexpr,
-    PREFETCH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GATED: tl.constexpr,
@@ -131,12 +128,6 @@ def _fp8_gemm(
         w_ahead = w_ahead + (tl.load(w_tile),)
         if GATED:
             up_ahead = up_ahead + (tl.load(w_tile + N * (GROUPS * 128)),)
-    if PREFETCH:
-        # every second thread a row of W
-        thread = tl.arange(0, 2 * BLOCK_N)
-        w_row = tl.minimum(tile * BLOCK_N + thread // 2, N - 1).to(tl.int64) * (GROUPS * 128)
-        row_bytes = tl.where(thread % 2 == 0, (SPAN - AHEAD) * 128, 0)
-        prefetch(w_ptr + w_row + (first + AHEAD) * 128, row_bytes, INTERPRETED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if ROWS > 0:
@@ -308,7 +299,6 @@ def fp8_gemm(
         SPLITS=tiles.splits,
         SPAN=tiles.span(k),
         AHEAD=tiles.ahead,
-        PREFETCH=tiles.prefetch,
         ROWS=0 if raw is None else rounding_rows(rows),
         COLUMNS=columns,
         GATED=gated,

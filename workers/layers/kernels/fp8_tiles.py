@@ -13,7 +13,6 @@ from workers.layers.kernels.skinny_gemm import MAX_SPLITS, MULTIPROCESSORS
 MAX_ROWS = 128  # beyond them rows are the matrix unit's first operand: `workers.layers.kernels.fp8_gemm_wide`
 SCALE_ROWS = 64  # of W, that share a scale; the checkpoint's blocks of 128 have two
 MAX_ROUNDING_ROWS = 8  # that a product's programs round themselves
-MAX_PREFETCHED = 16 << 20  # bytes of a W of which memory reads as much while the kernels before still run
 _ROUNDED = 8192  # numbers that a program rounds at once: 64 of each thread
 
 
@@ -25,7 +24,6 @@ class Fp8GemmTiles:
     splits: programs that share the columns of a tile.
     ahead: groups of columns of W that are read before the wait.
     stages, warps: Triton's.
-    prefetch: whether the other columns of W are asked for from the L2 cache before the wait.
     """
 
     block_m: int
@@ -34,7 +32,6 @@ class Fp8GemmTiles:
     ahead: int
     stages: int
     warps: int
-    prefetch: bool = False
 
     def span(self, k: int) -> int:
         """Groups of columns of a program."""
@@ -77,8 +74,8 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
     splits = 1
     while 2 * splits * tiles <= MULTIPROCESSORS and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
         splits *= 2
-    ahead, prefetch = _ahead(block_m, 64, groups // splits), n * k <= MAX_PREFETCHED
-    return Fp8GemmTiles(block_m, 64, splits, ahead, {16: 10, 32: 8}.get(block_m, 6), 4, prefetch)
+    ahead = _ahead(block_m, 64, groups // splits)
+    return Fp8GemmTiles(block_m, 64, splits, ahead, stages={16: 10, 32: 8}.get(block_m, 6), warps=4)
 
 
 def _ahead(block_m: int, rows_of_w: int, span: int) -> int:

@@ -20,81 +20,8 @@ from workers.layers.kernels.norm_activation import normed, num_warps, rms_norm_r
 from workers.layers.linear_method import Fp8Inputs
 from workers.layers.rotary import Angles
 
-_MANY_ROWS = 2048  # from which on a program has several: the next one's loads are under way while one is normed
-_ROWS = 4  # of such a program
-
 
 @triton.jit
-def _read_latent(
-    row_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    slot_ptr,
-    row,
-    LATENT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The latent and what of the row is turned, as they are; cosines and sines; and where the row goes."""
-    column, pair = tl.arange(0, BLOCK), tl.arange(0, ROTATED // 2)
-    latent = tl.load(row_ptr + column, mask=column < LATENT, other=0.0)
-    angle = tl.load(position_ptr + row) * (ROTATED // 2) + pair
-    cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-    x, y = tl.load(row_ptr + LATENT + 2 * pair), tl.load(row_ptr + LATENT + 2 * pair + 1)
-    return latent, x, y, cos, sin, tl.load(slot_ptr + row)
-
-
-@triton.jit
-def _keep_latent(
-    pool_ptr,
-    weight,
-    latent,
-    x,
-    y,
-    cos,
-    sin,
-    slot,
-    eps,
-    LATENT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    column, pair = tl.arange(0, BLOCK), tl.arange(0, ROTATED // 2)
-    latent, x, y = latent.to(tl.float32), x.to(tl.float32), y.to(tl.float32)
-    target = pool_ptr + slot * (LATENT + ROTATED)
-    kept = pool_ptr.dtype.element_ty
-    tl.store(target + column, normed(latent, weight, LATENT, eps, kept).to(kept), mask=column < LATENT)
-    tl.store(target + LATENT + 2 * pair, (x * cos - y * sin).to(kept))
-    tl.store(target + LATENT + 2 * pair + 1, (y * cos + x * sin).to(kept))
-
-
-@triton.jit
-def _store_q(
-    q_ptr,
-    q_scales_ptr,
-    weight,
-    q,
-    row,
-    row_step,
-    group_step,
-    eps,
-    Q: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BY_GROUP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    result: tl.constexpr = q.dtype
-    column = tl.arange(0, BLOCK)
-    q = normed(q.to(tl.float32), weight, Q, eps, result).to(result)
-    if q_scales_ptr is None:
-        tl.store(q_ptr + row * Q + column, q, mask=column < Q)
-    else:
-        scales = q_scales_ptr + row * row_step
-        store_fp8(q.to(tl.float32), q_ptr + row * Q, scales, 0, group_step, Q, BLOCK, BY_GROUP, INTERPRETED)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
 def _normed_latents(
     both_ptr,
     q_weight_ptr,
@@ -110,8 +37,6 @@ def _normed_latents(
     q_row_step,
     q_group_step,
     eps,
-    num_rows,
-    ROWS: tl.constexpr,
     Q: tl.constexpr,
     Q_NORMED: tl.constexpr,
     LATENT: tl.constexpr,
@@ -122,59 +47,38 @@ def _normed_latents(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Programs of the latent parts of ROWS rows each, and programs of q's. A row is computed as if it were alone."""
+    row, is_latent = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     column, q_column = tl.arange(0, BLOCK_LATENT), tl.arange(0, BLOCK_Q)
-    q_inside = q_column < Q
-    is_latent = tl.program_id(1) == 0
-    weight = tl.load(row_weight_ptr + column, mask=(column < LATENT) & is_latent, other=0.0)
+    inside, q_inside = column < LATENT, q_column < Q
+    weight = tl.load(row_weight_ptr + column, mask=inside & is_latent, other=0.0)
     if Q_NORMED:
         q_weight = tl.load(q_weight_ptr + q_column, mask=q_inside & (not is_latent), other=0.0)
     if PDL:
         # Waits before it triggers: for the kernels that the trigger starts it is a fence, see `attention.kernels.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64) * ROWS
-    last = tl.minimum(row + ROWS, num_rows) - 1
     both = both_ptr + row * both_row_stride
     if is_latent:
-        latent, x, y, cos, sin, slot = _read_latent(
-            both + Q, cos_ptr, sin_ptr, position_ptr, slot_ptr, row, LATENT, ROTATED, BLOCK_LATENT
-        )
-        if ROWS > 1:
-            for _ in range(row, last):
-                row += 1
-                both += both_row_stride
-                latent1, x1, y1, cos1, sin1, slot1 = _read_latent(
-                    both + Q, cos_ptr, sin_ptr, position_ptr, slot_ptr, row, LATENT, ROTATED, BLOCK_LATENT
-                )
-                _keep_latent(pool_ptr, weight, latent, x, y, cos, sin, slot, eps, LATENT, ROTATED, BLOCK_LATENT)
-                latent, x, y, cos, sin, slot = latent1, x1, y1, cos1, sin1, slot1
-        _keep_latent(pool_ptr, weight, latent, x, y, cos, sin, slot, eps, LATENT, ROTATED, BLOCK_LATENT)
+        latent = tl.load(both + Q + column, mask=inside, other=0.0).to(tl.float32)
+        pair = tl.arange(0, ROTATED // 2)
+        angle = tl.load(position_ptr + row) * (ROTATED // 2) + pair
+        cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+        x = tl.load(both + Q + LATENT + 2 * pair).to(tl.float32)
+        y = tl.load(both + Q + LATENT + 2 * pair + 1).to(tl.float32)
+        target = pool_ptr + tl.load(slot_ptr + row) * (LATENT + ROTATED)
+        kept = pool_ptr.dtype.element_ty
+        tl.store(target + column, normed(latent, weight, LATENT, eps, kept).to(kept), mask=inside)
+        tl.store(target + LATENT + 2 * pair, (x * cos - y * sin).to(kept))
+        tl.store(target + LATENT + 2 * pair + 1, (y * cos + x * sin).to(kept))
     elif Q_NORMED:
-        q = tl.load(both + q_column, mask=q_inside, other=0.0)
-        if ROWS > 1:
-            for _ in range(row, last):
-                both += both_row_stride
-                next_q = tl.load(both + q_column, mask=q_inside, other=0.0)
-                _store_q(
-                    q_ptr,
-                    q_scales_ptr,
-                    q_weight,
-                    q,
-                    row,
-                    q_row_step,
-                    q_group_step,
-                    eps,
-                    Q,
-                    BLOCK_Q,
-                    BY_GROUP,
-                    INTERPRETED,
-                )
-                row += 1
-                q = next_q
-        _store_q(
-            q_ptr, q_scales_ptr, q_weight, q, row, q_row_step, q_group_step, eps, Q, BLOCK_Q, BY_GROUP, INTERPRETED
-        )
+        q = tl.load(both + q_column, mask=q_inside, other=0.0).to(tl.float32)
+        result = both_ptr.dtype.element_ty
+        q = normed(q, q_weight, Q, eps, result).to(result)
+        if q_scales_ptr is None:
+            tl.store(q_ptr + row * Q + q_column, q, mask=q_inside)
+        else:
+            scales = q_scales_ptr + row * q_row_step
+            store_fp8(q.to(tl.float32), q_ptr + row * Q, scales, 0, q_group_step, Q, BLOCK_Q, BY_GROUP, INTERPRETED)
 
 
 def normed_latents(
@@ -208,8 +112,7 @@ def normed_latents(
     scales = None if isinstance(q, Tensor) else q.scales
     block_q = 1 if q_weight is None else triton.next_power_of_2(q_size)
     block_latent = triton.next_power_of_2(latent)
-    of_program = _ROWS if rows >= _MANY_ROWS else 1
-    _normed_latents[(triton.cdiv(rows, of_program), 1 if q_weight is None else 2)](
+    _normed_latents[(rows, 1 if q_weight is None else 2)](
         both,
         q_weight,
         row_weight,
@@ -224,8 +127,6 @@ def normed_latents(
         0 if scales is None else scales.stride(0),
         0 if scales is None else scales.stride(1),
         eps,
-        rows,
-        ROWS=of_program,
         Q=q_size,
         Q_NORMED=q_weight is not None,
         LATENT=latent,

@@ -17,7 +17,6 @@ from workers.runner.batch import StepBatch
 from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
-_MOST_ABSORBED = 1024
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
 RANDOM = SamplingNeeds(random=True)
@@ -64,14 +63,12 @@ def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
 
 
-def token_buckets(max_step_tokens: int, latent_rows: bool = False) -> tuple[int, ...]:
+def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
     """Numbers of prompt tokens that steps are captured for. Up to 64 rows take hardly longer than 16: their products
     read the weights. Twice 2,048 take the device twice as long, so that two steps are as good. Launched one by one, the
-    kernels of a step keep the host for 25 to 90 ms, in which it sees no other step's end. latent_rows: whether layers
-    keep them; more than `_MOST_ABSORBED` tokens gain more from `attention.expansion` than they lose by that."""
-    most = _MOST_ABSORBED if latent_rows else TOKEN_BUCKETS[-1]
+    kernels of a step keep the host for 25 to 90 ms, in which it sees no other step's end."""
     sizes = sorted({*(size for size in TOKEN_BUCKETS if size < max_step_tokens), max_step_tokens})
-    return tuple(size for size in sizes if size <= most)
+    return tuple(size for size in sizes if size <= TOKEN_BUCKETS[-1])
 
 
 def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
