@@ -39,8 +39,8 @@ The rule:
     route                   triggers   nothing
     count                   triggers   nothing
     order                   triggers   nothing
-    gate_up                 triggers   nothing
-    down                    triggers   nothing
+    gate_up_of_few_rows     triggers   nothing
+    down_of_few_rows        triggers   nothing
     gate_up_of_short_blocks triggers   nothing
     down_of_short_blocks    triggers   nothing
     gate_up_of_tall_blocks  triggers   nothing

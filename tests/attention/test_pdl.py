@@ -126,13 +126,13 @@ ELSEWHERE = {
         "route",
         "count",
         "order",
-        "gate_up",
-        "down",
         "sum_slots",
     )
 } | {
     name: name
     for name in (
+        "gate_up_of_few_rows",
+        "down_of_few_rows",
         "gate_up_of_short_blocks",
         "down_of_short_blocks",
         "gate_up_of_tall_blocks",

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.layers.kernels import (
     expert_order,
-    few_row_experts,
+    few_row_products,
     many_row_experts,
     route,
     short_block_experts,
@@ -76,7 +76,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
             constants |= {"SPLITS": product.splits}
             if is_first:
                 constants |= {"SPAN": sizes.size // step // product.splits}
-            kernel: Any = few_row_experts._gate_up if is_first else few_row_experts._down
+            kernel: Any = few_row_products.gate_up_of_few_rows if is_first else few_row_products.down_of_few_rows
         elif tall:
             gates, downs = tall_block_experts.gate_up_of_tall_blocks, tall_block_experts.down_of_tall_blocks
             held = {"HOLDS": in_fp8, "BLOCKS": product.blocks, "SPAN": sizes.size}
