@@ -18,6 +18,7 @@ from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import bucket_sizes
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
+from workers.scheduling.capture_pacing import IDLE_S
 from workers.scheduling.plan import SamplingParams, StepPlan
 from workers.scheduling.request import Request
 
@@ -112,6 +113,9 @@ def test_what_is_recorded_between_steps_changes_no_answer(pair: Pair) -> None:
         assert answers(engine, pair.prompts) == expected
         assert 5 < num_busy <= now[0] / 5.0 and engine.scheduler.stats.num_steps > 8 * num_busy
         assert worker.graphs.num_waiting == at_start.num_waiting - num_busy > 0
+        engine.step()
+        assert worker.graphs.num_waiting == at_start.num_waiting - num_busy, "somebody was there just now"
+        now[0] += IDLE_S
         while worker.graphs.num_waiting:
             engine.step()
         assert len(graphs.captured) == at_start.num_captured + at_start.num_waiting

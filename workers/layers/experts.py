@@ -1,6 +1,7 @@
 """The experts of a layer in stacked tensors: a slice of the width of each, or some of them whole. How the tensors are
 kept and multiplied by is their `ExpertsMethod`'s, as a linear layer's is its `LinearMethod`'s."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,12 +55,11 @@ class ExpertsShape:
         return self.held.size
 
     def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
-        """[num_experts + num_shared, rows, columns] for a matrix of each expert, zeros for shared ones. They have room
-        from the first on: tensors that grew once all are loaded would leave holes in memory, of DeepSeek-V3 a third of
-        its weights."""
-        weights = torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)
-        weights[self.num_experts :].zero_()
-        return weights
+        """[num_experts, rows, columns] for a matrix of each expert, at the beginning of memory that has room for shared
+        ones (`with_room`)."""
+        return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
+            : self.num_experts
+        ]
 
     @property
     def held_if_some(self) -> Span | None:
@@ -187,10 +187,9 @@ class UnquantizedExperts(DenseExperts):
             return nn.Parameter(shape.stacked(one, torch.get_default_dtype()), requires_grad=False)
 
         self.gate_up, self.down = stacked(shape.gate_up), stacked(shape.down)
-        self._num_used = shape.num_experts
 
     def dense_weights(self) -> tuple[Tensor, Tensor]:
-        return self.gate_up[: self._num_used], self.down[: self._num_used]
+        return self.gate_up, self.down
 
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
         if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
@@ -200,9 +199,10 @@ class UnquantizedExperts(DenseExperts):
         num_shared, num_experts = self.shape.num_shared, self.shape.num_experts
         if not num_shared or not fuses(self.shape.size, self.shape.width, options):
             return False
+        self.gate_up.data = with_room(self.gate_up.data, num_shared)
+        self.down.data = with_room(self.down.data, num_shared)
         self.gate_up.data[num_experts:].copy_(shared_rows(gate_up.weight.data, num_shared))
         self.down.data[num_experts:].copy_(shared_columns(down.weight.data, num_shared))
-        self._num_used += num_shared
         return True
 
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
@@ -211,8 +211,8 @@ class UnquantizedExperts(DenseExperts):
         mine.data[expert, part.offset : part.offset + part.rows.size].copy_(part.cut(full))
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        for weights in self.dense_weights():
-            weights.data.normal_(0.0, 0.02, generator=generator)
+        for parameter in (self.gate_up, self.down):
+            parameter.data.normal_(0.0, 0.02, generator=generator)
 
 
 class Experts(WeightedModule):
@@ -268,6 +268,18 @@ class Experts(WeightedModule):
 
     def finish(self, options: GEMMOptions) -> None:
         self.method.finish(options)
+
+
+def with_room(weights: Tensor, num_shared: int) -> Tensor:
+    """[experts + num_shared, rows, columns] whose first are `weights`, where they lie if there is room behind them.
+    Tensors that grew once all layers are loaded would leave holes in memory, of DeepSeek-V3 a third of its weights."""
+    whole = (weights.shape[0] + num_shared, *weights.shape[1:])
+    end = weights.storage_offset() + math.prod(whole)
+    if weights.is_contiguous() and end * weights.itemsize <= weights.untyped_storage().nbytes():
+        return weights.as_strided(whole, weights.stride())
+    grown = weights.new_empty(whole)
+    grown[: weights.shape[0]].copy_(weights)
+    return grown
 
 
 def numbered_here(chosen: Tensor, held: Span) -> Tensor:

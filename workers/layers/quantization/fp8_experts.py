@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from workers.layers.experts import DenseExperts, ExpertsShape
+from workers.layers.experts import DenseExperts, ExpertsShape, with_room
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
 from workers.layers.quantization.fp8_linear import Fp8Linear
@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class Fp8Experts(DenseExperts):
-    """weights: gate_up and down of all experts, float8_e4m3fn, with room for those that may be joined; none once they
-    are finished where nothing multiplies FP8. scales: by matrix, of all experts, float32 [experts, scales of rows,
-    scales of columns], until `finish`."""
+    """weights: gate_up and down of all experts, float8_e4m3fn; none once they are finished where nothing multiplies
+    FP8. scales: by matrix, of all experts, float32 [experts, scales of rows, scales of columns], until `finish`."""
 
     def __init__(self, shape: ExpertsShape, scheme: Fp8Scheme) -> None:
         super().__init__(shape)
@@ -60,7 +59,7 @@ class Fp8Experts(DenseExperts):
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         for weights in self.weights:
-            for expert in weights.data[: self.shape.num_experts]:
+            for expert in weights.data:
                 fill_dummy(expert, generator)
         for part in self.shape.parts:
             self.scales[part.name].data.fill_(dummy_scale(part.columns.total))
@@ -111,16 +110,17 @@ class Fp8Experts(DenseExperts):
         if self._shared is not None:
             for i, (method, by_expert) in enumerate(zip(self._shared, (shared_rows, shared_columns), strict=True)):
                 weight, scale = method.weight_and_scales()
+                self.weights[i].data = with_room(self.weights[i].data, num_shared)
                 self.weights[i].data[shape.num_experts :].copy_(by_expert(weight, num_shared))
                 scales[i] = torch.cat((scales[i], by_expert(scale, num_shared)))
-        gate_up, down = (weights.data[: shape.num_experts + num_shared] for weights in self.weights)
+        gate_up, down = (weights.data for weights in self.weights)
         weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
         self._fused = FusedExperts(weights, options.workspace, options.deterministic, self._dtype)
         self._shared, self.scales = None, nn.ParameterDict()
 
     def _all_dequantised(self, weights: Tensor, shape: LinearShape) -> Tensor:
         """Expert by expert: scales of all, as large as the weights, would take four times their memory."""
-        dense = torch.empty((self.shape.num_experts, *weights.shape[1:]), dtype=self._dtype, device=weights.device)
+        dense = torch.empty(weights.shape, dtype=self._dtype, device=weights.device)
         for part in shape.parts:
             block = self.scheme.block_of(part)
             for expert in range(self.shape.num_experts):
