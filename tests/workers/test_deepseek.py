@@ -21,6 +21,7 @@ from tests.workers.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.decoder_layer import DecoderLayer
+from workers.layers.experts import Experts, UnquantizedExperts, with_room
 from workers.layers.forward_context import make_context
 from workers.layers.rotary import RotaryTable
 from workers.models.deepseek import DeepseekConfig
@@ -145,6 +146,20 @@ def test_backends_read_latent_rows_or_are_refused() -> None:
         ValueError, match="trtllm cannot serve verify: it reads KV kept as heads, not as latent rows; .*torch"
     ):
         choose_backends([Choice("attention.decode", "trtllm", use)])
+
+
+def test_shared_experts_have_room_behind_the_others(tmp_path: Path) -> None:
+    """Of a model that is loaded: joined, they move nothing."""
+    model = load(make_target(tmp_path / "t", **V3), SOLO)
+    methods = [module.method for module in model.modules() if isinstance(module, Experts)]
+    for method in methods:
+        assert isinstance(method, UnquantizedExperts) and method.shape.num_shared > 0
+        for weights in (method.gate_up.data, method.down.data):
+            whole = with_room(weights, method.shape.num_shared)
+            assert whole.data_ptr() == weights.data_ptr() and torch.equal(whole[: len(weights)], weights)
+            assert len(whole) == len(weights) + method.shape.num_shared
+            assert with_room(weights.clone(), 1).data_ptr() != weights.data_ptr(), "elsewhere there is none"
+    assert methods
 
 
 def test_dummies_need_no_weights(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workers.config import ModelSource
 from workers.device import resolve_dtype
@@ -86,7 +86,16 @@ def allocate(
             elif isinstance(layer, Experts):
                 modules = [names.module_name(path, part.name, 0) for part in layer.shape.parts]
                 layer.method = quant.experts_method(modules, layer.shape)
-    return model.to_empty(device=device)
+    # as `to_empty`, which would leave out what storages have beside a parameter
+    model._apply(lambda planned: _with_room(planned, device))  # type: ignore[no-untyped-call]
+    return model
+
+
+def _with_room(planned: Tensor, device: torch.device) -> Tensor:
+    """Memory of `device` for a tensor that has none, and for what its storage has beside it
+    (`workers.layers.experts.with_room`)."""
+    storage = torch.empty(planned.untyped_storage().nbytes() // planned.itemsize, dtype=planned.dtype, device=device)
+    return storage.as_strided(planned.shape, planned.stride(), planned.storage_offset())
 
 
 @contextmanager
