@@ -5,6 +5,7 @@ metadata         the ragged shapes of a forward pass: requests in a round, promp
 slot_mapping     where the rows of a pass write
 views            what backends see of one layer's KV
 rotation         rotary position embedding in torch
+expansion        prompt chunks over latent rows whose keys and values are made again, and when that pays
 backend          what an attention backend is
 registry         the table of backends, the choice, refusals; `limits` says what each can serve
 backends/        the backends: torch is the oracle, triton runs our kernels, flashinfer and trtllm call FlashInfer's

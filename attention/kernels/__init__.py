@@ -9,6 +9,7 @@ decode           DECODE, VERIFY, DRAFT_EXTEND, DRAFT_DECODE: few rows per reques
 latent_tile      a tile of latent rows: scores and sums, both ways round
 latent_decode    what decode is, over paged latent rows
 latent_prefill   what prefill is, over paged latent rows
+expanded_prefill what prefill is, over keys and values that were made of latent rows
 merge_states     partial results of a request become one
 prefill_plan     prompt chunks in tiles, listed on the device
 prefill          PREFILL: ragged causal chunks over paged KV
