@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.latent_tile import no_state, turn_pairs
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate
 from attention.kernels.prefill import PrefillTiles, hidden_of_chunk
 from attention.kernels.prefill_plan import TILE_FIELDS
@@ -98,17 +99,14 @@ def _attend_expanded(
     both = tl.load(q_row + KEY + tl.arange(0, TURNED)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
     angle = tl.load(angle_ptr + row, mask=live, other=0)[:, None] * (TURNED // 2) + tl.arange(0, TURNED // 2)[None, :]
     cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-    x, y = tl.split(tl.reshape(both, (BLOCK_M, TURNED // 2, 2)))
-    q_turned = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), (BLOCK_M, TURNED)).to(q.dtype)
+    q_turned = turn_pairs(both, cos, sin, BLOCK_M, TURNED).to(q.dtype)
     if UPCAST:
         q, q_turned = q.to(tl.float32), q_turned.to(tl.float32)
     position, last = start + m, start + tl.minimum(BLOCK_M, end - first) - 1
     kv_first = tl.load(first_ptr + chunk).to(tl.int64)
     kv = kv_ptr + kv_first * kv_row_stride + head * (KEY + VALUE)
     turned = turned_ptr + kv_first * turned_row_stride
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
+    top, total, acc = no_state(BLOCK_M, BLOCK_N, VALUE, 1)
     seen_by_all = (start + 1) // BLOCK_N * BLOCK_N
     top, total, acc = _attend_tiles(
         0, seen_by_all, q, q_turned, kv, turned, kv_row_stride, turned_row_stride, position, last, scale_log2,

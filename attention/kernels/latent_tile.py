@@ -27,6 +27,14 @@ def load_queries(
 
 
 @triton.jit
+def turn_pairs(x, cos, sin, M: tl.constexpr, ROTATED: tl.constexpr):
+    """Rotary embedding of neighbours (`attention.rotation.rotate_pairs`): x [M, ROTATED] float32 turned by cos, sin [M,
+    ROTATED / 2]."""
+    first, second = tl.split(tl.reshape(x, (M, ROTATED // 2, 2)))
+    return tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), (M, ROTATED))
+
+
+@triton.jit
 def score_latent_tile(
     q, q_rotated, rows_ptr, token, D: tl.constexpr, ROTATED: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr
 ):

@@ -34,7 +34,7 @@ The rule:
     skinny_gemm             triggers   the first columns of W         constant
     quantize                triggers   nothing
     fp8_norm                triggers   the norm's weight             constant
-    fp8_gemm                triggers   W                              constant
+    fp8_gemm                triggers   the first columns of W         constant
     fp8_gemm_wide           triggers   nothing
     route                   triggers   nothing
     count                   triggers   nothing

@@ -302,14 +302,19 @@ def test_an_accepted_path_moves_to_the_front() -> None:
         assert torch.equal(pool.tensors[0][0][:, pages, places % 4], before[:, pages, places % 4])
 
 
-@pytest.mark.parametrize("q_rank", [24, None])
-def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
-    torch.manual_seed(7)
+def random_attention(q_rank: int | None) -> LatentAttention:
     sizes = {"hidden_size": 32, "num_heads": 3, "q_rank": q_rank, "latent": 32, "key_dim": 16, "rotated_dim": 16}
     layer = LatentAttention(0, SOLO, **sizes, value_dim=16, scale=SCALE).to(DEVICE)  # type: ignore[arg-type]
     for parameter in layer.parameters():
         parameter.data.normal_(0.0, 0.3)
     finish_weights(layer)
+    return layer
+
+
+@pytest.mark.parametrize("q_rank", [24, None])
+def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
+    torch.manual_seed(7)
+    layer = random_attention(q_rank)
     batch = random_decode(Mode.VERIFY, 3, 3, [9, 0], 4, 12)
     x, angles = torch.randn((6, 32), device=DEVICE), random_angles(6, 16)
     history, results = torch.randn((13, 4, 48), device=DEVICE), []
@@ -326,11 +331,7 @@ def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
 def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
     """Prompts that begin, one that goes on after others' tokens, padding chunks and rows; beside rounds and alone."""
     torch.manual_seed(8)
-    sizes = {"hidden_size": 32, "num_heads": 3, "q_rank": 24, "latent": 32, "key_dim": 16, "rotated_dim": 16}
-    layer = LatentAttention(0, SOLO, **sizes, value_dim=16, scale=SCALE).to(DEVICE)  # type: ignore[arg-type]
-    for parameter in layer.parameters():
-        parameter.data.normal_(0.0, 0.3)
-    finish_weights(layer)
+    layer = random_attention(24)
     starts, counts, padding = (0, 9, 0), (37, 30, 1), 4
     table = random_table([37, 39, 1, 1], 4, 40)
     chunks = PrefillBatch.from_lists(starts, counts, table, sum(counts) + padding)

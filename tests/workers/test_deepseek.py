@@ -21,8 +21,9 @@ from tests.workers.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.experts import Experts, UnquantizedExperts, with_room
+from workers.layers.experts import Experts, UnquantizedExperts
 from workers.layers.forward_context import make_context
+from workers.layers.fused_experts import with_room
 from workers.layers.rotary import RotaryTable
 from workers.models.deepseek import DeepseekConfig
 from workers.models.loading import read_target_config

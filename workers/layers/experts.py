@@ -1,7 +1,6 @@
 """The experts of a layer in stacked tensors: a slice of the width of each, or some of them whole. How the tensors are
 kept and multiplied by is their `ExpertsMethod`'s, as a linear layer's is its `LinearMethod`'s."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ class ExpertsShape:
 
     def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
         """[num_experts, rows, columns] for a matrix of each expert, at the beginning of memory that has room for shared
-        ones (`with_room`)."""
+        ones (`workers.layers.fused_experts.with_shared`)."""
         return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
             : self.num_experts
         ]
@@ -194,15 +193,13 @@ class UnquantizedExperts(DenseExperts):
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
         if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
             return False
-        from workers.layers.fused_experts import fuses, shared_columns, shared_rows
+        from workers.layers.fused_experts import fuses, shared_columns, shared_rows, with_shared
 
-        num_shared, num_experts = self.shape.num_shared, self.shape.num_experts
+        num_shared = self.shape.num_shared
         if not num_shared or not fuses(self.shape.size, self.shape.width, options):
             return False
-        self.gate_up.data = with_room(self.gate_up.data, num_shared)
-        self.down.data = with_room(self.down.data, num_shared)
-        self.gate_up.data[num_experts:].copy_(shared_rows(gate_up.weight.data, num_shared))
-        self.down.data[num_experts:].copy_(shared_columns(down.weight.data, num_shared))
+        self.gate_up.data = with_shared(self.gate_up.data, shared_rows(gate_up.weight.data, num_shared))
+        self.down.data = with_shared(self.down.data, shared_columns(down.weight.data, num_shared))
         return True
 
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
@@ -268,18 +265,6 @@ class Experts(WeightedModule):
 
     def finish(self, options: GEMMOptions) -> None:
         self.method.finish(options)
-
-
-def with_room(weights: Tensor, num_shared: int) -> Tensor:
-    """[experts + num_shared, rows, columns] whose first are `weights`, where they lie if there is room behind them.
-    Tensors that grew once all layers are loaded would leave holes in memory, of DeepSeek-V3 a third of its weights."""
-    whole = (weights.shape[0] + num_shared, *weights.shape[1:])
-    end = weights.storage_offset() + math.prod(whole)
-    if weights.is_contiguous() and end * weights.itemsize <= weights.untyped_storage().nbytes():
-        return weights.as_strided(whole, weights.stride())
-    grown = weights.new_empty(whole)
-    grown[: weights.shape[0]].copy_(weights)
-    return grown
 
 
 def numbered_here(chosen: Tensor, held: Span) -> Tensor:

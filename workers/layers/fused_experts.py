@@ -1,6 +1,7 @@
 """Experts by kernels of ours, on GPUs: which of them multiply how many rows. Called by `workers.layers.experts` and
 `workers.layers.quantization.fp8_experts`; importing it needs no triton."""
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,6 +43,25 @@ def workspace_size(held: Span, num_shared: int, experts_per_token: int, size: in
         for step in (64, 128)
     ]
     return max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes)
+
+
+def with_shared(experts: Tensor, shared: Tensor) -> Tensor:
+    """[experts + shared ones, rows, columns]: `experts`, and after them `shared`. Weights, or their scales."""
+    joined = with_room(experts, shared.shape[0])
+    joined[experts.shape[0] :].copy_(shared)
+    return joined
+
+
+def with_room(experts: Tensor, num_shared: int) -> Tensor:
+    """[experts + num_shared, rows, columns] whose first are `experts`, where they lie if there is room behind them.
+    Tensors that grew once all layers are loaded would leave holes in memory, of DeepSeek-V3 a third of its weights."""
+    whole = (experts.shape[0] + num_shared, *experts.shape[1:])
+    end = experts.storage_offset() + math.prod(whole)
+    if experts.is_contiguous() and end * experts.itemsize <= experts.untyped_storage().nbytes():
+        return experts.as_strided(whole, experts.stride())
+    grown = experts.new_empty(whole)
+    grown[: experts.shape[0]].copy_(experts)
+    return grown
 
 
 def shared_rows(mlp: Tensor, num_shared: int) -> Tensor:

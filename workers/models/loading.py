@@ -87,13 +87,13 @@ def allocate(
                 modules = [names.module_name(path, part.name, 0) for part in layer.shape.parts]
                 layer.method = quant.experts_method(modules, layer.shape)
     # as `to_empty`, which would leave out what storages have beside a parameter
-    model._apply(lambda planned: _with_room(planned, device))  # type: ignore[no-untyped-call]
+    model._apply(lambda planned: _memory_for(planned, device))  # type: ignore[no-untyped-call]
     return model
 
 
-def _with_room(planned: Tensor, device: torch.device) -> Tensor:
+def _memory_for(planned: Tensor, device: torch.device) -> Tensor:
     """Memory of `device` for a tensor that has none, and for what its storage has beside it
-    (`workers.layers.experts.with_room`)."""
+    (`workers.layers.experts.ExpertsShape.stacked`)."""
     storage = torch.empty(planned.untyped_storage().nbytes() // planned.itemsize, dtype=planned.dtype, device=device)
     return storage.as_strided(planned.shape, planned.stride(), planned.storage_offset())
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.latent_tile import turn_pairs
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
 from attention.rotation import rotate_pairs
@@ -108,9 +109,7 @@ def _head_products(
         angle = tl.load(position_ptr + m, mask=m < num_rows, other=0)[:, None] * (ROTATED // 2) + pair
         cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
         both = tl.load(x_row + IN + column, mask=live, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(both, (BLOCK_M, ROTATED // 2, 2)))
-        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
-        tl.store(out_row + OUT + column, tl.reshape(turned, (BLOCK_M, ROTATED)).to(kept), mask=live)
+        tl.store(out_row + OUT + column, turn_pairs(both, cos, sin, BLOCK_M, ROTATED).to(kept), mask=live)
 
 
 class ProductBlocks(NamedTuple):

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from workers.layers.experts import DenseExperts, ExpertsShape, with_room
+from workers.layers.experts import DenseExperts, ExpertsShape
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
 from workers.layers.quantization.fp8_linear import Fp8Linear
@@ -97,7 +97,7 @@ class Fp8Experts(DenseExperts):
         super().finish(options)
 
     def _keep(self, options: GEMMOptions) -> None:
-        from workers.layers.fused_experts import FusedExperts, shared_columns, shared_rows
+        from workers.layers.fused_experts import FusedExperts, shared_columns, shared_rows, with_shared
         from workers.layers.kernels.expert_weights import ExpertWeights
 
         assert options.workspace is not None, "comes with fp8"
@@ -110,9 +110,8 @@ class Fp8Experts(DenseExperts):
         if self._shared is not None:
             for i, (method, by_expert) in enumerate(zip(self._shared, (shared_rows, shared_columns), strict=True)):
                 weight, scale = method.weight_and_scales()
-                self.weights[i].data = with_room(self.weights[i].data, num_shared)
-                self.weights[i].data[shape.num_experts :].copy_(by_expert(weight, num_shared))
-                scales[i] = torch.cat((scales[i], by_expert(scale, num_shared)))
+                self.weights[i].data = with_shared(self.weights[i].data, by_expert(weight, num_shared))
+                scales[i] = with_shared(scales[i], by_expert(scale, num_shared))
         gate_up, down = (weights.data for weights in self.weights)
         weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
         self._fused = FusedExperts(weights, options.workspace, options.deterministic, self._dtype)

@@ -67,8 +67,8 @@ def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
     """Numbers of prompt tokens that steps are captured for. Up to 64 rows take hardly longer than 16: their products
     read the weights. Twice 2,048 take the device twice as long, so that two steps are as good. Launched one by one, the
     kernels of a step keep the host for 25 to 90 ms, in which it sees no other step's end."""
-    sizes = sorted({*(size for size in TOKEN_BUCKETS if size < max_step_tokens), max_step_tokens})
-    return tuple(size for size in sizes if size <= TOKEN_BUCKETS[-1])
+    most = min(max_step_tokens, TOKEN_BUCKETS[-1])
+    return (*(size for size in TOKEN_BUCKETS if size < most), most)
 
 
 def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
