@@ -60,9 +60,10 @@ def _block_sizes(rows: int, own: int) -> Sequence[int]:
 def _few_gates(sizes: ExpertSizes) -> Iterator[ProductTiles]:
     steps = sizes.size // sizes.step
     for splits in (d for d in (1, 2, 4, 7, 8, 14) if steps % d == 0):
-        for stages in (3, 4):
+        for stages in (2, 3, 4):
             yield ProductTiles(128, splits, stages, 8)
-        yield ProductTiles(64, splits, 5, 4)
+        for stages in (3, 4, 5):
+            yield ProductTiles(64, splits, stages, 4)
 
 
 def _few_downs(rows: int) -> Iterator[ProductTiles]:

@@ -21,8 +21,10 @@ from workers.layers.kernels.fp8_tiles import (  # noqa: E402
     MAX_ROWS,
     SCALE_ROWS,
     Fp8Matrix,
+    Fp8WideTiles,
     fp8_gated_tiles,
     fp8_gemm_tiles,
+    fp8_wide_tiles,
     fp8_workspace_size,
 )
 from workers.layers.kernels.norm_activation import silu_mul_reference  # noqa: E402
@@ -85,21 +87,49 @@ def test_a_product_is_that_of_what_is_meant(by_group: bool) -> None:
     for n, k in SHAPES:
         weight, meant = weight_of(n, k, by_group, generator)
         bias = torch.randn(n, generator=generator).to(DEVICE, OUT)
-        for rows in (1, 64, MAX_ROWS + 1) if INTERPRETED else (1, 17, 64, MAX_ROWS, MAX_ROWS + 1, 1000):
+        for rows in (1, 64, MAX_ROWS + 1) if INTERPRETED else (1, 17, 64, MAX_ROWS, 200, 256, 512, 1000):
             x = rows_of(rows, k, generator)
-            few = rows <= MAX_ROWS
-            quantised = quantize_rows(x, by_group, rows_together=not few)
+            quantised = quantize_rows(x, by_group, rows_together=rows > MAX_ROWS)
             expected = dequantized_rows(quantised).double() @ meant.T
-            out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+            few, wide = fp8_gemm_tiles(rows, n, k), fp8_wide_tiles(rows, n, k)
             for b in (None, bias):
-                if few:
-                    tiles = fp8_gemm_tiles(rows, n, k)
-                    assert tiles is not None
-                    fp8_gemm(quantised, weight, b, workspace, tiles, out)
-                else:
-                    fp8_gemm_wide(quantised, weight, b, out)
-                assert difference(out, expected if b is None else expected + b.double()) < limit, (n, k, rows)
+                meant_with_bias = expected if b is None else expected + b.double()
+                if few is not None:
+                    out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+                    fp8_gemm(quantised, weight, b, workspace, few, out)
+                    assert difference(out, meant_with_bias) < limit, (n, k, rows)
+                out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+                fp8_gemm_wide(quantised, weight, b, workspace, wide, out)
+                assert difference(out, meant_with_bias) < limit, (n, k, rows, wide)
     assert not workspace.tickets.any()
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
+@pytest.mark.parametrize("block_m,block_n", [(64, 64), (128, 64), (128, 128)])
+def test_programs_that_share_columns_of_many_rows_add_them_all(block_m: int, block_n: int, by_group: bool) -> None:
+    generator = torch.Generator().manual_seed(6)
+    n, k, rows = 200, 768, 130
+    weight, meant = weight_of(n, k, by_group, generator)
+    workspace = Workspace.of_size(1 << 20, 64, DEVICE)
+    x = quantize_rows(rows_of(rows, k, generator), by_group)
+    expected = dequantized_rows(x).double() @ meant.T
+    for splits in (2, 3):
+        out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+        tiles = Fp8WideTiles(block_m, block_n, splits, stages=3, warps=8 if block_n == 128 else 4)
+        fp8_gemm_wide(x, weight, None, workspace, tiles, out)
+        assert difference(out, expected) < (1e-4 if INTERPRETED else 3e-3)
+        assert not workspace.tickets.any()
+
+
+@pytest.mark.parametrize("n,k", [(2112, 7168), (3072, 1536), (7168, 2048), (4096, 4096), (28672, 4096), (64, 128)])
+def test_tiles_of_many_rows_fit_the_workspace(n: int, k: int) -> None:
+    cells, tickets = fp8_workspace_size([(n, k)])
+    for rows in (1, 65, 100, 128, 129, 256, 300, 512, 1000, 8192):
+        tiles = fp8_wide_tiles(rows, n, k)
+        assert k // GROUP % tiles.splits == 0
+        if tiles.splits > 1:
+            count = tiles.count(rows, n)
+            assert count <= tickets and count * tiles.splits * tiles.block_m * tiles.block_n <= cells
 
 
 @pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
@@ -147,4 +177,5 @@ def test_splits_divide_the_groups_and_no_rows_give_none() -> None:
     weight, _ = weight_of(96, 512, True, torch.Generator().manual_seed(0))
     x = quantize_rows(torch.empty(0, 512, device=DEVICE), True)
     workspace, out = workspace_of([(96, 512)]), torch.empty(0, 96, device=DEVICE)
-    assert fp8_fixed_rows(x, weight, None, workspace, out).shape == fp8_gemm_wide(x, weight, None, out).shape
+    assert fp8_fixed_rows(x, weight, None, workspace, out).shape == (0, 96)
+    assert fp8_gemm_wide(x, weight, None, workspace, fp8_wide_tiles(0, 96, 512), out).shape == (0, 96)

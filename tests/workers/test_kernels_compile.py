@@ -177,11 +177,23 @@ def test_product_of_few_fp8_rows_fits_hopper(
 
 
 @pytest.mark.parametrize("by_group", [True, False])
-def test_product_of_many_fp8_rows_fits_hopper(by_group: bool, tmp_path: Path) -> None:
-    constants = {"N": 7168, "GROUPS": 18, "BLOCK_M": 128, "BLOCK_N": 128, "TOGETHER": 8, "BY_GROUP": by_group}
-    blocks = {"x_desc": (128, 128), "w_desc": (128, 128)}
-    constants |= {"HAS_BIAS": False, "PDL": True}
-    ptx = check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants, 8, 4, blocks, {})
+@pytest.mark.parametrize("rows,n,k", [(128, 2112, 7168), (256, 2112, 7168), (256, 3072, 1536), (8192, 7168, 2304)])
+def test_product_of_many_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_group: bool, tmp_path: Path) -> None:
+    tiles = fp8_tiles.fp8_wide_tiles(rows, n, k)
+    assert (tiles.splits > 1) == (n == 2112)
+    constants = {
+        "N": n,
+        "GROUPS": k // 128,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "SPLITS": tiles.splits,
+        "TOGETHER": 8,
+        "BY_GROUP": by_group,
+        "HAS_BIAS": False,
+        "PDL": True,
+    }
+    blocks = {"x_desc": (tiles.block_m, 128), "w_desc": (tiles.block_n, 128)}
+    ptx = check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants, tiles.warps, tiles.stages, blocks, {})
     assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
 
 

@@ -9,7 +9,7 @@ from workers.layers.kernels.route import MAX_LISTED
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS
 from workers.layers.linear_method import Span
 
-MAX_FEW_ROWS = MAX_LISTED
+MAX_FEW_ROWS = MAX_LISTED  # as many as the matrix unit takes in any case
 
 
 @dataclass(frozen=True)
@@ -151,19 +151,15 @@ def block_of(rows: int) -> int:
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     """For `workers.layers.kernels.few_row_experts`: so many splits of the columns that the programs of the experts that
     `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it without:
-    each keeps about 140 KB on their way. `tests.bench.experts --sweep` on an H200: 79 to 84 % of a copy's bandwidth for
-    8 to 64 rows of DeepSeek-V3."""
-    block_m, steps = block_of(rows), sizes.size // sizes.step
+    each keeps about 140 KB on their way. Set by `tests.bench.experts --sweep` on an H200."""
+    steps = sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128
     splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * programs <= MULTIPROCESSORS))
     down_splits = 1
     while down_splits < 8 and down_splits * sizes.size / 128 < 1.5 * MULTIPROCESSORS:
         down_splits *= 2
-    # Up to 32 rows a program fits beside one of the first product; of 64, registers leave room for two of three stages.
-    down_stages = 4 if block_m == 16 else 3
-    return ExpertTiles(
-        block_m, ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, down_stages, warps=8)
-    )
+    gate_up, down = ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, stages=4, warps=8)
+    return ExpertTiles(MAX_FEW_ROWS, gate_up, down)
 
 
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:

@@ -7,15 +7,7 @@ import triton.language as tl
 
 from workers.layers.kernels.fp8_rows import scale_of, to_fp8
 from workers.layers.kernels.gate_products import add_gates, scales_of_gates, times_channels
-
-
-@triton.jit
-def _sum_of_splits(cells, there, STEP: tl.constexpr, SPLITS: tl.constexpr):
-    """L1 is not coherent: what other programs wrote is read from L2."""
-    acc = tl.load(cells, mask=there, other=0.0, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        acc += tl.load(cells + split * STEP, mask=there, other=0.0, cache_modifier=".cg")
-    return acc
+from workers.layers.kernels.splits import comes_last, sum_of_splits
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -83,13 +75,10 @@ def gate_up_of_few_rows(
         cells += tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
         tl.store(cells + 2 * split * (BLOCK_N * BLOCK_M), gate, mask=there)
         tl.store(cells + (2 * split + 1) * (BLOCK_N * BLOCK_M), up, mask=there)
-        # The barrier puts every thread's stores before the one thread's release.
-        tl.debug_barrier()
-        if tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel") != SPLITS - 1:
+        if not comes_last(ticket_ptr + place, SPLITS):
             return
-        tl.store(ticket_ptr + place, 0)
-        gate = _sum_of_splits(cells, there, 2 * BLOCK_N * BLOCK_M, SPLITS)
-        up = _sum_of_splits(cells + BLOCK_N * BLOCK_M, there, 2 * BLOCK_N * BLOCK_M, SPLITS)
+        gate = sum_of_splits(cells, there, 2 * BLOCK_N * BLOCK_M, SPLITS)
+        up = sum_of_splits(cells + BLOCK_N * BLOCK_M, there, 2 * BLOCK_N * BLOCK_M, SPLITS)
     if IN_FP8 and not BY_GROUP:
         x_scale = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)
         gate, up = times_channels(gate, up, x_scale, w_scales_ptr + expert * (2 * WIDTH) + n, WIDTH)
@@ -206,10 +195,8 @@ def down_of_few_rows(
         there = (m < rows)[None, :]
         cells = part_ptr + block * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
         tl.store(cells + split * (BLOCK_N * BLOCK_M), acc, mask=there)
-        tl.debug_barrier()
-        if tl.atomic_add(ticket_ptr + block, 1, sem="acq_rel") != SPLITS - 1:
+        if not comes_last(ticket_ptr + block, SPLITS):
             return
-        tl.store(ticket_ptr + block, 0)
-        acc = _sum_of_splits(cells, there, BLOCK_N * BLOCK_M, SPLITS)
+        acc = sum_of_splits(cells, there, BLOCK_N * BLOCK_M, SPLITS)
     out = out_ptr + m.to(tl.int64)[None, :] * SIZE + n[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :])

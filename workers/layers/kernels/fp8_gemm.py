@@ -33,6 +33,7 @@ from workers.layers.kernels.fp8_tiles import (
     rounding_rows,
 )
 from workers.layers.kernels.skinny_gemm import FIXED_ROWS, Workspace
+from workers.layers.kernels.splits import comes_last, sum_of_splits
 
 
 @triton.jit
@@ -202,15 +203,9 @@ def _fp8_gemm(
         there = (m < rows)[None, :]
         cells = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
         tl.store(cells + split * (BLOCK_N * BLOCK_M), acc, mask=there)
-        # The barrier puts every thread's stores before the one thread's release.
-        tl.debug_barrier()
-        if tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
+        if not comes_last(ticket_ptr + tile, SPLITS):
             return
-        tl.store(ticket_ptr + tile, 0)
-        # L1 is not coherent: what other programs wrote is read from L2.
-        acc = tl.load(cells, mask=there, other=0.0, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            acc += tl.load(cells + other * (BLOCK_N * BLOCK_M), mask=there, other=0.0, cache_modifier=".cg")
+        acc = sum_of_splits(cells, there, BLOCK_N * BLOCK_M, SPLITS)
     if not BY_GROUP:
         x_scale = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)
         acc *= tl.load(w_scales_ptr + n, mask=n < N, other=0.0)[:, None] * x_scale[None, :]

@@ -9,11 +9,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
 from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows
-from workers.layers.kernels.fp8_tiles import Fp8Matrix
+from workers.layers.kernels.fp8_tiles import Fp8Matrix, Fp8WideTiles
+from workers.layers.kernels.skinny_gemm import Workspace
+from workers.layers.kernels.splits import comes_last, sum_of_splits
 
-BLOCK_M, BLOCK_N = 128, 128
 _TOGETHER = 8  # tiles of rows that run beside each other, so that W's tiles are found in L2
-_WARPS, _STAGES = 8, 4
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -24,6 +24,8 @@ def _fp8_gemm_wide(
     w_scales_ptr,
     bias_ptr,
     out_ptr,
+    part_ptr,
+    ticket_ptr,
     rows,
     row_step,
     group_step,
@@ -31,13 +33,16 @@ def _fp8_gemm_wide(
     GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
     BY_GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
+    span: tl.constexpr = GROUPS // SPLITS
+    program, split = tl.program_id(0), tl.program_id(1)
+    first_group = split * span
     band = program // (TOGETHER * tiles_n)
     inside = program - band * (TOGETHER * tiles_n)
     height = tl.minimum(tl.cdiv(rows, BLOCK_M) - band * TOGETHER, TOGETHER)
@@ -46,28 +51,40 @@ def _fp8_gemm_wide(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x_scales = x_scales_ptr + m * row_step
-    # two scales for a tile of W; as a vector they would take a register for each column
-    upper = w_scales_ptr + first_n // 64 * GROUPS
-    lower = w_scales_ptr + tl.minimum(first_n + 64, N - 1) // 64 * GROUPS
+    x_scales = x_scales_ptr + m * row_step + first_group * group_step
+    # two scales for a tile of W of 128; as a vector they would take a register for each column
+    upper = w_scales_ptr + first_n // 64 * GROUPS + first_group
+    lower = w_scales_ptr + tl.minimum(first_n + 64, N - 1) // 64 * GROUPS + first_group
     in_upper = tl.arange(0, BLOCK_N) < 64
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if BY_GROUP:
         x_scale = tl.load(x_scales, mask=m < rows, other=0.0)
-    for group in range(GROUPS):
-        inputs = x_desc.load([first_m, group * 128])
-        weights = w_desc.load([first_n, group * 128])
+    for group in range(span):
+        inputs = x_desc.load([first_m, (first_group + group) * 128])
+        weights = w_desc.load([first_n, (first_group + group) * 128])
         part = tl.dot(inputs, tl.trans(weights))
         if BY_GROUP:
-            more = group + 1 < GROUPS
+            more = group + 1 < span
             next_x_scale = tl.load(x_scales + (group + 1) * group_step, mask=(m < rows) & more, other=0.0)
-            w_scale = tl.where(in_upper, tl.load(upper + group), tl.load(lower + group))
-            acc += part * (x_scale[:, None] * w_scale[None, :])
+            if BLOCK_N == 64:
+                acc += part * (x_scale * tl.load(upper + group))[:, None]
+            else:
+                w_scale = tl.where(in_upper, tl.load(upper + group), tl.load(lower + group))
+                acc += part * (x_scale[:, None] * w_scale[None, :])
             x_scale = next_x_scale
         else:
             acc += part
+    if SPLITS > 1:
+        tile = first_m // BLOCK_M * tiles_n + first_n // BLOCK_N
+        there = (m < rows)[:, None]
+        cells = part_ptr + tile * (SPLITS * BLOCK_M * BLOCK_N)
+        cells += tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(cells + split * (BLOCK_M * BLOCK_N), acc, mask=there)
+        if not comes_last(ticket_ptr + tile, SPLITS):
+            return
+        acc = sum_of_splits(cells, there, BLOCK_M * BLOCK_N, SPLITS)
     if not BY_GROUP:
-        acc *= tl.load(x_scales, mask=m < rows, other=0.0)[:, None]
+        acc *= tl.load(x_scales_ptr + m * row_step, mask=m < rows, other=0.0)[:, None]
         acc *= tl.load(w_scales_ptr + n, mask=n < N, other=0.0)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -75,8 +92,11 @@ def _fp8_gemm_wide(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
 
 
-def fp8_gemm_wide(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, out: Tensor) -> Tensor:
-    """out [rows, N] = x W^T + b in out's type, contiguous; arguments as those of `fp8_gemm`, x's scales in any order.
+def fp8_gemm_wide(
+    x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, tiles: Fp8WideTiles, out: Tensor
+) -> Tensor:
+    """out [rows, N] = x W^T + b in out's type, contiguous; x's scales in any order. tiles: of `fp8_wide_tiles`.
+    workspace: as large as `fp8_workspace_size` says.
 
     Reference: `torch.nn.functional.linear` of what both mean.
     """
@@ -84,25 +104,28 @@ def fp8_gemm_wide(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, out: Tenso
     assert x.values.shape == (rows, k) and weight.values.shape[0] == n and out.is_contiguous()
     if rows == 0:
         return out
-    _fp8_gemm_wide[(triton.cdiv(rows, BLOCK_M) * triton.cdiv(n, BLOCK_N),)](
-        TensorDescriptor.from_tensor(x.values, [BLOCK_M, GROUP]),
-        TensorDescriptor.from_tensor(weight.values, [BLOCK_N, GROUP]),
+    _fp8_gemm_wide[(tiles.count(rows, n), tiles.splits)](
+        TensorDescriptor.from_tensor(x.values, [tiles.block_m, GROUP]),
+        TensorDescriptor.from_tensor(weight.values, [tiles.block_n, GROUP]),
         x.scales,
         weight.scales,
         bias,
         out,
+        workspace.part,
+        workspace.tickets,
         rows,
         x.scales.stride(0),
         x.scales.stride(1),
         N=n,
         GROUPS=k // GROUP,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        SPLITS=tiles.splits,
         TOGETHER=_TOGETHER,
         BY_GROUP=weight.by_group,
         HAS_BIAS=bias is not None,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         **pdl_wait(supports_pdl(x.values.device)),
     )
     return out

@@ -2,7 +2,7 @@
 """How products of few FP8 rows are cut into programs (`fp8_gemm`), and their weight."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from workers.layers.kernels.fp8_rows import GROUP
 from workers.layers.kernels.skinny_gemm import MAX_SPLITS, MULTIPROCESSORS
 
-MAX_ROWS = 128  # beyond them rows are the matrix unit's first operand: `workers.layers.kernels.fp8_gemm_wide`
+MAX_ROWS = 128  # of `workers.layers.kernels.fp8_gemm`
+MIN_WIDE_ROWS = 65  # from them on `workers.layers.kernels.fp8_gemm_wide` is faster, where columns have scales
 SCALE_ROWS = 64  # of W, that share a scale; the checkpoint's blocks of 128 have two
 MAX_ROUNDING_ROWS = 8  # that a product's programs round themselves
 _ROUNDED = 8192  # numbers that a program rounds at once: 64 of each thread
@@ -41,6 +42,25 @@ class Fp8GemmTiles:
     def for_fp8(self) -> bool:
         """Whether a program has a whole group of the columns of what comes out."""
         return self.block_n == GROUP
+
+
+@dataclass(frozen=True)
+class Fp8WideTiles:
+    """How many rows are multiplied: block_m of them by block_n rows of W in a program. splits: programs that share the
+    columns of a tile. stages, warps: Triton's."""
+
+    block_m: int
+    block_n: int
+    splits: int
+    stages: int
+    warps: int
+
+    def count(self, rows: int, n: int) -> int:
+        """Tiles of a product."""
+        return int(triton.cdiv(rows, self.block_m) * triton.cdiv(n, self.block_n))
+
+
+_WIDE_TILES = Fp8WideTiles(64, 64, 1, 6, 4), Fp8WideTiles(128, 64, 1, 4, 4), Fp8WideTiles(128, 128, 1, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,25 @@ def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8Gemm
     return Fp8GemmTiles(block_m, GROUP, 1, _ahead(block_m, 256, groups), stages=4, warps=8)
 
 
+def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
+    """For a weight [n, k], k a multiple of GROUP. Set on an H200, where programs of 64 outputs fit a multiprocessor
+    twice, by `tests.bench.fp8_products --wide`."""
+    small, narrow, wide = _WIDE_TILES
+    twice = 2 * MULTIPROCESSORS
+    if small.count(rows, n) <= twice and (rows <= MAX_ROWS or small.count(rows, n) > MULTIPROCESSORS and rows <= 256):
+        return _split(small, rows, n, k, twice)
+    fewer_waves = triton.cdiv(narrow.count(rows, n), twice) < triton.cdiv(wide.count(rows, n), MULTIPROCESSORS)
+    return _split(narrow, rows, n, k, MULTIPROCESSORS) if rows <= 512 or fewer_waves else wide
+
+
+def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
+    """Columns are shared while there are no more programs than that, each with ten steps at least."""
+    groups, splits, count = k // GROUP, 1, tiles.count(rows, n)
+    while 2 * splits * count <= programs and groups % (2 * splits) == 0 and groups >= 20 * splits:
+        splits *= 2
+    return replace(tiles, splits=splits)
+
+
 def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
     """How many columns a program that rounds its rows itself takes at once; 0 where it does not, because scales are of
     whole rows, or because that would take longer than a launch of its own."""
@@ -124,4 +163,5 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
                 tiles_of_w = triton.cdiv(n, tiles.block_n)
                 num_tiles = max(num_tiles, tiles_of_w)
                 cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
-    return cells, num_tiles
+    # of `_split` for any number of rows
+    return max(cells, 2 * MULTIPROCESSORS * 64 * 64), max(num_tiles, MULTIPROCESSORS)

@@ -75,12 +75,19 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
     is the same for any number of rows. Set by `tests.bench.experts --sweep` on an H200."""
     each = rows * sizes.share
     block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
+    steps = sizes.width // 64
     if block_m < TALL:
         gate_up = ProductTiles(64, 1, stages=5 if block_m == 16 else 3, warps=4)
-        return ExpertTiles(block_m, gate_up, ProductTiles(128, 1, stages=3, warps=8))
-    gate_up, steps = ProductTiles(64, 1, stages=3, warps=4), sizes.width // 64
-    blocks = next(n for n in (8, 7, 6, 5, 4, 3, 2, 1) if sizes.size // 64 % n == 0) if steps <= _MAX_HELD else 1
+        if steps > _MAX_HELD:
+            return ExpertTiles(block_m, gate_up, ProductTiles(128, 1, stages=3, warps=8))
+        return ExpertTiles(block_m, gate_up, ProductTiles(64, 1, stages=3, warps=4, blocks=_blocks(sizes, 16)))
+    gate_up, blocks = ProductTiles(64, 1, stages=3, warps=4), _blocks(sizes, 8) if steps <= _MAX_HELD else 1
     return ExpertTiles(block_m, gate_up, ProductTiles(64, 1, stages=3, warps=4, blocks=blocks))
+
+
+def _blocks(sizes: ExpertSizes, most: int) -> int:
+    """Of 64 columns, that a program of down-projections has."""
+    return next(n for n in range(most, 0, -1) if sizes.size // 64 % n == 0)
 
 
 def many_row_experts(
@@ -202,6 +209,8 @@ def down_projections(
         "SIZE": size,
         "BLOCK_M": block_m,
         "BLOCK_N": down.block_n,
+        "BLOCKS": down.blocks,
+        "HOLDS": width // step <= _MAX_HELD,
         "STEP": step,
         "IN_FP8": weights.in_fp8,
         "BY_GROUP": weights.by_group,
@@ -223,9 +232,7 @@ def down_projections(
     assert down.splits == 1 and span % (down.block_n * down.blocks) == 0
     grid = (span // (down.block_n * down.blocks), order.experts.shape[0])
     if block_m < TALL:
-        assert span == size and down.blocks == 1
+        assert span == size
         down_of_short_blocks[grid](*tensors, **common)
     else:
-        down_of_tall_blocks[grid](
-            *tensors, first, SPAN=span, BLOCKS=down.blocks, HOLDS=width // step <= _MAX_HELD, **common
-        )
+        down_of_tall_blocks[grid](*tensors, first, SPAN=span, **common)

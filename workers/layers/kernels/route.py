@@ -14,7 +14,7 @@ from workers.layers.linear_method import Span
 from workers.layers.routing import RouterLogits
 
 NOBODY = -1  # in place of an expert: of padding rows, and where another rank has it
-MAX_LISTED = 64  # rows whose experts are listed
+MAX_LISTED = 16  # rows whose experts are listed
 
 
 LEAST = tl.constexpr(-(1 << 31))  # before all that `_ordered` gives but for a NaN's

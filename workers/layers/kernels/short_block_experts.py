@@ -88,6 +88,8 @@ def down_of_short_blocks(
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HOLDS: tl.constexpr,
     STEP: tl.constexpr,
     IN_FP8: tl.constexpr,
     BY_GROUP: tl.constexpr,
@@ -95,37 +97,99 @@ def down_of_short_blocks(
     INTERPRETED: tl.constexpr,
 ):
     steps: tl.constexpr = WIDTH // STEP
-    groups: tl.constexpr = WIDTH // 128
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block, tile = tl.program_id(0), tl.program_id(1)
+    start, tile = tl.program_id(0) * (BLOCKS * BLOCK_N), tl.program_id(1)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    n, m = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     pair = tl.load(pair_ptr + tile * BLOCK_M + m)
     inside = pair >= 0
     share = tl.load(weight_ptr + pair, mask=inside, other=0.0)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in range(steps):
-        weights = w_desc.load([expert * SIZE + block * BLOCK_N, step * STEP])
-        inputs = hidden_desc.load([tile * BLOCK_M, step * STEP])
-        if IN_FP8:
-            factor = tl.load(hidden_scales_ptr + (tile * steps + step) * BLOCK_M + m)
-            part = tl.dot(weights, tl.trans(inputs))
-            if BY_GROUP:
-                rows_of_scales = expert * (SIZE // 64) + n // 64
-                scale = tl.load(w_scales_ptr + rows_of_scales * groups + step * STEP // 128)
-                acc += part * (scale[:, None] * factor[None, :])
-            else:
-                acc += part * factor[None, :]
+    out = part_ptr + pair.to(tl.int64)[None, :] * SIZE + (start + n)[:, None]
+    factors = hidden_scales_ptr + tile * steps * BLOCK_M + m
+    held_inputs, held_factors = (), ()
+    if HOLDS:  # all of the rows' inner activations
+        for step in tl.static_range(steps):
+            held_inputs += (hidden_desc.load([tile * BLOCK_M, step * STEP]),)  # type: ignore[assignment]
+            held_factors += (tl.load(factors + step * BLOCK_M) * share if IN_FP8 else share,)  # type: ignore[assignment]
+    row = expert * SIZE + start
+    scales = ()  # of the next block's weights, read one block ahead of their use
+    if HOLDS:
+        scales = _scales_of_outputs(w_scales_ptr, row, WIDTH, BLOCK_N, STEP, IN_FP8 and BY_GROUP)
+    for block in range(BLOCKS):
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if HOLDS:
+            following = expert * SIZE + start + tl.minimum(block + 1, BLOCKS - 1) * BLOCK_N
+            next_scales = _scales_of_outputs(w_scales_ptr, following, WIDTH, BLOCK_N, STEP, IN_FP8 and BY_GROUP)
+            for step in tl.static_range(steps):
+                acc = _add_product(
+                    acc, held_inputs[step], w_desc, row, step * STEP, held_factors[step], scales[step],
+                    IN_FP8, BY_GROUP, INTERPRETED,
+                )  # fmt: skip
+            scales = next_scales
         else:
-            if INTERPRETED:
-                weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
-            acc = tl.dot(weights, tl.trans(inputs), acc)
-    if IN_FP8 and not BY_GROUP:
-        acc *= tl.load(w_scales_ptr + expert * SIZE + n)[:, None]
-    acc *= share[None, :]
-    out = part_ptr + pair.to(tl.int64)[None, :] * SIZE + n[:, None]
-    tl.store(out, acc.to(part_ptr.dtype.element_ty), mask=inside[None, :])
+            for step in range(steps):
+                inputs = hidden_desc.load([tile * BLOCK_M, step * STEP])
+                factor = tl.load(factors + step * BLOCK_M) * share if IN_FP8 else share
+                scale = _scale_of_outputs(w_scales_ptr, row, step * STEP, WIDTH, BLOCK_N, IN_FP8 and BY_GROUP)
+                acc = _add_product(
+                    acc, inputs, w_desc, row, step * STEP, factor, scale, IN_FP8, BY_GROUP, INTERPRETED
+                )  # fmt: skip
+        if IN_FP8 and not BY_GROUP:
+            acc *= tl.load(w_scales_ptr + row + n)[:, None]
+        if not IN_FP8:
+            acc *= share[None, :]
+        tl.store(out + block * BLOCK_N, acc.to(part_ptr.dtype.element_ty), mask=inside[None, :])
+        row += BLOCK_N
+
+
+@triton.jit
+def _scale_of_outputs(w_scales_ptr, row, column, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BY_GROUP: tl.constexpr):
+    """[BLOCK_N] for weights from `row` and `column` on; of no use without BY_GROUP."""
+    scale = tl.zeros([BLOCK_N], tl.float32)
+    if BY_GROUP:
+        scale = tl.load(w_scales_ptr + (row // 64 + tl.arange(0, BLOCK_N) // 64) * (WIDTH // 128) + column // 128)
+    return scale
+
+
+@triton.jit
+def _scales_of_outputs(
+    w_scales_ptr, row, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, BY_GROUP: tl.constexpr
+):
+    """Those of every step."""
+    scales = ()
+    for step in tl.static_range(WIDTH // STEP):
+        scales += (_scale_of_outputs(w_scales_ptr, row, step * STEP, WIDTH, BLOCK_N, BY_GROUP),)  # type: ignore[assignment]
+    return scales
+
+
+@triton.jit
+def _add_product(
+    acc,
+    inputs,
+    w_desc,
+    row,
+    column,
+    factor,
+    scale,
+    IN_FP8: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """acc [outputs, rows] and the product of one step's columns; of FP8 times `factor` of each row, and times `scale`
+    of each output that has one for these columns."""
+    weights = w_desc.load([row, column])
+    if IN_FP8:
+        part = tl.dot(weights, tl.trans(inputs))
+        if BY_GROUP:
+            acc += part * (scale[:, None] * factor[None, :])
+        else:
+            acc += part * factor[None, :]
+    else:
+        if INTERPRETED:
+            weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
+        acc = tl.dot(weights, tl.trans(inputs), acc)
+    return acc

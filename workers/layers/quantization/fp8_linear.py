@@ -4,7 +4,6 @@ mean, in the model's type."""
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -142,14 +141,16 @@ class Fp8Product:
     def multiply(self, x: "Tensor | Fp8Rows", bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[rows, N] for x [rows, K]; in the memory `out` if it is given."""
         from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm
-        from workers.layers.kernels.fp8_tiles import fp8_gemm_tiles, rounding_columns
+        from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide
+        from workers.layers.kernels.fp8_tiles import MIN_WIDE_ROWS, fp8_gemm_tiles, fp8_wide_tiles, rounding_columns
 
         weight = self.weight
         values = x if isinstance(x, Tensor) else x.values
         rows, n = values.shape[0], weight.values.shape[0]
         if out is None:
             out = torch.empty((rows, n), dtype=self.dtype, device=values.device)
-        tiles = None if self.deterministic else fp8_gemm_tiles(rows, *weight.values.shape)
+        is_wide = weight.by_group and rows >= MIN_WIDE_ROWS
+        tiles = None if self.deterministic or is_wide else fp8_gemm_tiles(rows, *weight.values.shape)
         if tiles is not None:
             rounds = isinstance(x, Tensor) and rows <= ROWS_ROUNDED_BY_PRODUCTS
             rounds = rounds and rounding_columns(rows, weight, tiles) > 0
@@ -157,8 +158,10 @@ class Fp8Product:
             return out
         if self.deterministic:
             return fp8_fixed_rows(self._rounded(x), weight, bias, self.workspace, out)
-        wide = WIDE_PRODUCTS["triton" if weight.by_group or n % 16 or self.dtype != torch.bfloat16 else "torch"]
-        return wide(self._rounded(x), weight, bias, out)
+        if weight.by_group or n % 16 or self.dtype != torch.bfloat16:
+            wide = fp8_wide_tiles(rows, *weight.values.shape)
+            return fp8_gemm_wide(self._rounded(x), weight, bias, self.workspace, wide, out)
+        return _scaled_mm(self._rounded(x), weight, bias, out)
 
     def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
         from workers.layers.activation import silu_mul
@@ -191,22 +194,9 @@ class Fp8Product:
         return quantize_rows(x, self.inputs.by_group, rows_together=x.shape[0] > self.inputs.many)
 
 
-def _triton(x: "Fp8Rows", weight: "Fp8Matrix", bias: Tensor | None, out: Tensor) -> Tensor:
-    from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide
-
-    return fp8_gemm_wide(x, weight, bias, out)
-
-
-def _torch(x: "Fp8Rows", weight: "Fp8Matrix", bias: Tensor | None, out: Tensor) -> Tensor:
+def _scaled_mm(x: "Fp8Rows", weight: "Fp8Matrix", bias: Tensor | None, out: Tensor) -> Tensor:
     """The library's, for scales of rows and outputs and results in bfloat16."""
     torch._scaled_mm(
         x.values, weight.values.t(), scale_a=x.scales, scale_b=weight.scales.t(), out_dtype=out.dtype, out=out
     )
     return out if bias is None else out.add_(bias)
-
-
-# For many rows: what multiplies. Others may be added here, as DeepGEMM's or CUTLASS's.
-WIDE_PRODUCTS: dict[str, Callable[["Fp8Rows", "Fp8Matrix", Tensor | None, Tensor], Tensor]] = {
-    "triton": _triton,
-    "torch": _torch,
-}
