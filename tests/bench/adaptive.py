@@ -19,7 +19,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -115,8 +115,8 @@ def forced(engine: LocalEngine, shape: int | None) -> None:
 
 
 def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Rates of every shape and of the choice, and what it chose. The first arm computes the prompts, all others find
-    them in the prefix cache."""
+    """Rates of every shape and of the choice, and what it chose. All arms find the prompts in the prefix cache: while
+    long ones are computed the first requests would come to their end."""
     scheduler = engine.scheduler
     shapes = scheduler._shapes
     generator = torch.Generator().manual_seed(batch)
@@ -127,8 +127,7 @@ def measure(engine: LocalEngine, batch: int, context: int, num_steps: int) -> tu
     def better(name: str, rate: float) -> None:
         found[name] = max(rate, found.get(name, 0.0))
 
-    forced(engine, 0)
-    tokens_per_ms(engine, prompts, 0, 2)
+    engine.generate(prompts, SamplingParams(1, 0.0), batch)
     # who chooses, and who tells it what was accepted
     scheduler.shape_choice = ShapeChoice(shapes, scheduler._config.num_slots)
     scheduler._results._shape_choice = scheduler.shape_choice
@@ -172,11 +171,12 @@ def run(arguments: argparse.Namespace) -> list[Cell]:
 
 def of_engine(
     spec: EngineSpec, grid: Sequence[tuple[int, int]], arguments: argparse.Namespace
-) -> list[tuple[dict[str, float], dict[str, int]]]:
+) -> Iterator[tuple[dict[str, float], dict[str, int]]]:
     """`measure` of each cell. The engine's memory is free again afterwards: the next one wants as much."""
     try:
         with local_engine(spec) as engine:
-            return [measure(engine, batch, context, arguments.steps) for batch, context in grid]
+            for batch, context in grid:
+                yield measure(engine, batch, context, arguments.steps)
     finally:
         del engine
         gc.collect()

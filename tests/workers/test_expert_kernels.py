@@ -25,6 +25,7 @@ from workers.layers.kernels.few_row_experts import few_row_experts  # noqa: E402
 from workers.layers.kernels.fp8_rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
 from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles  # noqa: E402
 from workers.layers.kernels.route import MAX_LISTED, NOBODY, Routed, route  # noqa: E402
+from workers.layers.kernels.router_gemm import router_gemm  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
 from workers.layers.linear_method import Span  # noqa: E402
 from workers.layers.routing import RouterLogits, Routing, TokenSlots  # noqa: E402
@@ -81,6 +82,24 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
     used = sorted({expert for row in found.chosen.tolist() for expert in row} - {NOBODY})
     assert int(found.num_used) == len(used)
     assert found.used.tolist() == used + [NOBODY] * (len(found.used) - len(used))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_routers_parts_are_added_up_in_their_order(deterministic: bool) -> None:
+    """Its columns are shared by programs that do not wait for each other."""
+    rows, size, generator = 3 if INTERPRETED else 70, 512, torch.Generator().manual_seed(3)
+    x = torch.randn(rows, size, generator=generator).to(DEVICE, HALF)
+    weight = (torch.randn(12, size, generator=generator) / size**0.5).to(DEVICE, HALF)
+    parts = router_gemm(x, weight, Workspace.of_size(1, 1, DEVICE), deterministic)
+    assert parts.shape == (4, rows, 12)
+    torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
+    bias, total = torch.zeros(12, device=DEVICE), parts[0] + parts[1] + parts[2] + parts[3]
+    found = route(RouterLogits(parts, bias, SMALL), 1, ticket())
+    expected = route(RouterLogits(total, bias, SMALL), 1, ticket())
+    assert torch.equal(found.chosen, expected.chosen) and torch.equal(found.weight, expected.weight)
+    if deterministic:
+        alone = router_gemm(x[1:2], weight, Workspace.of_size(1, 1, DEVICE), deterministic)
+        assert torch.equal(alone[:, 0], parts[:, 1])
 
 
 def test_equal_preferences_choose_the_first_and_no_row_nobody() -> None:

@@ -99,6 +99,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
 def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -> None:
     listed = rows <= route.MAX_LISTED
     constants = {
+        "PARTS": 14,
         "EXPERTS": 256,
         "FIRST": first,
         "HELD": held,

@@ -93,6 +93,7 @@ def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: in
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
         "SPLITS": tiles.splits,
+        "APART": False,
         "SPAN": tiles.span(k),
         "AHEAD": tiles.columns_ahead,
         "GATED": kind == "gated",

@@ -23,7 +23,7 @@ TREE_MS = (5.4, 6.0, 10.4, 16.7, 29.3, 54.5)
 KV_MS = 131072 / 4.0e12 * 1e3  # of a token: its bytes over the memory's rate
 CHAIN = shapes_of(SpeculativeConfig("", "eagle3", 3, 1, 4))
 TREE = shapes_of(SpeculativeConfig("", "eagle3", 5, 4, 16))
-Floats = npt.NDArray[np.float64]
+Floats, Ints = npt.NDArray[np.float64], npt.NDArray[np.int64]
 
 
 def between(low: tuple[float, ...], high: tuple[float, ...], share: float) -> tuple[float, ...]:
@@ -148,6 +148,23 @@ def test_steps_that_take_longer_than_expected_count_as_they_are(
     engine.rate(600)
     rate, rates = engine.rate(600), [engine.static(shape) for shape in range(len(shapes))]
     assert rate > 0.97 * max(rates), (rate, rates, engine.seen)
+
+
+@pytest.mark.parametrize("took_ms,most", [(0.4, 0.3), (5.0, 1.0)])
+def test_of_rounds_faster_than_learning_only_some_are_learnt_from(took_ms: float, most: float) -> None:
+    engine = Engine(TREE, 4, 1024, chances_of(TREE, 3.0), took=(took_ms,) * len(TREE))
+    engine.rate(300)
+    survival, learnt = engine.choice.survival, 0
+    record = survival.record
+
+    def counted(slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
+        nonlocal learnt
+        learnt += 1
+        record(slots, users, drafted, shape, accepted)
+
+    survival.record = counted  # type: ignore[method-assign]
+    assert engine.rate(300) > 0.97 * max(engine.static(shape) for shape in range(len(TREE)))
+    assert (most - 0.2) * 300 < learnt <= most * 300, learnt
 
 
 def test_plain_rounds_are_left_when_drafts_become_right() -> None:

@@ -74,7 +74,8 @@ class TokenSlots:
 class RouterLogits:
     """What decides where rows go.
 
-    values: [rows, num_experts] float32. bias: [num_experts] float32 if the routing has one.
+    values: float32 [rows, num_experts], or [parts, rows, num_experts], to be added up in their order.
+    bias: float32 [num_experts] if the routing has one.
     live: None if no row is padding, or whatever padding rows go through does not matter.
     """
 
@@ -85,7 +86,7 @@ class RouterLogits:
 
     def choose(self) -> tuple[Tensor, Tensor]:
         """As `route` gives them; of padding rows too."""
-        return route(self.values, self.bias, self.routing)
+        return route(self.values if self.values.dim() == 2 else self.values.sum(0), self.bias, self.routing)
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -140,9 +141,7 @@ class Router(WeightedModule):
         return router_gemm(x, self.weight, self._workspace, self._deterministic)
 
     def workspace_size(self) -> tuple[int, int]:
-        from workers.layers.kernels.router_gemm import router_workspace_size
-
-        return router_workspace_size(*self.weight.shape)
+        return 0, 1
 
     def finish(self, options: "GEMMOptions") -> None:
         if self.weight.shape[1] % 128 == 0:

@@ -21,6 +21,7 @@ FIRST_RESULTS = 3  # steps after which a shape's first results are here
 CHANGE_ABOVE = 1 / 128  # share of the time that a change must save, which costs about a step's drafts,
 SETTLED = 16  # unless the shape has run for fewer steps than these;
 CHANGE_SOON_ABOVE = 1 / 64  # then it must save this
+LEARN_EVERY_MS = 2.0  # of rounds: learning from faster ones takes a host as long as they do
 PROMPTS_LINGER = 8  # steps after a prompt chunk in which the next one is expected
 PROBING_SHARE = 1 / 200  # of the time, which probes may cost
 PROBE_AGE = 128  # steps after which what is known of a shape is old
@@ -93,12 +94,19 @@ class ShapeChoice:
         self._informed = np.full(len(shapes), -PROBE_AGE, np.int64)  # the last step that told of a shape
         self._told = [self._told_by(shape) for shape in range(len(shapes))]
         self._credit_ms = 0.0
+        self._unlearnt_ms = 0.0
         self._probe, self._probe_left = 0, 0
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
-        """See `Survival.record`."""
-        if self._shapes.adaptive and shape:
-            self.survival.record(slots, users, drafted, shape, accepted)
+        """See `Survival.record`. What probes report is learnt from always, other rounds' every LEARN_EVERY_MS."""
+        if not self._shapes.adaptive or not shape:
+            return
+        if self._rates is not None and shape == self._current:
+            self._unlearnt_ms += float(self._rates.ms[shape])
+            if self._unlearnt_ms < LEARN_EVERY_MS:
+                return
+        self._unlearnt_ms = 0.0
+        self.survival.record(slots, users, drafted, shape, accepted)
 
     def observe(self, shape: int, num_requests: int, expected_ms: float, took_ms: float) -> None:
         """A step of so many rounds, and of nothing else, took `took_ms` where the costs say `expected_ms`."""

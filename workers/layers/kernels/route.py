@@ -47,6 +47,15 @@ def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
     tl.store(num_used_ptr, num_used)
 
 
+@triton.jit
+def _logits(first_ptr, there, step, PARTS: tl.constexpr):
+    """Of the experts at first_ptr, minus infinity where there are none; parts are `step` apart."""
+    logits = tl.load(first_ptr, mask=there, other=float("-inf"))
+    for part in tl.static_range(1, PARTS):
+        logits += tl.load(first_ptr + part * step.to(tl.int64), mask=there, other=0.0)
+    return logits
+
+
 @triton.jit(do_not_specialize=["rows", "most", "first_slot"])
 def _route(
     logit_ptr,
@@ -61,6 +70,7 @@ def _route(
     most,
     first_slot,
     scale,
+    PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     FIRST: tl.constexpr,
     HELD: tl.constexpr,
@@ -90,7 +100,7 @@ def _route(
     group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)
     expert = group[:, None] * size + member[None, :]
     there = (group < GROUPS)[:, None] & (member < size)[None, :]
-    logits = tl.load(logit_ptr + row.to(tl.int64) * EXPERTS + expert, mask=there, other=float("-inf"))
+    logits = _logits(logit_ptr + row.to(tl.int64) * EXPERTS + expert, there, rows * EXPERTS, PARTS)
     if SOFTMAX:
         top = tl.max(tl.max(logits, 1), 0)
         scores = tl.exp(logits - top)
@@ -124,7 +134,7 @@ def _route(
         mine = tl.min(tl.where(left == tl.max(left, 0), numbers, EXPERTS - 1), 0)
         left = tl.where(numbers == mine, LEAST, left)
         chosen = tl.where(slot == i, mine, chosen)
-    logit = tl.load(logit_ptr + row.to(tl.int64) * EXPERTS + chosen, mask=slot < K, other=float("-inf"))
+    logit = _logits(logit_ptr + row.to(tl.int64) * EXPERTS + chosen, slot < K, rows * EXPERTS, PARTS)
     weight = tl.exp(logit - top) / norm if SOFTMAX else 1.0 / (1.0 + tl.exp(-logit))
     weight = tl.where(slot < K, weight, 0.0)
     total = tl.sum(weight, 0)
@@ -192,7 +202,7 @@ def route(
     Reference: `workers.layers.routing.route`.
     """
     logits, bias, routing, live = router.values, router.bias, router.routing, router.live
-    rows, experts = logits.shape
+    rows, experts = logits.shape[-2:]
     assert logits.is_contiguous() and logits.dtype == torch.float32 and experts == routing.num_experts
     assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
     slots, listed = routing.experts_per_token + num_shared, list_used and rows <= MAX_LISTED
@@ -221,6 +231,7 @@ def route(
         most,
         0 if live is None else live.first,
         routing.scale,
+        PARTS=logits.shape[0] if logits.dim() == 3 else 1,
         EXPERTS=experts,
         FIRST=held.first,
         HELD=held.size,

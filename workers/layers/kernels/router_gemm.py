@@ -25,29 +25,19 @@ def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
     return SkinnyGemmTiles(block_m, _BLOCK_N, _BLOCK_K, splits, ahead, stages=4, warps=4)
 
 
-def router_workspace_size(n: int, k: int) -> tuple[int, int]:
-    """Cells and tickets of a `Workspace` for a weight [n, k]."""
-    if k % _BLOCK_K:
-        return 0, 0
-    tiles = router_tiles(MAX_ROWS, n, k)
-    num_tiles = triton.cdiv(n, _BLOCK_N)
-    return num_tiles * tiles.splits * _BLOCK_N * tiles.block_m, num_tiles
-
-
 def router_gemm(x: Tensor, weight: Tensor, workspace: Workspace, deterministic: bool) -> Tensor:
-    """[rows, N] float32 x W^T for x [rows, K], last stride 1, and W [N, K] contiguous, of one 16-bit type. workspace:
-    as large as `router_workspace_size` says. deterministic: a row's result must not depend on how many there are.
+    """x W^T for x [rows, K], last stride 1, and W [N, K] contiguous, of one 16-bit type: float32 [rows, N], or
+    [parts, rows, N], which `route` adds up in their order: that spares these programs to wait for each other.
+    deterministic: a row's result must not depend on how many there are.
 
     Reference: `torch.nn.functional.linear` of both in float32.
     """
     rows, n = x.shape[0], weight.shape[0]
     if rows > MAX_ROWS and not deterministic:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
-    if deterministic:
-        tiles = router_tiles(FIXED_ROWS, *weight.shape)
-        for first in range(0, rows, FIXED_ROWS):
-            part = slice(first, first + FIXED_ROWS)
-            skinny_gemm(x[part], weight, None, workspace, tiles, out[part])
-        return out
-    return skinny_gemm(x, weight, None, workspace, router_tiles(rows, *weight.shape), out)
+    tiles = router_tiles(FIXED_ROWS if deterministic else rows, *weight.shape)
+    out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
+    for first in range(0, rows, tiles.block_m):
+        part = slice(first, first + tiles.block_m)
+        skinny_gemm(x[part], weight, None, workspace, tiles, out[:, part])
+    return out

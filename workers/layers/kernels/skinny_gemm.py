@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
+from workers.layers.kernels.splits import comes_last, sum_of_splits
 
 MAX_ROWS = 128  # beyond them the library's products are faster, see tests/bench/RESULTS.md
 MAX_GATED_ROWS = 256  # of a gated product, which saves a kernel
@@ -42,11 +43,13 @@ def _skinny_gemm(
     part_ptr,
     ticket_ptr,
     rows,
+    part_step,
     N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    APART: tl.constexpr,
     SPAN: tl.constexpr,
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
@@ -82,18 +85,14 @@ def _skinny_gemm(
             w_ahead, inputs = w_ahead.to(tl.float32), inputs.to(tl.float32)
         acc = tl.dot(w_ahead, tl.trans(inputs), acc)
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    if SPLITS > 1:
+    if APART:
+        out_ptr += split.to(tl.int64) * part_step
+    elif SPLITS > 1:
         part = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
         tl.store(part + split * (BLOCK_N * BLOCK_M), acc)
-        # The barrier puts every thread's stores before the one thread's release.
-        tl.debug_barrier()
-        if tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
+        if not comes_last(ticket_ptr + tile, SPLITS):
             return
-        tl.store(ticket_ptr + tile, 0)
-        # L1 is not coherent: what other programs wrote is read from L2.
-        acc = tl.load(part, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            acc += tl.load(part + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        acc = sum_of_splits(part, None, BLOCK_N * BLOCK_M, SPLITS)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -198,10 +197,11 @@ def _multiply(
     tiles: SkinnyGemmTiles,
     gated: bool,
 ) -> None:
-    (rows, n), k = out.shape, weight.shape[1]
+    (rows, n), k, apart = out.shape[-2:], weight.shape[1], out.dim() == 3
     assert rows <= tiles.block_m and x.shape == (rows, k)
-    assert weight.is_contiguous() and out.is_contiguous() and x.dtype == weight.dtype
-    assert out.dtype in (x.dtype, torch.float32)
+    assert weight.is_contiguous() and x.dtype == weight.dtype
+    assert out.dtype in (x.dtype, torch.float32) and (out[0] if apart else out).is_contiguous()
+    assert not apart or (out.shape[0] == tiles.splits and bias is None and not gated)
     if rows == 0:
         return  # a step that ends no prompt has no logits, and a tensor map no empty side
     inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
@@ -214,11 +214,13 @@ def _multiply(
         workspace.part,
         workspace.tickets,
         rows,
+        out.stride(0) if apart else 0,
         N=n,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         SPLITS=tiles.splits,
+        APART=apart,
         SPAN=tiles.span(k),
         AHEAD=tiles.columns_ahead,
         GATED=gated,
@@ -240,7 +242,8 @@ def skinny_gemm(
 ) -> Tensor:
     """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type;
     x and its rows must start at multiples of 16 bytes. workspace: made for this shape. tiles: of `skinny_gemm_tiles`
-    for this shape and at least as many rows. out: contiguous, to write to instead of new memory; may be float32.
+    for this shape and at least as many rows. out: contiguous, to write to instead of new memory; may be float32. Or
+    [splits, rows, N], for what each split has: for who reads it to add up, where there is no bias.
 
     Reference: `torch.nn.functional.linear`.
     """
