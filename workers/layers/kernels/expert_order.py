@@ -18,6 +18,7 @@ _STEP = 256  # pairs that are compared with each other
 _MAX_CHUNKS = 144  # where a chunk may have more pairs than _STEP: each program reads the counts of all
 _BLOCKS = 32  # that a program describes
 _FEW_PAIRS = 1024  # that are counted by every program: a launch costs more
+_FEW_STEP = 64  # of so few
 
 
 @triton.jit
@@ -179,7 +180,7 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         BINS=bins,
         BLOCK_M=block_m,
         CHUNK=chunk,
-        STEP=_STEP,
+        STEP=min(_STEP, chunk),
         BLOCKS=_BLOCKS,
         FEW=_FEW_PAIRS,
         num_warps=8,
@@ -190,6 +191,8 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
 
 def chunk_of(num_pairs: int) -> int:
     """Pairs of a chunk."""
+    if num_pairs <= _FEW_PAIRS:
+        return _FEW_STEP
     steps = triton.cdiv(num_pairs, _STEP * _MAX_CHUNKS)
     chunk: int = _STEP * triton.next_power_of_2(max(1, steps))
     assert chunk < 1 << 15, "counts of a chunk have 16 bits"

@@ -13,14 +13,15 @@ from workers.layers.kernels.skinny_gemm import (
     skinny_gemm,
 )
 
+_MOST_ROWS = 512  # beyond them the library multiplies
 _BLOCK_N, _BLOCK_K = 64, 128
 
 
 def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
     """Routers are low and long: their columns are split as often as fills the device."""
-    steps, tiles = k // _BLOCK_K, triton.cdiv(n, _BLOCK_N)
+    block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
+    steps, tiles = k // _BLOCK_K, triton.cdiv(n, _BLOCK_N) * triton.cdiv(rows, block_m)
     splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * tiles <= MULTIPROCESSORS))
-    block_m = max(16, triton.next_power_of_2(rows))
     ahead = block_m == 16 and steps > splits
     return SkinnyGemmTiles(block_m, _BLOCK_N, _BLOCK_K, splits, ahead, stages=4, warps=4)
 
@@ -33,11 +34,8 @@ def router_gemm(x: Tensor, weight: Tensor, workspace: Workspace, deterministic: 
     Reference: `torch.nn.functional.linear` of both in float32.
     """
     rows, n = x.shape[0], weight.shape[0]
-    if rows > MAX_ROWS and not deterministic:
+    if rows > _MOST_ROWS and not deterministic:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     tiles = router_tiles(FIXED_ROWS if deterministic else rows, *weight.shape)
     out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
-    for first in range(0, rows, tiles.block_m):
-        part = slice(first, first + tiles.block_m)
-        skinny_gemm(x[part], weight, None, workspace, tiles, out[:, part])
-    return out
+    return skinny_gemm(x, weight, None, workspace, tiles, out)

@@ -58,7 +58,9 @@ def _skinny_gemm(
     UPCAST: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
-    first = split * SPAN
+    first, first_row = split * SPAN, 0
+    if APART:
+        first_row = tl.program_id(2) * BLOCK_M
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if AHEAD > 0:
@@ -71,7 +73,7 @@ def _skinny_gemm(
     # what lies outside x and W is read as zeros
     for start in range(first + AHEAD, first + SPAN, BLOCK_K):
         weights = w_desc.load([tile * BLOCK_N, start])
-        inputs = x_desc.load([0, start])
+        inputs = x_desc.load([first_row, start])
         if UPCAST:
             weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
         acc = tl.dot(weights, tl.trans(inputs), acc)
@@ -80,11 +82,11 @@ def _skinny_gemm(
             acc_up = tl.dot(weights.to(tl.float32) if UPCAST else weights, tl.trans(inputs), acc_up)
     if AHEAD > 0:
         # last, so that the loop's reads start first
-        inputs = x_desc.load([0, first])
+        inputs = x_desc.load([first_row, first])
         if UPCAST:
             w_ahead, inputs = w_ahead.to(tl.float32), inputs.to(tl.float32)
         acc = tl.dot(w_ahead, tl.trans(inputs), acc)
-    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), first_row + tl.arange(0, BLOCK_M)
     if APART:
         out_ptr += split.to(tl.int64) * part_step
     elif SPLITS > 1:
@@ -198,7 +200,7 @@ def _multiply(
     gated: bool,
 ) -> None:
     (rows, n), k, apart = out.shape[-2:], weight.shape[1], out.dim() == 3
-    assert rows <= tiles.block_m and x.shape == (rows, k)
+    assert (apart or rows <= tiles.block_m) and x.shape == (rows, k)
     assert weight.is_contiguous() and x.dtype == weight.dtype
     assert out.dtype in (x.dtype, torch.float32) and (out[0] if apart else out).is_contiguous()
     assert not apart or (out.shape[0] == tiles.splits and bias is None and not gated)
@@ -206,7 +208,7 @@ def _multiply(
         return  # a step that ends no prompt has no logits, and a tensor map no empty side
     inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
     weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
-    _skinny_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits)](
+    _skinny_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits, triton.cdiv(rows, tiles.block_m))](
         inputs,
         weights,
         bias,
@@ -243,7 +245,7 @@ def skinny_gemm(
     """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type;
     x and its rows must start at multiples of 16 bytes. workspace: made for this shape. tiles: of `skinny_gemm_tiles`
     for this shape and at least as many rows. out: contiguous, to write to instead of new memory; may be float32. Or
-    [splits, rows, N], for what each split has: for who reads it to add up, where there is no bias.
+    [splits, rows, N], of any number of rows, for what each split has: for who reads it to add up; there is no bias.
 
     Reference: `torch.nn.functional.linear`.
     """
