@@ -60,10 +60,9 @@ def _block_sizes(rows: int, own: int) -> Sequence[int]:
 def _few_gates(sizes: ExpertSizes) -> Iterator[ProductTiles]:
     steps = sizes.size // sizes.step
     for splits in (d for d in (1, 2, 4, 7, 8, 14) if steps % d == 0):
-        for stages in (2, 3, 4):
+        for stages in (3, 4):
             yield ProductTiles(128, splits, stages, 8)
-        for stages in (3, 4, 5):
-            yield ProductTiles(64, splits, stages, 4)
+            yield ProductTiles(64, splits, stages + 1, 4)
 
 
 def _few_downs(rows: int) -> Iterator[ProductTiles]:
@@ -76,20 +75,17 @@ def _few_downs(rows: int) -> Iterator[ProductTiles]:
 
 def _many_gates(block_m: int) -> Iterator[ProductTiles]:
     wide = (4, 8) if block_m <= TALL else (8,)
-    for stages in (2, 3, 4):
+    for stages in (2, 3, 4, 5):
         for warps in wide:
             yield ProductTiles(64, 1, stages, warps)
         yield ProductTiles(128, 1, stages, 8)
 
 
 def _many_downs(block_m: int, sizes: ExpertSizes) -> Iterator[ProductTiles]:
+    all_blocks, all_stages = ((4, 8, 16), (2, 3)) if block_m >= TALL else ((1, 8, 16, 28), (3, 4))
     for block_n, warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
-        if block_m < TALL:
-            for stages in (3, 4):
-                yield ProductTiles(block_n, 1, stages, warps)
-            continue
-        for blocks in (n for n in (4, 8, 16) if sizes.size // block_n % n == 0):
-            for stages in (2, 3):
+        for blocks in (n for n in all_blocks if sizes.size // block_n % n == 0):
+            for stages in all_stages:
                 yield ProductTiles(block_n, 1, stages, warps, blocks)
 
 

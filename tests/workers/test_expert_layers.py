@@ -29,17 +29,17 @@ def layer_of(kind: str, num_shared: int, group: TPGroup = SOLO) -> MixtureOfExpe
     size, width = (256, 128) if INTERPRETED else (1024, 256)
     torch.set_default_dtype(HALF)
     try:
-        layer = MixtureOfExperts(size, width, SMALL, group, num_shared * width, whole_experts=group.size > 1)
-        if kind != "half":
-            scheme = Fp8Scheme("weight_scale", None) if kind == "channel" else Fp8Scheme("weight_scale_inv", (128, 128))
-            layer.experts.method = Fp8Experts(layer.experts.shape, scheme)
-            for linear in (
-                (layer.shared_experts.gate_up, layer.shared_experts.down_proj) if layer.shared_experts else ()
-            ):
-                linear.method = Fp8Linear(linear.shape, scheme)
+        with torch.device(DEVICE):  # as a model is made: to move it later would leave the room behind experts
+            layer = MixtureOfExperts(size, width, SMALL, group, num_shared * width, whole_experts=group.size > 1)
+            if kind != "half":
+                channels = Fp8Scheme("weight_scale", None)
+                scheme = channels if kind == "channel" else Fp8Scheme("weight_scale_inv", (128, 128))
+                layer.experts.method = Fp8Experts(layer.experts.shape, scheme)
+                shared = layer.shared_experts
+                for linear in (shared.gate_up, shared.down_proj) if shared else ():
+                    linear.method = Fp8Linear(linear.shape, scheme)
     finally:
         torch.set_default_dtype(torch.float32)
-    layer.to(DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(1)
     for module in layer.modules():
         if isinstance(module, WeightedModule):

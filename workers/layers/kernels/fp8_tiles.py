@@ -60,7 +60,7 @@ class Fp8WideTiles:
         return int(triton.cdiv(rows, self.block_m) * triton.cdiv(n, self.block_n))
 
 
-_WIDE_TILES = Fp8WideTiles(64, 64, 1, 6, 4), Fp8WideTiles(128, 64, 1, 4, 4), Fp8WideTiles(128, 128, 1, 4, 8)
+WIDE_TILES = Fp8WideTiles(64, 64, 1, 6, 4), Fp8WideTiles(128, 64, 1, 4, 4), Fp8WideTiles(128, 128, 1, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8Gemm
 def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
     """For a weight [n, k], k a multiple of GROUP. Set on an H200, where programs of 64 outputs fit a multiprocessor
     twice, by `tests.bench.fp8_products --wide`."""
-    small, narrow, wide = _WIDE_TILES
+    small, narrow, wide = WIDE_TILES
     twice = 2 * MULTIPROCESSORS
     if small.count(rows, n) <= twice and (rows <= MAX_ROWS or small.count(rows, n) > MULTIPROCESSORS and rows <= 256):
         return _split(small, rows, n, k, twice)
