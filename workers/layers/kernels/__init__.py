@@ -4,7 +4,8 @@ needs triton; the layers do so on GPUs only.
 skinny_gemm      y = x W^T, or gated, for the few rows of a round; `fixed_rows` for deterministic serving
 fp8_rows         rows in FP8 with their scales; fp8_norm: norms that make such
 fp8_gemm         products of few FP8 rows, by the tables of fp8_tiles; fp8_gemm_wide of many
-router_gemm      a router's logits in float32; route: who is chosen for each row, in one launch
+splits           sums that several programs share
+router_gemm      a router's logits in float32, in parts; route: who is chosen for each row, in one launch
 few_row_experts  products of the experts of a round's few rows, in two launches (few_row_products); many_row_experts,
                  with rows in the order of expert_order: of verified batches (short_block_experts) and of prompts
                  (tall_block_experts); expert_weights: what all read, and how few rows are cut; gate_products: what the
