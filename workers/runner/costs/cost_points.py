@@ -106,6 +106,7 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
     )
     between = [n for n in sizes if n not in (1, most)]
     captured = [t for t in tokens if not extent.token_buckets or t <= extent.token_buckets[-1]]
+    eager = [t for t in tokens if t not in captured]
     beside = [t for t in tokens if t in CHUNKS_BESIDE]
 
     def rounds(which: Sequence[int], numbers: Sequence[int]) -> PointGroup:
@@ -129,13 +130,15 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         chunks(most, tokens[:1]),
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
+        # of eager steps, which captured ones tell little of, all others lie between
+        PointGroup(chunks(0, eager[-1:]).points, required=1),
         chunks(most, [t for t in beside if t != tokens[0]]),
         reading([default]),
         rounds(others, between),
         *(chunks(n, [tokens[0], *beside]) for n in sorted({1, extent.middle} - {most})),
         PointGroup((Point(default, 0, long, before),) if before > 0 else ()),
         reading(others),
-        *(chunks(0, [t]) for t in tokens if t not in captured),
+        *(chunks(0, [t]) for t in eager[:-1]),
     ]
     return [group for group in groups if group.points]
 
