@@ -8,6 +8,9 @@ With the same kind of blocks and the same block_n of gates a row's result is a f
 order whatever the other tiles, and are not split.
 """
 
+import math
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -27,11 +30,15 @@ from workers.layers.kernels.expert_weights import (
 )
 from workers.layers.kernels.fp8_rows import Fp8Rows
 from workers.layers.kernels.short_block_experts import down_of_short_blocks, gate_up_of_short_blocks
+from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, SHARED_BYTES
 from workers.layers.kernels.tall_block_experts import MIN_ROWS as TALL
 from workers.layers.kernels.tall_block_experts import down_of_tall_blocks, gate_up_of_tall_blocks
 
 _PARTS_BYTES = 1 << 28  # of the results of each row's each expert that are written at once
-_MAX_HELD = 4  # steps of a down-projection that a program of tall blocks keeps its rows for
+_MAX_HELD = 4  # steps of a down-projection that a program keeps its rows for
+_MOST_BLOCKS = 28  # of columns, for which it keeps them, if its own are short
+_BEGINNING = 2.5  # of such a program, in blocks
+_MOST_AT_ONCE = 5  # such programs on a multiprocessor, by their registers
 _SUM_COLUMNS = 1024
 
 
@@ -75,19 +82,31 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
     is the same for any number of rows. Set by `tests.bench.experts --sweep` on an H200."""
     each = rows * sizes.share
     block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
-    steps = sizes.width // 64
+    holds = sizes.width // 64 <= _MAX_HELD
     if block_m < TALL:
         gate_up = ProductTiles(64, 1, stages=5 if block_m == 16 else 3, warps=4)
-        if steps > _MAX_HELD:
-            return ExpertTiles(block_m, gate_up, ProductTiles(128, 1, stages=3, warps=8))
-        return ExpertTiles(block_m, gate_up, ProductTiles(64, 1, stages=3, warps=4, blocks=_blocks(sizes, 16)))
-    gate_up, blocks = ProductTiles(64, 1, stages=3, warps=4), _blocks(sizes, 8) if steps <= _MAX_HELD else 1
-    return ExpertTiles(block_m, gate_up, ProductTiles(64, 1, stages=3, warps=4, blocks=blocks))
+        down = ProductTiles(64, 1, stages=3, warps=4)
+        if holds:
+            return ExpertTiles(block_m, gate_up, replace(down, blocks=_blocks_in_whole_waves(rows, block_m, sizes)))
+        return ExpertTiles(block_m, gate_up, ProductTiles(128, 1, stages=3, warps=8))
+    blocks = next(n for n in range(8, 0, -1) if sizes.size // 64 % n == 0) if holds else 1
+    tall = ProductTiles(64, 1, stages=3, warps=4)
+    return ExpertTiles(block_m, tall, replace(tall, blocks=blocks))
 
 
-def _blocks(sizes: ExpertSizes, most: int) -> int:
-    """Of 64 columns, that a program of down-projections has."""
-    return next(n for n in range(most, 0, -1) if sizes.size // 64 % n == 0)
+def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes) -> int:
+    """How many blocks of 64 columns a program of down-projections has, for which the last of them ends soonest: a
+    program takes a block's time for each and `_BEGINNING` more, and as many run at once as shared memory has room for.
+    In the order of what the sweep measured for 24 to 512 rows of DeepSeek-V3 on one of eight ranks."""
+    columns, weight_bytes = sizes.size // 64, 128 // sizes.step
+    shared = (3 * 64 + block_m) * sizes.width * weight_bytes + (2 << 10)
+    at_once = MULTIPROCESSORS * min(_MOST_AT_ONCE, SHARED_BYTES // shared)
+    row_blocks = sizes.used(rows) + sizes.num_shared * (-(-rows // block_m) - 1)
+
+    def time(blocks: int) -> float:
+        return math.ceil(row_blocks * columns / blocks / at_once) * (blocks + _BEGINNING)
+
+    return min((n for n in range(1, _MOST_BLOCKS + 1) if columns % n == 0), key=time)
 
 
 def many_row_experts(

@@ -31,6 +31,7 @@ MAX_ROWS = 128  # beyond them the library's products are faster, see tests/bench
 MAX_GATED_ROWS = 256  # of a gated product, which saves a kernel
 FIXED_ROWS = 64  # in a launch of `fixed_rows`
 MULTIPROCESSORS = 132  # of an H200
+SHARED_BYTES = 227 << 10  # memory of one, for all programs on it
 MAX_SPLITS = 16
 
 
