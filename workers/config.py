@@ -124,11 +124,13 @@ class RoundShapes:
     default: what a request that wants speculation drafts; 0 without a draft.
     adaptive: the scheduler may choose any of them, step by step (`workers.scheduling.shape_choice`); else all that
         speculate draft the default.
+    eager: no step is captured, so that none needs a graph to run well.
     """
 
     shapes: tuple[RoundShape, ...] = (PLAIN,)
     default: int = 0
     adaptive: bool = False
+    eager: bool = False
 
     def __post_init__(self) -> None:
         assert self.shapes[0] == PLAIN and 0 <= self.default < len(self.shapes)

@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -221,6 +221,16 @@ def test_beside_prompts_many_requests_run_what_accepts_all_its_rows() -> None:
         engine.rate(400)
         assert {engine.step(with_prompts=True) for _ in range(50)} == names
         assert {engine.step(with_prompts=True, rare_sampling=True) for _ in range(50)} <= {0, 3}
+
+
+@pytest.mark.parametrize("batch,mean", [(4, 1.05), (4, 4.5), (16, 3.0), (16, 4.5)])
+def test_where_nothing_is_captured_the_best_shape_runs_beside_prompts_too(batch: int, mean: float) -> None:
+    engine = Engine(TREE, batch, 1024, chances_of(TREE, mean))
+    engine.choice = ShapeChoice(replace(TREE, eager=True), batch)
+    for _ in range(400):
+        engine.step(with_prompts=True)
+    best = max(range(len(TREE)), key=engine.static)
+    assert Counter(engine.step(with_prompts=True) for _ in range(100))[best] > 80, engine.seen
 
 
 def test_without_costs_or_where_it_is_off_the_default_runs() -> None:

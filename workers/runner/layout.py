@@ -78,6 +78,7 @@ class EngineLayout:
     scheduler: the configuration's, with numbers in place of "auto"; of `max_running` once a rank is built.
     known_pages: of a rank that is built; before that of a configuration that gives their number.
     rank_bytes: the most device memory that a rank takes, once one was built.
+    eager: see `RoundShapes`.
     """
 
     target: ModelConfig
@@ -90,6 +91,7 @@ class EngineLayout:
     speculation: Speculation
     known_pages: int | None = None
     rank_bytes: int = 0
+    eager: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -117,7 +119,7 @@ class EngineLayout:
     @property
     def shapes(self) -> RoundShapes:
         """See `Speculation.shapes`."""
-        return self.speculation.shapes
+        return replace(self.speculation.shapes, eager=self.eager)
 
     @property
     def mask_width(self) -> int:
@@ -211,6 +213,7 @@ def plan_layout(
         scheduler=scheduler.resolved(device.type),
         speculation=speculation,
         known_pages=None if scheduler.max_running == "auto" and worker.cache.num_pages is None else asked,
+        eager=device.type != "cuda" or not worker.cuda_graphs,
     )
 
 

@@ -145,6 +145,8 @@ class ShapeChoice:
         return self._current
 
     def _allowed_shapes(self, load: Load) -> tuple[int, ...]:
+        if self._shapes.eager:
+            return tuple(range(len(self._shapes)))
         if self._since_prompts < PROMPTS_LINGER:
             return self._shapes.beside_chunks(len(load.slots), load.rare_sampling)
         return self._shapes.unrestricted if load.rare_sampling else tuple(range(len(self._shapes)))
