@@ -14,8 +14,8 @@ from tests.workers.test_block_fp8 import quantised
 
 # Ray leaves sockets and subprocesses to the garbage collector when it is shut down in the process that started it.
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
-CHAIN = {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
-TREE = {"num_steps": 4, "top_k": 3, "num_draft_tokens": 10}
+CHAIN = {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4, "adaptive": False}
+TREE = {"num_steps": 4, "top_k": 3, "num_draft_tokens": 10, "adaptive": False}
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 5},

@@ -17,7 +17,7 @@ NUM_QUESTIONS = 8
 def server() -> Iterator[Server]:
     args = {
         "model": {"path": "target", "device": "cpu"},
-        "speculative": {"path": "draft", "num_steps": 3, "num_draft_tokens": 4},
+        "speculative": {"path": "draft", "num_steps": 3, "num_draft_tokens": 4, "adaptive": False},
         "cache": {"num_pages": 1024},
         "scheduler": {"max_running": 8},
     }

@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     target, draft = make_checkpoints(folder)
     args: dict[str, Any] = {
         "model": {"path": str(target), "device": "cpu"},
-        "speculative": {"path": str(draft), "num_steps": 3, "num_draft_tokens": 4},
+        "speculative": {"path": str(draft), "num_steps": 3, "num_draft_tokens": 4, "adaptive": False},
         "cache": {"num_pages": 400},
         "scheduler": {"max_running": 8},
         "parallel": {"tensor_parallel": 2},

@@ -2,23 +2,24 @@
 
 import dataclasses
 import itertools
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, plan_layout
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
 from tests.support.eager_graphs import EagerRecorder
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO
+from workers.runner import local_engine as engines
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.decoding import FillMasks
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import CHUNK_NEEDS, bucket_sizes
-from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.plan import SamplingParams
@@ -40,7 +41,7 @@ def cheap(shapes: RoundShapes, favourite: int) -> CostTable:
     return CostTable(rounds, (0,), (16,), ((1.0,),), shapes.default)
 
 
-def answers(engine: LocalEngine, prompts: list[list[int]], with_rare: bool = False) -> list[list[int]]:
+def answers(engine: engines.LocalEngine, prompts: list[list[int]], with_rare: bool = False) -> list[list[int]]:
     """Requests come in three waves, so that prompts run beside rounds. The costs change every two steps, if the engine
     has several shapes."""
     scheduler = engine.scheduler
@@ -66,6 +67,11 @@ def spec(pair: Pair, speculative: SpeculativeConfig | None) -> EngineSpec:
     return pair.spec(speculative, scheduler=SchedulerConfig(max_running=10, max_step_tokens=64))
 
 
+def graph_engine(spec: EngineSpec) -> AbstractContextManager[engines.LocalEngine]:
+    """An engine that chooses as where steps are captured: among what has graphs."""
+    return engines.local_engine(spec.worker, dataclasses.replace(plan_layout(spec), eager=False))
+
+
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> list[list[int]]:
     with local_engine(spec(pair, None)) as engine:
@@ -75,7 +81,7 @@ def plain(pair: Pair) -> list[list[int]]:
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_answers_do_not_change_when_shapes_do(pair: Pair, plain: list[list[int]], shape: str) -> None:
     speculative = pair.chain() if shape == "chain" else pair.tree()
-    with local_engine(spec(pair, speculative)) as engine:
+    with graph_engine(spec(pair, speculative)) as engine:
         assert answers(engine, pair.prompts, with_rare=True) == plain
         stats, shapes = engine.scheduler.stats, engine.scheduler._shapes
     assert len(shapes) == (3 if shape == "chain" else 4)
@@ -91,12 +97,24 @@ def test_answers_do_not_change_when_shapes_do(pair: Pair, plain: list[list[int]]
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_where_nothing_is_captured_any_shape_runs_beside_prompts(
+    pair: Pair, plain: list[list[int]], shape: str
+) -> None:
+    speculative = pair.chain() if shape == "chain" else pair.tree()
+    with local_engine(spec(pair, speculative)) as engine:
+        assert answers(engine, pair.prompts, with_rare=True) == plain
+        stats, shapes = engine.scheduler.stats, engine.scheduler._shapes
+    assert set(stats.steps_by_reason) <= {"best", "probe", "nobody"}
+    assert set(stats.steps_by_shape) == {s.name for s in shapes.shapes}
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_every_step_is_a_graph_whatever_shape_is_chosen(pair: Pair, shape: str) -> None:
     """All rounds, and all steps with prompt chunks that are captured for any shape."""
     speculative = pair.chain() if shape == "chain" else pair.tree()
-    with local_engine(spec(pair, speculative)) as engine:
+    with graph_engine(spec(pair, speculative)) as engine:
         expected = answers(engine, pair.prompts)
-    with local_engine(spec(pair, speculative)) as engine:
+    with graph_engine(spec(pair, speculative)) as engine:
         worker, recorder = engine.executor, EagerRecorder()
         assert isinstance(worker, Worker)
         graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(10), 256, recorder, TOKENS)
