@@ -183,16 +183,15 @@ class _Rank:
         while True:
             method, *arguments = self._requests.get()
             if method == "build":
-                self._connection.send(built)
+                _answer(self._connection, built)
             elif method == "listen":
                 transport, name, epoch = arguments
                 channel = open_channel(transport, name, self._rank, epoch)
-                self._connection.send(channel.endpoint)
+                _answer(self._connection, channel.endpoint)
             else:
                 idle_work = idle_work_of(self._config.model.device)
-                self._connection.send(
-                    _outcome(functools.partial(run_worker_loop, executor, channel, idle_work=idle_work))
-                )
+                outcome = _outcome(functools.partial(run_worker_loop, executor, channel, idle_work=idle_work))
+                _answer(self._connection, outcome)
 
     def _open(self) -> RankBuilder:
         """Ends the process where it cannot: the actor tries for itself, in a process of its own."""
@@ -254,6 +253,12 @@ def _end_as_rank(make: Callable[[], _Rank], listener: socket.socket) -> None:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _answer(actor: Connection, value: object) -> None:
+    """Send it, unless the actor has ended: then nobody waits, and `_Rank._attend` is about to end the process."""
+    with contextlib.suppress(ConnectionError):
+        actor.send(value)
 
 
 def _outcome(work: Callable[[], object]) -> object:

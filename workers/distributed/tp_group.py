@@ -11,22 +11,27 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from workers.distributed.custom_all_reduce import CustomAllReduce, connect
+from workers.distributed.shared_memory import SharedMemory, connect_shared_memory
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
 class TPGroup:
-    """rank of size ranks; process_group is None exactly if size is 1. custom: the faster way for small sums, if any."""
+    """rank of size ranks; process_group is None exactly if size is 1. custom: the faster way for small sums between
+    GPUs, if any. shared: what goes before the process group on the CPUs of one machine."""
 
     rank: int
     size: int
     process_group: dist.ProcessGroup | None = None
     custom: CustomAllReduce | None = None
+    shared: SharedMemory | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of x over the ranks, in place; the same bits on every rank."""
-        if self.process_group is not None and (self.custom is None or not self.custom.all_reduce(x)):
+        if self.shared is not None:
+            self.shared.all_reduce(x)
+        elif self.process_group is not None and (self.custom is None or not self.custom.all_reduce(x)):
             dist.all_reduce(x, group=self.process_group)
         return x
 
@@ -44,6 +49,8 @@ class TPGroup:
         """[size, *x.shape]: x of every rank, in rank order."""
         if self.process_group is None:
             return x.unsqueeze(0)
+        if self.shared is not None:
+            return self.shared.all_gather(x)
         out = torch.empty((self.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
         _all_gather_single(out, x.contiguous(), group=self.process_group)
         return out.view(self.size, *x.shape)
@@ -62,8 +69,9 @@ SOLO = TPGroup(rank=0, size=1)
 
 
 def join_tp_group(rank: int, size: int, address: str, device: torch.device, custom_all_reduce: bool = True) -> TPGroup:
-    """Join `size` ranks that meet at `address` ("tcp://host:port", on rank 0's node): gloo on CPUs, NCCL on GPUs, with
-    custom all-reduces of small sums where the GPUs can reach each other, if `custom_all_reduce`.
+    """Join `size` ranks that meet at `address` ("tcp://host:port", on rank 0's node): gloo on CPUs, with shared memory
+    where they are on one machine, NCCL on GPUs, with custom all-reduces of small sums where the GPUs can reach each
+    other, if `custom_all_reduce`.
 
     Raises torch.distributed's error if the others do not come within 60 s.
     """
@@ -80,8 +88,9 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device, cust
     )
     world = dist.group.WORLD
     assert world is not None
-    custom = connect(world, rank, size, device) if backend == "nccl" and custom_all_reduce else None
-    return TPGroup(rank, size, world, custom)
+    if backend == "gloo":
+        return TPGroup(rank, size, world, shared=connect_shared_memory(world, rank, size))
+    return TPGroup(rank, size, world, connect(world, rank, size, device) if custom_all_reduce else None)
 
 
 def _store(address: str, rank: int, size: int) -> Store:

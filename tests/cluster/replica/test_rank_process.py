@@ -5,12 +5,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import psutil
 import pytest
 
 from cluster.config import AerieConfig, parse, read_args
+from cluster.replica import rank_process
 from cluster.replica.rank_process import RankLostError, adopt
 from deploy import checks
 from deploy.check_process import CheckProcess, Task
@@ -74,6 +76,15 @@ def test_who_gets_a_rank_and_when_it_ends(begun: Begun) -> None:
     os.kill(begun.process.pid, signal.SIGKILL)  # the server's end is that of its ranks
     with pytest.raises(RankLostError):
         rank.build()
+
+
+def test_a_rank_that_outlives_its_actor_prints_no_error() -> None:
+    """Both hear of a server's end at once: the outcome of its loop may come when nobody waits for it any more."""
+    rank, actor = Pipe()
+    rank_process._answer(rank, "stopped")
+    assert actor.recv() == "stopped"
+    actor.close()
+    rank_process._answer(rank, "stopped")
 
 
 def test_the_server_goes_on_while_the_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,130 @@
+"""Sums and gathers between the CPUs of one machine, against what every rank can reckon for itself."""
+
+import os
+import platform
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from workers.distributed import shared_memory
+from workers.distributed.shared_memory import SLOT_BYTES, Place, RankEndedError, why_not
+from workers.distributed.tp_group import join_tp_group
+
+CPU = torch.device("cpu")
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+LARGE = SLOT_BYTES // 4 * 2 + 37  # numbers of 32 bits: three pieces, the last one short
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32)
+
+
+def what_is_missing() -> str:
+    """Here, for ranks to share memory."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "needs Linux and the order in which x86 writes"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.memfd_create("trial"))
+    except OSError as error:
+        return f"this system has no shared memory without a name, or nothing that tells of a process's end: {error}"
+    return ""
+
+
+supported = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing())
+
+
+def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return (torch.randn(shape, generator=generator) * 8).to(dtype)
+
+
+def summed(parts: list[torch.Tensor]) -> torch.Tensor:
+    """In rank order, of 16 bits in float32."""
+    wide = torch.float32 if parts[0].dtype == torch.bfloat16 else parts[0].dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+def _collectives(rank: int, size: int, address: str) -> int:
+    """Every sum and gather is checked by every rank; how many there were."""
+    group = join_tp_group(rank, size, address, CPU)
+    assert group.shared is not None, "these ranks share a machine"
+    count = 0
+    for seed, shape in enumerate([(1, 512), (4, 7), (0, 3), (LARGE,), (3, 5, 2), (SLOT_BYTES // 4,)]):
+        for dtype in DTYPES:
+            parts = [given(other, shape, dtype, seed) for other in range(size)]
+            assert torch.equal(group.all_gather(parts[rank]), torch.stack(parts))
+            assert torch.equal(group.all_reduce(parts[rank].clone()), summed(parts))
+            count += 2
+    transposed = [given(other, (6, 5), torch.float32, 99) for other in range(size)]
+    mine = transposed[rank].clone().t()
+    assert torch.equal(group.all_reduce(mine), summed(transposed).t()) and not mine.is_contiguous()
+    return count
+
+
+@supported
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_and_gathers_are_those_of_all_ranks(size: int) -> None:
+    assert set(run_ranks(_collectives, size, environments=[LOOPBACK] * size)) == {48}
+
+
+def _many(rank: int, size: int, address: str) -> str:
+    """Ranks that come early and late in turns: nobody reads what is of another turn."""
+    group, generator = join_tp_group(rank, size, address, CPU), torch.Generator().manual_seed(rank)
+    x = torch.empty(1000)
+    for turn in range(2000):
+        if int(torch.randint(0, 50, (), generator=generator)) == 0:
+            time.sleep(0.001)
+        x.fill_(float(turn * (rank + 1)))
+        group.all_reduce(x)
+        assert bool((x == float(turn * size * (size + 1) // 2)).all()), turn
+    return "all right"
+
+
+@supported
+def test_two_thousand_turns_of_ranks_that_come_early_and_late() -> None:
+    assert run_ranks(_many, 2, environments=[LOOPBACK] * 2) == ["all right"] * 2
+
+
+def _alone(rank: int, size: int, address: str, stays_s: float) -> tuple[str, float]:
+    """Rank 1 ends, or comes late; what rank 0 hears, and after how many seconds."""
+    group = join_tp_group(rank, size, address, CPU)
+    group.all_reduce(torch.ones(3))
+    if rank == 1:
+        time.sleep(stays_s)
+        return "", 0.0
+    begun_s = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankEndedError) as raised:
+        patch.setattr(shared_memory, "WAIT_LIMIT_S", 1.0)
+        group.all_reduce(torch.ones(3))
+    return str(raised.value), time.monotonic() - begun_s
+
+
+@supported
+@pytest.mark.parametrize("stays_s,told", [(0.0, "rank 1 has ended"), (5.0, "rank 1 did not come within 1 s")])
+def test_nobody_waits_for_a_rank_that_does_not_come(stays_s: float, told: str) -> None:
+    (message, waited_s), _ = run_ranks(_alone, 2, stays_s, environments=[LOOPBACK] * 2)
+    assert message == told and waited_s < 4
+
+
+def test_who_can_share_memory() -> None:
+    here = Place("machine", 7, 3, "")
+    assert why_not([here, here]) == ""
+    assert "several machines" in why_not([here, Place("other", 7, 3, "")])
+    assert why_not([here, Place("", 8, -1, "no x86")]) == "rank 1: no x86"
+    assert "65 ranks" in why_not([here] * 65)
+
+
+def _on_two_machines(rank: int, size: int, address: str) -> tuple[bool, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(shared_memory, "_machine", lambda: "another")
+        group = join_tp_group(rank, size, address, CPU)
+    return group.shared is None, float(group.all_reduce(torch.ones(1) * (rank + 1)).item())
+
+
+def test_ranks_of_two_machines_go_through_gloo() -> None:
+    assert run_ranks(_on_two_machines, 2, environments=[LOOPBACK] * 2) == [(True, 3.0)] * 2

@@ -1,0 +1,201 @@
+"""Sums and gathers between ranks on the CPUs of one machine, through memory that all of them map.
+
+Gloo hands a message to a thread of its own on either side, and cores have to turn to four threads before a sum is
+there: 1 to 2 ms on two cores, 17 times a pass of the embedded target. Here a rank writes its numbers where the others
+read them, says so in a word of its own, and looks at theirs: 0.1 to 0.3 ms there (tests/bench/RESULTS.md).
+
+`workers.distributed.tp_group.join_tp_group` connects the ranks once. Their memory has no name, so that none is left
+behind, however they end.
+"""
+
+import logging
+import mmap
+import os
+import platform
+import select
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SLOT_BYTES = 1 << 20  # a larger message goes in pieces
+WAIT_LIMIT_S = 60.0  # as `workers.distributed.tp_group` gives gloo
+_WORDS_BYTES = 4096  # a cache line for each rank's word; also the most ranks, 64
+_LINE = 8  # words of 64 bits in a cache line
+_LOOKS = 64  # at another rank's word before its core is given to whoever wants it
+_AWAKE_S = 5e-3  # after which a rank that waits sleeps between its looks
+_NAP_S = 2e-4
+
+
+class RankEndedError(RuntimeError):
+    """Another rank has ended, or has not come in time, while this one waited for its numbers."""
+
+
+class SharedMemory:
+    """Memory that all ranks map, and the collectives over it.
+
+    Invariant: all ranks make the same calls in the same order, each from one thread. A piece of a message goes through
+    one of two slots of each rank, in turns: who has seen that all are at a piece knows that all have read the one
+    before, and may write into that one's slot. The word of a rank is the number of its last piece. That what was
+    written before a word is seen before it is a promise of x86's, which `connect_shared_memory` asks for.
+
+    memory: `region_bytes` of it, zero. pids: of all ranks.
+    """
+
+    def __init__(self, rank: int, memory: mmap.mmap, pids: list[int]) -> None:
+        self._rank = rank
+        self._words = memoryview(memory)[:_WORDS_BYTES].cast("q")
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_WORDS_BYTES).view(2, len(pids), SLOT_BYTES)
+        self._slots = [list(turn) for turn in slots]
+        self._piece = 0
+        self._ends = select.poll()
+        self._rank_of: dict[int, int] = {}
+        for other, pid in enumerate(pids):
+            if other != rank:
+                descriptor = os.pidfd_open(pid)
+                self._rank_of[descriptor] = other
+                self._ends.register(descriptor, select.POLLIN)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace x by its sum over the ranks, in their order and of 16-bit types in float32, so that all have the same
+        bits. Raises RankEndedError."""
+        flat = x.contiguous().view(-1)
+        wide = torch.float32 if x.is_floating_point() and x.itemsize < 4 else x.dtype
+        for piece in flat.split(SLOT_BYTES // x.itemsize):  # type: ignore[no-untyped-call]
+            first, *others = self._exchange(piece)
+            total = first.to(wide, copy=True)
+            for other in others:
+                total += other
+            piece.copy_(total)
+        if flat.data_ptr() != x.data_ptr():
+            x.copy_(flat.view(x.shape))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]: x of every rank. Raises RankEndedError."""
+        out = torch.empty((len(self._slots[0]), *x.shape), dtype=x.dtype)
+        step = SLOT_BYTES // x.itemsize
+        pieces = x.contiguous().view(-1).split(step)  # type: ignore[no-untyped-call]
+        for index, piece in enumerate(pieces):
+            for own, part in zip(out, self._exchange(piece), strict=True):
+                own.view(-1)[index * step :][: piece.numel()] = part
+        return out
+
+    def _exchange(self, piece: Tensor) -> list[Tensor]:
+        """What each rank gave, until the next call but one: [numbers] of one slot at most."""
+        self._piece += 1
+        slots = self._slots[self._piece % 2]
+        parts = [slot[: piece.nbytes].view(piece.dtype) for slot in slots]
+        parts[self._rank].copy_(piece)
+        self._words[self._rank * _LINE] = self._piece
+        for other in range(len(slots)):
+            self._wait_for(other)
+        return parts
+
+    def _wait_for(self, rank: int) -> None:
+        words, place, piece = self._words, rank * _LINE, self._piece
+        for _ in range(_LOOKS):
+            if words[place] >= piece:
+                return
+        begun_s = time.monotonic()
+        while words[place] < piece:
+            os.sched_yield()
+            waited_s = time.monotonic() - begun_s
+            if waited_s > _AWAKE_S:
+                time.sleep(_NAP_S)
+                self._check(rank, waited_s)
+
+    def _check(self, rank: int, waited_s: float) -> None:
+        """Raises RankEndedError if it is in vain to wait on."""
+        if waited_s > WAIT_LIMIT_S:
+            raise RankEndedError(f"rank {rank} did not come within {WAIT_LIMIT_S:.0f} s")
+        for descriptor, _ in self._ends.poll(0):
+            if self._words[self._rank_of[descriptor] * _LINE] < self._piece:
+                raise RankEndedError(f"rank {self._rank_of[descriptor]} has ended")
+
+
+def region_bytes(ranks: int) -> int:
+    """Of the memory of so many ranks; what is never written takes no room."""
+    return _WORDS_BYTES + 2 * ranks * SLOT_BYTES
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. machine: differs between machines, and between containers and networks of one, as a machine's
+    do in tests. problem: what it lacks, or nothing."""
+
+    machine: str
+    pid: int
+    descriptor: int
+    problem: str
+
+
+def why_not(places: list[Place]) -> str:
+    """Why these ranks, in their order, cannot share memory; "" if they may try."""
+    if len(places) * _LINE * 8 > _WORDS_BYTES:
+        return f"there are {len(places)} ranks, more than {_WORDS_BYTES // _LINE // 8}"
+    problems = [f"rank {rank}: {place.problem}" for rank, place in enumerate(places) if place.problem]
+    if problems:
+        return "; ".join(problems)
+    if len({place.machine for place in places}) > 1:
+        return "the ranks are on several machines, or in several containers of one"
+    return ""
+
+
+def connect_shared_memory(group: dist.ProcessGroup, rank: int, size: int) -> SharedMemory | None:
+    """This rank's part of it, or None on all ranks, with the reason logged once, where gloo must do. Collective over
+    `group`."""
+    problem = _problem()
+    descriptor = -1
+    if rank == 0 and not problem:
+        descriptor = os.memfd_create("aerie-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, region_bytes(size))
+    places: list[Place] = _gather(Place("" if problem else _machine(), os.getpid(), descriptor, problem), group, size)
+    reason, shared = why_not(places), None
+    if not reason:
+        failure = ""
+        try:
+            shared = SharedMemory(rank, _mapped(places[0], size), [place.pid for place in places])
+        except OSError as error:  # /proc of another process may be out of reach
+            failure = f"rank {rank}: {error}"
+        reason = "; ".join(filter(None, _gather(failure, group, size)))
+    if descriptor >= 0:
+        os.close(descriptor)
+    if not reason:
+        return shared
+    if rank == 0:
+        logger.info("sums of tensor parallelism go through gloo, not through shared memory: %s", reason)
+    return None
+
+
+def _problem() -> str:
+    if sys.platform != "linux":
+        return f"it needs Linux, this is {sys.platform}"
+    if platform.machine() != "x86_64":
+        return f"it needs the order in which x86 writes, this is {platform.machine()}"
+    return ""
+
+
+def _machine() -> str:
+    spaces = (Path(f"/proc/self/ns/{kind}").readlink() for kind in ("net", "pid", "mnt"))
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *map(str, spaces)])
+
+
+def _mapped(first: Place, size: int) -> mmap.mmap:
+    descriptor = os.open(f"/proc/{first.pid}/fd/{first.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, region_bytes(size))
+    finally:
+        os.close(descriptor)
+
+
+def _gather(mine: Any, group: dist.ProcessGroup, size: int) -> list[Any]:
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
