@@ -36,7 +36,7 @@ SCENARIOS = (
         Hosts(args={"log_format": "json"}),
         Load(sampled=0.5, aborted=0.33),
     ),
-    _one("overload", "six times the rate", load=Load(rate=9.0, seconds=30.0, answers=Lengths(64, 0.4, 128))),
+    _one("overload", "twelve times the rate", load=Load(rate=18.0, seconds=30.0, answers=Lengths(64, 0.4, 128))),
     Scenario(
         "soak",
         "half an hour of everything, with a cache that is always full",

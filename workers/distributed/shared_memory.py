@@ -2,7 +2,7 @@
 
 Gloo hands a message to a thread of its own on either side, and cores have to turn to four threads before a sum is
 there: 1 to 2 ms on two cores, 17 times a pass of the embedded target. Here a rank writes its numbers where the others
-read them, says so in a word of its own, and looks at theirs: 0.1 to 0.3 ms there (tests/bench/RESULTS.md).
+read them, says so in a word of its own, and looks at theirs: 0.2 to 0.4 ms there (tests/bench/RESULTS.md).
 
 `workers.distributed.tp_group.join_tp_group` connects the ranks once. Their memory has no name, so that none is left
 behind, however they end.
@@ -29,9 +29,9 @@ SLOT_BYTES = 1 << 20  # a larger message goes in pieces
 WAIT_LIMIT_S = 60.0  # as `workers.distributed.tp_group` gives gloo
 _WORDS_BYTES = 4096  # a cache line for each rank's word; also the most ranks, 64
 _LINE = 8  # words of 64 bits in a cache line
-_LOOKS = 64  # at another rank's word before its core is given to whoever wants it
-_AWAKE_S = 5e-3  # after which a rank that waits sleeps between its looks
-_NAP_S = 2e-4
+_LOOKS = 2000  # at another rank's word, 0.1 ms, before a rank sleeps between them
+_NAP_S = 5e-5
+_PATIENCE_S = 5e-3  # after which a rank that waits asks whether the other is still there
 
 
 class RankEndedError(RuntimeError):
@@ -105,10 +105,9 @@ class SharedMemory:
                 return
         begun_s = time.monotonic()
         while words[place] < piece:
-            os.sched_yield()
+            time.sleep(_NAP_S)  # `sched_yield` in its place had other processes stand for a second
             waited_s = time.monotonic() - begun_s
-            if waited_s > _AWAKE_S:
-                time.sleep(_NAP_S)
+            if waited_s > _PATIENCE_S:
                 self._check(rank, waited_s)
 
     def _check(self, rank: int, waited_s: float) -> None:
