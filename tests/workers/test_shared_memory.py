@@ -1,8 +1,5 @@
 """Sums and gathers between the CPUs of one machine, against what every rank can reckon for itself."""
 
-import os
-import platform
-import sys
 import time
 
 import pytest
@@ -19,19 +16,8 @@ LARGE = SLOT_BYTES // 4 * 2 + 37  # numbers of 32 bits: three pieces, the last o
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32)
 
 
-def what_is_missing() -> str:
-    """Here, for ranks to share memory."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return "needs Linux and the order in which x86 writes"
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-        os.close(os.memfd_create("trial"))
-    except OSError as error:
-        return f"this system has no shared memory without a name, or nothing that tells of a process's end: {error}"
-    return ""
-
-
-supported = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing())
+PROBLEM = shared_memory._problem()
+supported = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 
 
 def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -97,8 +83,9 @@ def _alone(rank: int, size: int, address: str, stays_s: float) -> tuple[str, flo
         time.sleep(stays_s)
         return "", 0.0
     begun_s = time.monotonic()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankEndedError) as raised:
-        patch.setattr(shared_memory, "WAIT_LIMIT_S", 1.0)
+    assert group.shared is not None
+    group.shared._wait_limit_s = 1.0
+    with pytest.raises(RankEndedError) as raised:
         group.all_reduce(torch.ones(3))
     return str(raised.value), time.monotonic() - begun_s
 

@@ -11,12 +11,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from workers.distributed.agreement import boot_id, gather_objects, problems_of_all
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def connect(
 ) -> CustomAllReduce | None:
     """This rank's part of it, or None on all ranks, with the reason logged once, where NCCL must do. Collective over
     `group`, whose backend is NCCL and whose ranks all use `device`s of their own."""
-    places: list[Place] = _gather(_place(device), group, size)
+    places: list[Place] = gather_objects(_place(device), group)
     reason = why_not(places, limits)
     regions: list[Tensor] = []
     # Each step may fail on one rank alone, so none holds a collective and all ranks hear of its end before the next.
@@ -203,7 +203,7 @@ def connect(
                 step(regions, region_bytes(limits[size], size), group, rank, size, device)
             except RuntimeError as error:  # torch's for: no peer access, handles not shared, refused by the driver
                 failure = f"rank {rank}: {str(error).splitlines()[0]}"
-            reason = "; ".join(filter(None, _gather(failure, group, size)))
+            reason = problems_of_all(failure, group)
     if not reason:
         return CustomAllReduce(rank, limits[size], regions, group.group_name)
     if rank == 0:
@@ -240,8 +240,7 @@ def _check_regions(
 
 def _place(device: torch.device) -> Place:
     properties = torch.cuda.get_device_properties(device)
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}"
+    host = f"{socket.gethostname()} {boot_id()}"
     return Place(host, str(properties.uuid), properties.multi_processor_count, _torch_problem())
 
 
@@ -253,9 +252,3 @@ def _torch_problem() -> str:
         return str(error)
     missing = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
     return f"torch {torch.__version__} lacks symm_mem operators {missing}" if missing else ""
-
-
-def _gather(mine: Any, group: dist.ProcessGroup, size: int) -> list[Any]:
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone

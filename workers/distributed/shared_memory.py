@@ -17,18 +17,19 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.distributed.agreement import boot_id, gather_objects, problems_of_all
+
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 1 << 20  # a larger message goes in pieces
-WAIT_LIMIT_S = 60.0  # as `workers.distributed.tp_group` gives gloo
-_WORDS_BYTES = 4096  # a cache line for each rank's word; also the most ranks, 64
-_LINE = 8  # words of 64 bits in a cache line
+_MAX_RANKS = 64
+_LINE = 8  # words of 64 bits in a cache line, of which each rank's word has one
+_WORDS_BYTES = _MAX_RANKS * _LINE * 8
 _LOOKS = 2000  # at another rank's word, 0.1 ms, before a rank sleeps between them
 _NAP_S = 5e-5
 _PATIENCE_S = 5e-3  # after which a rank that waits asks whether the other is still there
@@ -46,11 +47,12 @@ class SharedMemory:
     before, and may write into that one's slot. The word of a rank is the number of its last piece. That what was
     written before a word is seen before it is a promise of x86's, which `connect_shared_memory` asks for.
 
-    memory: `region_bytes` of it, zero. pids: of all ranks.
+    memory: `region_bytes` of it, zero. pids: of all ranks. wait_limit_s: for what another rank has not written yet.
     """
 
-    def __init__(self, rank: int, memory: mmap.mmap, pids: list[int]) -> None:
+    def __init__(self, rank: int, memory: mmap.mmap, pids: list[int], wait_limit_s: float) -> None:
         self._rank = rank
+        self._wait_limit_s = wait_limit_s
         self._words = memoryview(memory)[:_WORDS_BYTES].cast("q")
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_WORDS_BYTES).view(2, len(pids), SLOT_BYTES)
         self._slots = [list(turn) for turn in slots]
@@ -74,7 +76,7 @@ class SharedMemory:
             for other in others:
                 total += other
             piece.copy_(total)
-        if flat.data_ptr() != x.data_ptr():
+        if not x.is_contiguous():
             x.copy_(flat.view(x.shape))
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -112,8 +114,8 @@ class SharedMemory:
 
     def _check(self, rank: int, waited_s: float) -> None:
         """Raises RankEndedError if it is in vain to wait on."""
-        if waited_s > WAIT_LIMIT_S:
-            raise RankEndedError(f"rank {rank} did not come within {WAIT_LIMIT_S:.0f} s")
+        if waited_s > self._wait_limit_s:
+            raise RankEndedError(f"rank {rank} did not come within {self._wait_limit_s:.0f} s")
         for descriptor, _ in self._ends.poll(0):
             if self._words[self._rank_of[descriptor] * _LINE] < self._piece:
                 raise RankEndedError(f"rank {self._rank_of[descriptor]} has ended")
@@ -137,8 +139,8 @@ class Place:
 
 def why_not(places: list[Place]) -> str:
     """Why these ranks, in their order, cannot share memory; "" if they may try."""
-    if len(places) * _LINE * 8 > _WORDS_BYTES:
-        return f"there are {len(places)} ranks, more than {_WORDS_BYTES // _LINE // 8}"
+    if len(places) > _MAX_RANKS:
+        return f"there are {len(places)} ranks, more than {_MAX_RANKS}"
     problems = [f"rank {rank}: {place.problem}" for rank, place in enumerate(places) if place.problem]
     if problems:
         return "; ".join(problems)
@@ -147,23 +149,23 @@ def why_not(places: list[Place]) -> str:
     return ""
 
 
-def connect_shared_memory(group: dist.ProcessGroup, rank: int, size: int) -> SharedMemory | None:
+def connect_shared_memory(group: dist.ProcessGroup, rank: int, size: int, wait_limit_s: float) -> SharedMemory | None:
     """This rank's part of it, or None on all ranks, with the reason logged once, where gloo must do. Collective over
-    `group`."""
+    `group`. wait_limit_s: see `SharedMemory`."""
     problem = _problem()
     descriptor = -1
     if rank == 0 and not problem:
         descriptor = os.memfd_create("aerie-ranks", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, region_bytes(size))
-    places: list[Place] = _gather(Place("" if problem else _machine(), os.getpid(), descriptor, problem), group, size)
+    places: list[Place] = gather_objects(Place("" if problem else _machine(), os.getpid(), descriptor, problem), group)
     reason, shared = why_not(places), None
     if not reason:
         failure = ""
         try:
-            shared = SharedMemory(rank, _mapped(places[0], size), [place.pid for place in places])
+            shared = SharedMemory(rank, _mapped(places[0], size), [place.pid for place in places], wait_limit_s)
         except OSError as error:  # /proc of another process may be out of reach
             failure = f"rank {rank}: {error}"
-        reason = "; ".join(filter(None, _gather(failure, group, size)))
+        reason = problems_of_all(failure, group)
     if descriptor >= 0:
         os.close(descriptor)
     if not reason:
@@ -178,12 +180,17 @@ def _problem() -> str:
         return f"it needs Linux, this is {sys.platform}"
     if platform.machine() != "x86_64":
         return f"it needs the order in which x86 writes, this is {platform.machine()}"
+    try:
+        for descriptor in (os.memfd_create("aerie-trial"), os.pidfd_open(os.getpid())):
+            os.close(descriptor)
+    except OSError as error:
+        return f"it needs memory without a name, and to be told of a process's end: {error}"
     return ""
 
 
 def _machine() -> str:
     spaces = (Path(f"/proc/self/ns/{kind}").readlink() for kind in ("net", "pid", "mnt"))
-    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *map(str, spaces)])
+    return " ".join([boot_id(), *map(str, spaces)])
 
 
 def _mapped(first: Place, size: int) -> mmap.mmap:
@@ -192,9 +199,3 @@ def _mapped(first: Place, size: int) -> mmap.mmap:
         return mmap.mmap(descriptor, region_bytes(size))
     finally:
         os.close(descriptor)
-
-
-def _gather(mine: Any, group: dist.ProcessGroup, size: int) -> list[Any]:
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone

@@ -89,7 +89,7 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device, cust
     world = dist.group.WORLD
     assert world is not None
     if backend == "gloo":
-        return TPGroup(rank, size, world, shared=connect_shared_memory(world, rank, size))
+        return TPGroup(rank, size, world, shared=connect_shared_memory(world, rank, size, JOIN_TIMEOUT.total_seconds()))
     return TPGroup(rank, size, world, connect(world, rank, size, device) if custom_all_reduce else None)
 
 

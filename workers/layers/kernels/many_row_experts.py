@@ -83,23 +83,23 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
     each = rows * sizes.share
     block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
     holds = sizes.width // 64 <= _MAX_HELD
+    product = ProductTiles(64, 1, stages=3, warps=4)
     if block_m < TALL:
-        gate_up = ProductTiles(64, 1, stages=5 if block_m == 16 else 3, warps=4)
-        down = ProductTiles(64, 1, stages=3, warps=4)
-        if holds:
-            return ExpertTiles(block_m, gate_up, replace(down, blocks=_blocks_in_whole_waves(rows, block_m, sizes)))
-        return ExpertTiles(block_m, gate_up, ProductTiles(128, 1, stages=3, warps=8))
-    blocks = next(n for n in range(8, 0, -1) if sizes.size // 64 % n == 0) if holds else 1
-    tall = ProductTiles(64, 1, stages=3, warps=4)
-    return ExpertTiles(block_m, tall, replace(tall, blocks=blocks))
+        gate_up = replace(product, stages=5) if block_m == 16 else product
+        if not holds:
+            return ExpertTiles(block_m, gate_up, ProductTiles(128, 1, stages=3, warps=8))
+        blocks = _blocks_in_whole_waves(rows, block_m, sizes, product)
+        return ExpertTiles(block_m, gate_up, replace(product, blocks=blocks))
+    blocks = next(n for n in range(8, 0, -1) if sizes.size // product.block_n % n == 0) if holds else 1
+    return ExpertTiles(block_m, product, replace(product, blocks=blocks))
 
 
-def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes) -> int:
-    """How many blocks of 64 columns a program of down-projections has, for which the last of them ends soonest: a
-    program takes a block's time for each and `_BEGINNING` more, and as many run at once as shared memory has room for.
-    In the order of what the sweep measured for 24 to 512 rows of DeepSeek-V3 on one of eight ranks."""
-    columns, weight_bytes = sizes.size // 64, 128 // sizes.step
-    shared = (3 * 64 + block_m) * sizes.width * weight_bytes + (2 << 10)
+def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: ProductTiles) -> int:
+    """How many blocks of columns a program of down-projections has, for which the last of them ends soonest: a program
+    takes a block's time for each and `_BEGINNING` more, and as many run at once as shared memory has room for. In the
+    order of what the sweep measured for 24 to 512 rows of DeepSeek-V3 on one of eight ranks."""
+    columns, weight_bytes = sizes.size // down.block_n, 128 // sizes.step
+    shared = (down.stages * down.block_n + block_m) * sizes.width * weight_bytes + (2 << 10)
     at_once = MULTIPROCESSORS * min(_MOST_AT_ONCE, SHARED_BYTES // shared)
     row_blocks = sizes.used(rows) + sizes.num_shared * (-(-rows // block_m) - 1)
 

@@ -1,0 +1,24 @@
+"""What ranks tell each other before they choose, all alike, how they talk."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """`mine` of every rank, in rank order. Collective over `group`."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def problems_of_all(mine: str, group: dist.ProcessGroup) -> str:
+    """Those of all ranks that have one, "" being none. Collective over `group`."""
+    return "; ".join(filter(None, gather_objects(mine, group)))
+
+
+def boot_id() -> str:
+    """Differs between machines, and between the times that one was started; "" where the system has none."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
