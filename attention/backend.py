@@ -21,13 +21,17 @@ class Prepared(ABC):
     For each layer `plan` may be called, then the layer's KV is stored, then `forward` is called.
     """
 
-    def plan(self, q: Tensor, kv: Any, scale: float) -> None:  # noqa: B027  many have nothing to launch
+    def plan(self, q: Tensor, kv: Any, scale: float) -> bool:
         """Launch what `forward` reads beside q and KV, as far as it hangs on shapes that only layers know.
 
         Called with the arguments of `forward`, of whose tensors no value is read, before the layer's KV is stored: the
         store then stands between what is launched here and a `forward` that is launched early. Without this call
         `forward` does it, and is not launched early. Does nothing where all is there already.
+
+        Returns whether the store must be a fence (`attention.kernels.pdl`), between `forward` and what is launched here
+        or before the pass: not where an earlier layer's was one.
         """
+        return True  # many have nothing to launch
 
     @abstractmethod
     def forward(self, q: Tensor, kv: Any, scale: float) -> Tensor:

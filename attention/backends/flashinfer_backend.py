@@ -143,12 +143,13 @@ class _Prepared(Prepared):
         self._heads: Heads | None = None
         self._run: Callable[..., object]
 
-    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> bool:
         heads = Heads.of(q, kv, scale)
         if self._heads is None:
             self._run = self._plan(heads)
             self._heads = heads
         assert heads == self._heads, "the layers of a pass differ in shape, type or scale"
+        return True
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         self.plan(q, kv, scale)
@@ -189,11 +190,8 @@ class _PreparedRound(_Prepared):
         self.batch = batch
         self._latent = PreparedLatentRound(backend.latent_rounds, batch)
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> None:
-        if isinstance(kv, LatentKV):
-            self._latent.plan(q, kv, scale)
-        else:
-            super().plan(q, kv, scale)
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
+        return self._latent.plan(q, kv, scale) if isinstance(kv, LatentKV) else super().plan(q, kv, scale)
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
         return self._latent.forward(q, kv, scale) if isinstance(kv, LatentKV) else super().forward(q, kv, scale)

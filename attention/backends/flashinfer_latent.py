@@ -96,8 +96,9 @@ class PreparedLatentRound(Prepared):
     batch: DecodeBatch
     plans: dict[tuple[Any, ...], LatentRoundPlan] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LatentKV, scale: float) -> None:
+    def plan(self, q: Tensor, kv: LatentKV, scale: float) -> bool:
         self._planned(q, kv, scale)
+        return True
 
     def forward(self, q: Tensor, kv: LatentKV, scale: float) -> Tensor:
         return self._planned(q, kv, scale).attend(q, kv, self.batch)

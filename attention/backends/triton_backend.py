@@ -95,11 +95,13 @@ class _PreparedDecode(Prepared):
     backend: TritonBackend
     plans: dict[LayerShape, DecodePlan] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> None:
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
         shape = LayerShape.of(q, kv)
-        if shape not in self.plans:
+        is_new = shape not in self.plans
+        if is_new:
             fixed = self.backend.span is not None
             self.plans[shape] = (plan_fixed if fixed else plan_decode)(self.batch, shape, self.backend)
+        return is_new  # the kernel that attends is a fence for the layers after it
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
         shape = LayerShape.of(q, kv)
@@ -161,8 +163,10 @@ class _PreparedPrefill(Prepared):
     batch: PrefillBatch
     plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> None:
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
+        is_new = LayerShape.of(q, kv) not in self.plans
         self._plan(LayerShape.of(q, kv))
+        return is_new
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
         tiles, tile_list = self._plan(LayerShape.of(q, kv))
@@ -186,13 +190,15 @@ class _PreparedPieces(Prepared):
     backend: TritonBackend
     plans: dict[LayerShape, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
 
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> None:
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
         shape = LayerShape.of(q, kv)
-        if shape not in self.plans:
+        is_new = shape not in self.plans
+        if is_new:
             rows = max(1, min(MAX_PIECE_ROWS, shape.fixed_tiles.block_m // shape.group))
             self.plans[shape] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
         for pieces, _ in self.plans[shape]:
             pieces.plan(q, kv, scale)
+        return is_new
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
         self.plan(q, kv, scale)

@@ -27,6 +27,8 @@ The rule:
     add_suffix              triggers   masks, prefix lengths, pages   kernels before the pass; FlashInfer's kernel,
                                                                       launched normally, is the fence
     normed_latents          waits      the norms' weights             constant (is a fence)
+    normed_latents (later)  triggers   the norms' weights             constant; of layers for whose attend_latent that
+                                                                      of an earlier one is the fence: `Prepared.plan`
     head_products           triggers   W                              constant
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
     rms_norm, add_rms_norm  triggers   the norm's weight              constant
@@ -35,7 +37,9 @@ The rule:
     quantize                triggers   nothing
     fp8_norm                triggers   the norm's weight             constant
     fp8_gemm                triggers   the first columns of W         constant
+    fp8_gemm_ahead          triggers   W                              constant
     fp8_gemm_wide           triggers   nothing
+    latent_values           triggers   W                              constant
     route                   triggers   nothing
     count                   triggers   nothing
     order                   triggers   nothing

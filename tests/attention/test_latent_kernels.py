@@ -27,7 +27,8 @@ from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.kernels import head_products as head_kernels  # noqa: E402
 from workers.layers.kernels import latent as layer_kernels  # noqa: E402
-from workers.layers.kernels.fp8_rows import Fp8Rows, quantize_rows  # noqa: E402
+from workers.layers.kernels.fp8_rows import Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
+from workers.layers.kernels.latent_values import fits_values, latent_values  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
@@ -264,6 +265,22 @@ def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monke
     for out in outs:
         assert torch.equal(out.values.view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(out.scales, expected.scales)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_values_of_few_rows_are_rounded_products(rows: int) -> None:
+    torch.manual_seed(8)
+    heads, key_dim, latent = (3, 32, 64) if INTERPRETED else (16, 128, 512)
+    both = torch.randn((heads * (key_dim + 128), latent), device=DEVICE).to(torch.bfloat16) * 0.1
+    x = torch.randn((rows, heads, latent), device=DEVICE).to(torch.bfloat16)
+    assert fits_values(rows, both, 128) and not fits_values(17, both, 128)
+    out = latent_values(x, both, key_dim)
+    weight = both.view(heads, key_dim + 128, latent)[:, key_dim:].transpose(1, 2)
+    plain = torch.empty((rows, heads, 128), dtype=torch.float32, device=DEVICE)
+    head_kernels.head_products_reference(x.float(), weight.float(), plain)
+    expected = quantize_rows(plain.to(torch.bfloat16).flatten(1), True)
+    torch.testing.assert_close(out.scales, expected.scales, rtol=1e-2, atol=0.0)
+    assert (dequantized_rows(out) - dequantized_rows(expected)).norm() < 0.03 * dequantized_rows(expected).norm()
 
 
 @pytest.mark.gpu

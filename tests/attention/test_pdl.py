@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
 from attention.kernels import decode, decode_plan, latent_decode, latent_suffix, merge_states, pdl, rope_store  # noqa: E402
+from attention.kernels.split_kv import Items  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
 from attention.views import LayerKV  # noqa: E402
 from speculative.kernels import head_input  # noqa: E402
@@ -66,6 +67,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         latent._normed_latents,
         *NORMED_LATENTS,
         True,
+        {"q_weight_ptr", "row_weight_ptr"},
+    ),
+    "normed_latents (later)": (
+        latent._normed_latents,
+        NORMED_LATENTS[0],
+        NORMED_LATENTS[1] | {"FENCE": False},
+        False,
         {"q_weight_ptr", "row_weight_ptr"},
     ),
     "head_products": (
@@ -122,7 +130,9 @@ ELSEWHERE = {
     for name in (
         "skinny_gemm",
         "fp8_gemm",
+        "fp8_gemm_ahead",
         "fp8_gemm_wide",
+        "latent_values",
         "route",
         "count",
         "order",
@@ -189,8 +199,9 @@ class Recording(Prepared):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> None:
+    def plan(self, q: Tensor, kv: LayerKV, scale: float) -> bool:
         self.events.append("plan")
+        return True
 
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         self.events.append("forward")
@@ -237,3 +248,16 @@ def test_what_reads_a_plan_is_not_launched_early_right_after_what_writes_it(monk
         for _ in range(2):
             prepared.forward(q, kv, 1.0)
     assert early == [False, True, True, True]
+
+
+@pytest.mark.parametrize("span", [None, 256], ids=["plan", "fixed plan"])
+def test_the_layer_at_which_a_plan_is_made_has_the_fence(span: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = Items(torch.zeros(1, 6, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32))
+    for planner in ("plan_items", "plan_spans"):
+        monkeypatch.setattr(triton_backend, planner, lambda *args: items)
+    length, table = torch.tensor([5], dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)
+    batch = DecodeBatch(Mode.DECODE, 1, 1, length, causal_mask(1, 1, CPU), table, 6)
+    q, kv = torch.zeros(1, 2, 16), LayerKV(torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 16))
+    prepared = triton_backend.TritonBackend(span).prepare(batch)
+    assert [prepared.plan(q, kv, 1.0) for _ in range(3)] == [True, False, False]
+    assert Recording([]).plan(q, kv, 1.0)  # who does not know has it at every layer

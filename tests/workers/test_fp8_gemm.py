@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm  # noqa: E402
+from workers.layers.kernels.fp8_gemm_ahead import fp8_gemm_ahead  # noqa: E402
 from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide  # noqa: E402
 from workers.layers.kernels.fp8_rows import (  # noqa: E402
     FP8,
@@ -18,17 +19,19 @@ from workers.layers.kernels.fp8_rows import (  # noqa: E402
     quantize_rows_reference,
 )
 from workers.layers.kernels.fp8_tiles import (  # noqa: E402
+    MAX_AHEAD_ROWS,
     MAX_ROWS,
     SCALE_ROWS,
     Fp8Matrix,
     Fp8WideTiles,
+    fp8_ahead_tiles,
     fp8_gated_tiles,
     fp8_gemm_tiles,
     fp8_wide_tiles,
     fp8_workspace_size,
 )
 from workers.layers.kernels.norm_activation import silu_mul_reference  # noqa: E402
-from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
+from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, SHARED_BYTES, Workspace  # noqa: E402
 
 pytestmark = MARKS
 OUT = torch.float32 if INTERPRETED else torch.bfloat16
@@ -102,6 +105,43 @@ def test_a_product_is_that_of_what_is_meant(by_group: bool) -> None:
                 fp8_gemm_wide(quantised, weight, b, workspace, wide, out)
                 assert difference(out, meant_with_bias) < limit, (n, k, rows, wide)
     assert not workspace.tickets.any()
+
+
+def test_a_product_whose_weight_is_read_ahead_is_that_of_what_is_meant() -> None:
+    """For every way in which groups stand beside each other, and splits of a row of tiles that W does not fill."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(70, 384), (130, 1792), (64, 4096)] if INTERPRETED else [(2112, 7168), (3072, 1536), (7168, 2048)]
+    workspace = workspace_of(shapes)
+    for n, k in shapes:
+        weight, meant = weight_of(n, k, True, generator)
+        bias = torch.randn(n, generator=generator).to(DEVICE, OUT)
+        for rows in (1, 3, MAX_AHEAD_ROWS) if INTERPRETED else (1, 2, 3, 4, 7, MAX_AHEAD_ROWS):
+            x, tiles = quantize_rows(rows_of(rows, k, generator), True), fp8_ahead_tiles(rows, n, k)
+            assert tiles is not None
+            for b in (None, bias):
+                out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+                fp8_gemm_ahead(x, weight, b, workspace, tiles, out)
+                expected = dequantized_rows(x).double() @ meant.T + (0.0 if b is None else b.double())
+                assert difference(out, expected) < (1e-4 if INTERPRETED else 3e-3), (n, k, rows)
+    assert not workspace.tickets.any()
+
+
+@pytest.mark.parametrize("n,k", [(2112, 7168), (3072, 1536), (7168, 2048), (7168, 2304), (4096, 4096), (70, 384)])
+def test_a_weight_that_is_read_ahead_fits_the_device_and_the_workspace(n: int, k: int) -> None:
+    cells, tickets = fp8_workspace_size([(n, k)])
+    for rows in range(1, MAX_AHEAD_ROWS + 1):
+        tiles = fp8_ahead_tiles(rows, n, k)
+        assert tiles is not None and rows <= tiles.rows and k // GROUP % tiles.splits == 0
+        assert tiles.span(k) % tiles.together == 0 and 16 <= tiles.rows * tiles.together <= 32
+        count = -(-n // SCALE_ROWS)
+        assert count * tiles.splits <= MULTIPROCESSORS * (SHARED_BYTES // tiles.shared_bytes(k))
+        assert count <= tickets and count * tiles.splits * SCALE_ROWS * tiles.rows <= cells
+    assert fp8_ahead_tiles(MAX_AHEAD_ROWS + 1, n, k) is None
+
+
+def test_a_weight_that_is_too_large_to_be_read_ahead_is_not() -> None:
+    assert fp8_ahead_tiles(1, 28672, 4096) is None and fp8_ahead_tiles(1, 4096, 14336) is None
+    assert fp8_ahead_tiles(1, 64, 100) is None
 
 
 @pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])

@@ -2,6 +2,7 @@
 multiprocessor as the tables count on."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa:
 from workers.layers.kernels import (
     argmax,
     fp8_gemm,
+    fp8_gemm_ahead,
     fp8_gemm_wide,
     fp8_norm,
     fp8_tiles,
     head_products,
     latent,
+    latent_values,
     norm_activation,
     skinny_gemm,
     topk,
@@ -43,6 +46,7 @@ NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
         "ROTATED": 64,
         "BLOCK_Q": 2048,
         "BLOCK_LATENT": 512,
+        "FENCE": True,
         "PDL": True,
     }
     | {"q_scales_ptr": None, "BY_GROUP": False, "INTERPRETED": False},
@@ -196,6 +200,45 @@ def test_product_of_many_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_grou
     blocks = {"x_desc": (tiles.block_m, 128), "w_desc": (tiles.block_n, 128)}
     ptx = check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants, tiles.warps, tiles.stages, blocks, {})
     assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("n,k", [(2112, 7168), (3072, 1536), (7168, 2048), (7168, 2304)])
+def test_a_product_that_reads_its_weight_ahead_fits_hopper(rows: int, n: int, k: int, tmp_path: Path) -> None:
+    """All of W is on its way before the wait, and goes from shared memory to the matrix unit."""
+    tiles = fp8_tiles.fp8_ahead_tiles(rows, n, k)
+    assert tiles is not None
+    constants = {
+        "N": n,
+        "GROUPS": k // 128,
+        "ROWS": tiles.rows,
+        "TOGETHER": tiles.together,
+        "BLOCK_N": 64,
+        "SPLITS": tiles.splits,
+        "SPAN": tiles.span(k),
+        "HAS_BIAS": False,
+        "PDL": True,
+    }
+    pointers = FP8_POINTERS | {"x_ptr": "fp8e4nv"}
+    blocks = {"w_desc": (64, tiles.together * 128)}
+    spills, shared, ptx = compiled(
+        fp8_gemm_ahead._fp8_gemm_ahead, tmp_path, pointers, constants, 4, 1, blocks, mapped="fp8e4nv"
+    )
+    assert spills == 0 and shared == tiles.shared_bytes(k) - 1024 and "f32.e4m3.e4m3" in ptx
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "cp.async.bulk.tensor" in before and "cp.async.bulk.tensor" not in after
+    assert not re.search(r"\b(ld|st|atom|red)\.global", before)
+
+
+def test_a_weight_of_values_is_read_ahead(tmp_path: Path) -> None:
+    constants = {"HEADS": 16, "LATENT": 512, "STEP": 256, "FIRST": 128, "BLOCK_M": 16}
+    constants |= {"PDL": True, "INTERPRETED": False}
+    pointers, blocks = {"x_ptr": "bf16"} | FP8_OUT, {"w_desc": (128, 512)}
+    spills, shared, ptx = compiled(latent_values._latent_values, tmp_path, pointers, constants, 8, 1, blocks)
+    assert spills == 0 and shared <= SHARED_PER_SM and "wgmma.mma_async" in ptx
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "cp.async.bulk.tensor" in before and "cp.async.bulk.tensor" not in after
+    assert not re.search(r"\b(ld|st|atom|red)\.global", before)
 
 
 def check_fp8(

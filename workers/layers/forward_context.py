@@ -84,11 +84,13 @@ class ForwardContext:
         """`attend` as far as q, which it returns turned."""
         return self.pool.store(layer, q, rows, angles.cos, angles.sin, angles.index, self.slot_mapping)
 
-    def plan(self, layer: int, q: Tensor, scale: float) -> None:
+    def plan(self, layer: int, q: Tensor, scale: float) -> bool:
         """See `Prepared.plan`; before the layer's rows are kept. Of q no value is read."""
+        fence = False
         for prepared in (self.decode, self.chunks):
             if prepared is not None:
-                prepared.plan(q, self.pool.layer(layer), scale)
+                fence |= prepared.plan(q, self.pool.layer(layer), scale)
+        return fence
 
     def attend_to_kept(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """`attend` for turned q [rows, q_heads, head_dim], when `plan` has been called and the layer's rows kept."""

@@ -146,7 +146,7 @@ class LatentAttention(AttentionLayer):
         absorbed = context if expanded is None else context.rounds
         num_absorbed = rows if expanded is None else context.num_decode_rows
         q = torch.empty((num_absorbed, heads, self.row_dim), dtype=both.dtype, device=both.device)
-        absorbed.plan(self.layer, q, self.scale)
+        fence = absorbed.plan(self.layer, q, self.scale)
         normed = normed_latents(
             both,
             None if self.q_a_layernorm is None else self.q_a_layernorm.weight,
@@ -156,6 +156,7 @@ class LatentAttention(AttentionLayer):
             context.pool.layer(self.layer),
             context.slot_mapping,
             wanted=None if self.q_b_proj is None else self.q_b_proj.method.fp8_inputs,
+            fence=fence,
         )
         projected = normed if self.q_b_proj is None else self.q_b_proj(normed)
         assert isinstance(projected, Tensor)
@@ -179,9 +180,12 @@ class LatentAttention(AttentionLayer):
         projection takes if a head's values are a group of it."""
         from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows
         from workers.layers.kernels.head_products import head_products
+        from workers.layers.kernels.latent_values import fits_values, latent_values
 
         rows, wanted, up = out.shape[0], self.o_proj.method.fp8_inputs, self.kv_b_proj
         if wanted is not None and wanted.by_group and self.value_dim == GROUP:
+            if not up.deterministic and fits_values(rows, up.keys_and_values, self.value_dim):
+                return latent_values(out, up.keys_and_values, self.key_dim)
             rounded = Fp8Rows.empty(rows, self.num_heads * GROUP, True, rows > wanted.many, out.device)
             head_products(out, up.values, rounded, fixed=up.deterministic)
             return rounded

@@ -8,12 +8,13 @@ import triton
 from torch import Tensor
 
 from workers.layers.kernels.fp8_rows import GROUP
-from workers.layers.kernels.skinny_gemm import MAX_SPLITS, MULTIPROCESSORS
+from workers.layers.kernels.skinny_gemm import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
 
 MAX_ROWS = 128  # of `workers.layers.kernels.fp8_gemm`
 MIN_WIDE_ROWS = 65  # from them on `workers.layers.kernels.fp8_gemm_wide` is faster, where columns have scales
 SCALE_ROWS = 64  # of W, that share a scale; the checkpoint's blocks of 128 have two
 MAX_ROUNDING_ROWS = 8  # that a product's programs round themselves
+MAX_AHEAD_ROWS = 8  # of `workers.layers.kernels.fp8_gemm_ahead`
 _ROUNDED = 8192  # numbers that a program rounds at once: 64 of each thread
 
 
@@ -42,6 +43,26 @@ class Fp8GemmTiles:
     def for_fp8(self) -> bool:
         """Whether a program has a whole group of the columns of what comes out."""
         return self.block_n == GROUP
+
+
+@dataclass(frozen=True)
+class Fp8AheadTiles:
+    """How up to `rows` rows are multiplied by a weight that is read before the wait, SCALE_ROWS of its rows in a
+    program. together: groups of columns of one load and one product, a power of two. splits: programs that share the
+    columns of a tile."""
+
+    rows: int
+    together: int
+    splits: int
+
+    def span(self, k: int) -> int:
+        """Groups of columns of a program."""
+        return k // GROUP // self.splits
+
+    def shared_bytes(self, k: int) -> int:
+        """Of a program: W, x as it is laid out, and what the device keeps for itself."""
+        columns = self.rows * self.together
+        return (self.span(k) * SCALE_ROWS + self.together * columns) * GROUP + 1024
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,27 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
         splits *= 2
     ahead = _ahead(block_m, 64, groups // splits)
     return Fp8GemmTiles(block_m, 64, splits, ahead, stages={16: 10, 32: 8}.get(block_m, 6), warps=4)
+
+
+def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
+    """For a weight [n, k] with scales of groups; None if the multiprocessors' shared memory does not hold it at once,
+    or there are more rows. As few splits as leave few loads: these follow each other."""
+    if rows > MAX_AHEAD_ROWS or k % GROUP:
+        return None
+    rows, groups = triton.next_power_of_2(max(rows, 1)), k // GROUP
+    for splits in (d for d in range(1, MAX_SPLITS + 1) if groups % d == 0):
+        span = groups // splits
+        together = min(span & -span, _together(rows))
+        tiles = Fp8AheadTiles(max(rows, 16 // together), together, splits)  # the matrix unit's 16 columns
+        programs = MULTIPROCESSORS * (SHARED_BYTES // tiles.shared_bytes(k))
+        if span <= 4 * together and splits * triton.cdiv(n, SCALE_ROWS) <= programs:
+            return tiles
+    return None
+
+
+def _together(rows: int) -> int:
+    """Groups that so many rows (a power of two) have beside each other, in 32 columns and 32 kB at most."""
+    return 16 if rows == 1 else 8 if rows <= 4 else 32 // rows
 
 
 def _ahead(block_m: int, rows_of_w: int, span: int) -> int:
@@ -163,5 +205,10 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
                 tiles_of_w = triton.cdiv(n, tiles.block_n)
                 num_tiles = max(num_tiles, tiles_of_w)
                 cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
+        for ahead in (fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)):
+            if ahead is not None and ahead.splits > 1:
+                tiles_of_w = triton.cdiv(n, SCALE_ROWS)
+                num_tiles = max(num_tiles, tiles_of_w)
+                cells = max(cells, tiles_of_w * ahead.splits * SCALE_ROWS * ahead.rows)
     # of `_split` for any number of rows
     return max(cells, 2 * MULTIPROCESSORS * 64 * 64), max(num_tiles, MULTIPROCESSORS)

@@ -44,6 +44,7 @@ def _normed_latents(
     BLOCK_Q: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BY_GROUP: tl.constexpr,
+    FENCE: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -54,9 +55,11 @@ def _normed_latents(
     if Q_NORMED:
         q_weight = tl.load(q_weight_ptr + q_column, mask=q_inside & (not is_latent), other=0.0)
     if PDL:
-        # Waits before it triggers: for the kernels that the trigger starts it is a fence, see `attention.kernels.pdl`.
+        if not FENCE:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if FENCE:  # for the kernels that the trigger starts, see `attention.kernels.pdl`
+            tl.extra.cuda.gdc_launch_dependents()
     both = both_ptr + row * both_row_stride
     if is_latent:
         latent = tl.load(both + Q + column, mask=inside, other=0.0).to(tl.float32)
@@ -91,14 +94,15 @@ def normed_latents(
     slot_mapping: Tensor,
     pdl: bool | None = None,
     wanted: Fp8Inputs | None = None,
+    fence: bool = True,
 ) -> Tensor | Fp8Rows:
     """Writes the latent rows of a pass to `kv`, their latent part normed and the rest turned; returns q's part of
     `both`, normed if it has a norm, and then in the form that is wanted if any is.
 
     both: [rows, q + latent + rotated], last stride 1; a projection's result. q_weight: [q], None if q is no latent;
     row_weight: [latent]. slot_mapping: [rows] int64 token indices; rows that share one (padding) leave any one of their
-    values. pdl: launch early; None wherever there is such a thing. Returns [rows, q]. Reference:
-    `normed_latents_reference`.
+    values. pdl: launch early; None wherever there is such a thing. fence: as `Prepared.plan` says; without one the
+    product of q's latent reads its weight earlier. Returns [rows, q]. Reference: `normed_latents_reference`.
     """
     latent, width = kv.latent, kv.rows.shape[2]
     rows, q_size, rotated = both.shape[0], both.shape[1] - width, width - latent
@@ -134,6 +138,7 @@ def normed_latents(
         BLOCK_Q=block_q,
         BLOCK_LATENT=block_latent,
         BY_GROUP=wanted is not None and wanted.by_group,
+        FENCE=fence,
         INTERPRETED=INTERPRETED,
         num_warps=num_warps(max(block_q, block_latent)),
         **pdl_wait(supports_pdl(both.device) if pdl is None else pdl),

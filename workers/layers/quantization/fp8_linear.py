@@ -141,8 +141,15 @@ class Fp8Product:
     def multiply(self, x: "Tensor | Fp8Rows", bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[rows, N] for x [rows, K]; in the memory `out` if it is given."""
         from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm
+        from workers.layers.kernels.fp8_gemm_ahead import fp8_gemm_ahead
         from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide
-        from workers.layers.kernels.fp8_tiles import MIN_WIDE_ROWS, fp8_gemm_tiles, fp8_wide_tiles, rounding_columns
+        from workers.layers.kernels.fp8_tiles import (
+            MIN_WIDE_ROWS,
+            fp8_ahead_tiles,
+            fp8_gemm_tiles,
+            fp8_wide_tiles,
+            rounding_columns,
+        )
 
         weight = self.weight
         values = x if isinstance(x, Tensor) else x.values
@@ -154,6 +161,10 @@ class Fp8Product:
         if tiles is not None:
             rounds = isinstance(x, Tensor) and rows <= ROWS_ROUNDED_BY_PRODUCTS
             rounds = rounds and rounding_columns(rows, weight, tiles) > 0
+            ahead = fp8_ahead_tiles(rows, *weight.values.shape) if weight.by_group and not rounds else None
+            if ahead is not None:
+                fp8_gemm_ahead(self._rounded(x), weight, bias, self.workspace, ahead, out)
+                return out
             fp8_gemm(x if rounds else self._rounded(x), weight, bias, self.workspace, tiles, out)
             return out
         if self.deterministic:
