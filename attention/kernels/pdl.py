@@ -43,8 +43,11 @@ The rule:
     route                   triggers   nothing
     count                   triggers   nothing
     order                   triggers   nothing
-    gate_up_of_few_rows     triggers   nothing
-    down_of_few_rows        triggers   nothing
+    gate_up_of_few_rows     waits      nothing                        (is a fence)
+    down_of_few_rows        triggers   the list of experts            route; gate_up_of_few_rows is the fence
+                                       the first columns of W         constant
+    down_of_one_row         triggers   the list of experts            the same
+                                       W and its scales               constant
     gate_up_of_short_blocks triggers   nothing
     down_of_short_blocks    triggers   nothing
     gate_up_of_tall_blocks  triggers   nothing

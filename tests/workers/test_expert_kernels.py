@@ -25,7 +25,7 @@ from workers.layers.kernels.few_row_experts import few_row_experts  # noqa: E402
 from workers.layers.kernels.fp8_rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
 from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles  # noqa: E402
 from workers.layers.kernels.route import MAX_LISTED, NOBODY, Routed, route  # noqa: E402
-from workers.layers.kernels.router_gemm import router_gemm  # noqa: E402
+from workers.layers.kernels.router_gemm import router_gemm, router_tiles  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
 from workers.layers.linear_method import Span  # noqa: E402
 from workers.layers.routing import RouterLogits, Routing, TokenSlots  # noqa: E402
@@ -100,6 +100,17 @@ def test_a_routers_parts_are_added_up_in_their_order(deterministic: bool) -> Non
     if deterministic:
         alone = router_gemm(x[1:2], weight, Workspace.of_size(1, 1, DEVICE), deterministic)
         assert torch.equal(alone[:, 0], parts[:, 1])
+
+
+def test_a_router_of_few_rows_reads_all_of_its_weight_ahead() -> None:
+    rows, size, generator = 5, 2048, torch.Generator().manual_seed(4)
+    tiles = router_tiles(rows, 12, size)
+    assert tiles.ahead and tiles.splits * tiles.block_k == size
+    x = torch.randn(rows, size, generator=generator).to(DEVICE, HALF)
+    weight = (torch.randn(12, size, generator=generator) / size**0.5).to(DEVICE, HALF)
+    parts = router_gemm(x, weight, Workspace.of_size(1, 1, DEVICE), False)
+    assert parts.shape == (16, rows, 12)
+    torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
 
 
 def test_equal_preferences_choose_the_first_and_no_row_nobody() -> None:
@@ -252,6 +263,25 @@ def check(kind: str, multiply: Multiply, rows: int, seed: int, routing: Routing 
 @pytest.mark.parametrize("rows", [1, 3, MAX_LISTED] if INTERPRETED else [1, 3, 8, 13, MAX_LISTED])
 def test_experts_of_few_rows(kind: str, rows: int) -> None:
     check(kind, few(), rows, rows)
+
+
+@pytest.mark.parametrize("kind", ["group", "channel"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_experts_of_one_row_that_are_read_ahead(kind: str, splits: int) -> None:
+    """However they are shared by programs, of which some have fewer; and those of a padding row, which has none."""
+    weights, _, _ = weights_of(kind, 13, 1, 0)
+    tiles = few_row_tiles(1, weights.sizes(4))
+    assert tiles.down.ahead == 4 and tiles.down.splits == 1
+    ahead = few(replace(tiles, down=replace(tiles.down, splits=splits, ahead=-(-4 // splits))))
+    for seed in range(3):
+        check(kind, ahead, 1, seed)
+    x, _ = rows_for(weights, 1, torch.Generator().manual_seed(1))
+    nobody = token_slots(torch.zeros(1) > 0)
+    routed = route(
+        RouterLogits(torch.zeros(1, 12, device=DEVICE), torch.zeros(12, device=DEVICE), SMALL, nobody), 1, ticket()
+    )
+    out = torch.full((1, weights.size), float("nan"), dtype=OUT, device=DEVICE)
+    assert not ahead(x, routed, weights, out).any()
 
 
 @pytest.mark.parametrize("kind", ["group", "channel", "half"])

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
+from tests.attention.test_pdl import pointers_read  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.layers.kernels import (
     expert_order,
@@ -20,6 +21,7 @@ from workers.layers.kernels import (
     tall_block_experts,
 )  # noqa: E402
 from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
+from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, SHARED_BYTES  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
@@ -40,8 +42,11 @@ def check(
     blocks: dict[str, tuple[int, int]],
     mapped: str = "bf16",
     on_their_way: int = 0,
+    triggers: bool = True,
+    read_ahead: frozenset[str] = frozenset(),
 ) -> str:
-    """options: warps and stages. on_their_way: bytes of tiles that shared memory must hold. Returns the PTX."""
+    """options: warps and stages. on_their_way: bytes of tiles that shared memory must hold. triggers: before it waits.
+    read_ahead: pointers that are read before the wait, and tiles of W with them. Returns the PTX."""
     constants |= {"PDL": True}
     if "INTERPRETED" in kernel.arg_names:
         constants |= {"INTERPRETED": False}
@@ -50,13 +55,17 @@ def check(
     )
     assert spills == 0 and on_their_way <= shared <= SHARED_PER_SM
     before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
-    assert "griddepcontrol.launch_dependents" in before_the_wait
-    assert not re.search(r"cp\.async|\b(ld|st|atom|red)\.global", before_the_wait)
+    assert ("griddepcontrol.launch_dependents" in before_the_wait) == triggers
+    assert not re.search(r"\b(st|atom|red)\.global", before_the_wait)
+    given = [name for name in kernel.arg_names if name not in constants]
+    names = [name for given_name in given for name in [given_name] * (5 if given_name in blocks else 1)]  # maps' parts
+    assert pointers_read(before_the_wait, names) == read_ahead
+    assert ("cp.async.bulk.tensor" in before_the_wait) == bool(read_ahead)
     return ptx
 
 
 @pytest.mark.parametrize("sizes", [DEEPSEEK_V3, QWEN3], ids=["fp8", "bf16"])
-@pytest.mark.parametrize("rows", [1, 16, 32, 64, 256, 512, 2048])
+@pytest.mark.parametrize("rows", [2, 16, 32, 64, 256, 512, 2048])
 def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path: Path) -> None:
     few = rows <= MAX_FEW_ROWS
     tiles = few_row_tiles(rows, sizes) if few else many_row_experts.many_row_tiles(rows, sizes)
@@ -90,9 +99,29 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
         pointers = {"x_ptr": kind, "hidden_ptr": kind, "down_ptr": kind, "out_ptr": "bf16", "part_ptr": part}
         of_stage = sum(height * width for height, width in blocks.values()) * 128 // sizes.step
         asked = of_stage * product.stages if few and not is_first else 0
-        ptx = check(tmp_path, kernel, pointers, constants, (product.warps, product.stages), blocks, kind, asked)
+        ahead = frozenset({"used_ptr", "num_used_ptr"} if few and not is_first else ())
+        options, triggers = (product.warps, product.stages), not (few and is_first)
+        ptx = check(tmp_path, kernel, pointers, constants, options, blocks, kind, asked, triggers, ahead)
         assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and "cp.async.bulk.tensor" in ptx
         assert ("f32.e4m3.e4m3" in ptx) == in_fp8
+
+
+def test_the_experts_of_one_row_fit_beside_its_gates(tmp_path: Path) -> None:
+    """A program of each on a multiprocessor, so that all weights of the second product are read before its wait."""
+    sizes, tiles = DEEPSEEK_V3, few_row_tiles(1, DEEPSEEK_V3)
+    down = tiles.down
+    assert down.ahead * down.splits >= sizes.most(1) and down.splits * sizes.size // 128 <= 2 * MULTIPROCESSORS
+    constants = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_M": tiles.block_m, "BLOCK_N": down.block_n}
+    constants |= {"SPLITS": down.splits, "AHEAD": down.ahead, "BY_GROUP": True}
+    pointers, blocks = {"hidden_ptr": "fp8e4nv", "out_ptr": "bf16", "part_ptr": "fp32"}, {"w_desc": (128, sizes.width)}
+    ahead, options = frozenset({"used_ptr", "num_used_ptr", "w_scales_ptr"}), (down.warps, down.stages)
+    kernel = few_row_products.down_of_one_row
+    ptx = check(tmp_path, kernel, pointers, constants, options, blocks, "fp8e4nv", read_ahead=ahead)
+    assert "cp.async.bulk.tensor" not in ptx[ptx.index("griddepcontrol.wait") :] and "f32.e4m3.e4m3" in ptx
+    gates = (2 * 128 + tiles.block_m) * 128 * tiles.gate_up.stages
+    downs = down.ahead * 128 * sizes.width + 16 * sizes.width
+    assert gates + downs + 3 * 1024 <= SHARED_BYTES
+    assert few_row_tiles(1, QWEN3).down.ahead == few_row_tiles(2, sizes).down.ahead == 0
 
 
 # blocks of columns of a program -> us, of a layer's down-projections and sums on an H200 (tests/bench/RESULTS.md)

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
 from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, InnerRows
-from workers.layers.kernels.few_row_products import down_of_few_rows, gate_up_of_few_rows
+from workers.layers.kernels.few_row_products import down_of_few_rows, down_of_one_row, gate_up_of_few_rows
 from workers.layers.kernels.fp8_rows import Fp8Rows
 from workers.layers.kernels.route import Routed
 from workers.layers.kernels.skinny_gemm import Workspace
@@ -104,6 +104,8 @@ def down_projected(
     assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
     rows, size, width, block_m, down = routed.chosen.shape[0], weights.size, weights.width, tiles.block_m, tiles.down
     assert out.shape == (rows, size)
+    if down.ahead > 0:
+        return _down_of_one_row(inner, routed, weights, workspace, tiles, out)
     step = tiles.inner_step(weights.in_fp8)
     down_of_few_rows[(size // down.block_n, down.splits)](
         TensorDescriptor.from_tensor(inner.values, [block_m, step]),
@@ -124,6 +126,42 @@ def down_projected(
         STEP=step,
         SPLITS=down.splits,
         IN_FP8=weights.in_fp8,
+        BY_GROUP=weights.by_group,
+        INTERPRETED=INTERPRETED,
+        num_warps=down.warps,
+        num_stages=down.stages,
+        **pdl_wait(supports_pdl(out.device)),
+    )
+    return out
+
+
+def _down_of_one_row(
+    inner: InnerRows,
+    routed: Routed,
+    weights: ExpertWeights,
+    workspace: Workspace,
+    tiles: ExpertTiles,
+    out: Tensor,
+) -> Tensor:
+    assert weights.in_fp8 and tiles.gate_up.block_n == 128 and out.shape[0] == 1
+    assert routed.used is not None and routed.used.shape[0] <= tiles.down.ahead * tiles.down.splits
+    down, size, width = tiles.down, weights.size, weights.width
+    down_of_one_row[(size // down.block_n, down.splits)](
+        TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, width]),
+        inner.values,
+        inner.factors,
+        weights.down_scales,
+        out,
+        routed.used,
+        routed.num_used,
+        workspace.part,
+        workspace.tickets,
+        WIDTH=width,
+        SIZE=size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=down.block_n,
+        SPLITS=down.splits,
+        AHEAD=down.ahead,
         BY_GROUP=weights.by_group,
         INTERPRETED=INTERPRETED,
         num_warps=down.warps,

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, index"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, index, assignment"
 """The products of `workers.layers.kernels.few_row_experts`. W's tiles are the matrix unit's first operand, whose tall
 side they fill; rows are the other."""
 
@@ -41,7 +41,6 @@ def gate_up_of_few_rows(
     groups: tl.constexpr = SIZE // 128
     blocks: tl.constexpr = WIDTH // BLOCK_N
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(1)
     expert = tl.load(used_ptr + tile)
@@ -67,6 +66,9 @@ def gate_up_of_few_rows(
             gate, up, x_scale, gate_scale, up_scale, inputs, w_desc, gate_row, column,
             x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
+    if PDL:
+        # Here memory begins to rest; sooner, down-projections would take of what the gates have of it.
+        tl.extra.cuda.gdc_launch_dependents()
     if SPLITS > 1:
         place = tile * blocks + block
         # outputs of a row lie side by side, and of rows that are not there nothing is written or read
@@ -146,23 +148,31 @@ def down_of_few_rows(
 ):
     steps: tl.constexpr = WIDTH // STEP
     groups: tl.constexpr = WIDTH // 128
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     block, split = tl.program_id(0), tl.program_id(1)
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_expert = tl.maximum(tl.load(used_ptr + split, mask=split < most, other=0), 0)
     mine = (tl.load(num_used_ptr) - split + SPLITS - 1) // SPLITS
+    w_ahead = w_desc.load([first_expert * SIZE + block * BLOCK_N, 0])
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # Read one step before their use: experts, so that tiles of weights are on their way, and scales.
-    last = mine * steps - 1
-    expert = tl.maximum(tl.load(used_ptr + split, mask=split < most, other=0), 0)  # beside num_used, not after it
-    factor, scale = 0.0, 0.0
+    last = tl.maximum(mine * steps - 1, 0)
+    tile = split + tl.minimum(1, last) // steps * SPLITS
+    expert = tl.maximum(tl.load(used_ptr + tile, mask=tile < most, other=0), 0)
+    factor, scale, factor_ahead, scale_ahead = 0.0, 0.0, 0.0, 0.0
     if IN_FP8:
         first = tl.where(split < most, split, 0)
-        factor, scale = _factor_and_scale(
-            factor_ptr, w_scales_ptr, expert, first, 0, n, m, steps, groups, SIZE, BLOCK_M, STEP, BY_GROUP
+        factor_ahead, scale_ahead = _factor_and_scale(
+            factor_ptr, w_scales_ptr, first_expert, first, 0, n, m, steps, groups, SIZE, BLOCK_M, STEP, BY_GROUP
         )
-    for i in range(mine * steps):
+        tile = tl.where(tile < most, tile, 0)
+        factor, scale = _factor_and_scale(
+            factor_ptr, w_scales_ptr, expert, tile, 1 % steps, n, m, steps, groups, SIZE, BLOCK_M, STEP, BY_GROUP
+        )
+    for i in range(1, mine * steps):
         tile, step = split + i // steps * SPLITS, i % steps
         weights = w_desc.load([expert * SIZE + block * BLOCK_N, step * STEP])
         inputs = hidden_desc.load([tile * BLOCK_M, step * STEP])
@@ -191,6 +201,14 @@ def down_of_few_rows(
                 weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
             acc = tl.dot(weights, tl.trans(inputs), acc)
         expert = next_expert
+    if mine > 0:  # last, so that the loop's reads start first
+        inputs = hidden_desc.load([split * BLOCK_M, 0])
+        if IN_FP8:
+            acc += tl.dot(w_ahead, tl.trans(inputs)) * (scale_ahead[:, None] * factor_ahead[None, :])
+        else:
+            if INTERPRETED:
+                w_ahead, inputs = w_ahead.to(tl.float32), inputs.to(tl.float32)
+            acc = tl.dot(w_ahead, tl.trans(inputs), acc)
     if SPLITS > 1:
         there = (m < rows)[None, :]
         cells = part_ptr + block * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
@@ -200,3 +218,64 @@ def down_of_few_rows(
         acc = sum_of_splits(cells, there, BLOCK_N * BLOCK_M, SPLITS)
     out = out_ptr + m.to(tl.int64)[None, :] * SIZE + n[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :])
+
+
+@triton.jit
+def down_of_one_row(
+    w_desc,
+    hidden_ptr,
+    factor_ptr,
+    w_scales_ptr,
+    out_ptr,
+    used_ptr,
+    num_used_ptr,
+    part_ptr,
+    ticket_ptr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The same of one row in FP8, whose experts are few enough for all of their weights to be read before the wait. The
+    row is laid out as in `workers.layers.kernels.fp8_gemm_ahead`: a column for each group of its columns."""
+    groups: tl.constexpr = WIDTH // 128
+    block, split = tl.program_id(0), tl.program_id(1)
+    n, column, k = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, WIDTH)
+    group = tl.minimum(column, groups - 1)
+    own = (k // 128)[None, :] == column[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_used = tl.load(num_used_ptr)
+    w_ahead, scales = (), ()
+    for i in tl.static_range(AHEAD):
+        # of an expert that there is not the one before once more, which the L2 cache has
+        tile = tl.maximum(tl.minimum(split + i * SPLITS, num_used - 1), 0)
+        expert = tl.maximum(tl.load(used_ptr + tile), 0)
+        w_ahead = w_ahead + (w_desc.load([expert * SIZE + block * BLOCK_N, 0]),)
+        if BY_GROUP:
+            at = ((expert * (SIZE // 64) + n // 64) * groups)[:, None] + group[None, :]
+        else:
+            at = (expert * SIZE + n)[:, None] + group[None, :] * 0
+        scales = scales + (tl.load(w_scales_ptr + at),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, 16], tl.float32)
+    for i in tl.static_range(AHEAD):
+        tile = tl.maximum(tl.minimum(split + i * SPLITS, num_used - 1), 0)
+        x = tl.load(hidden_ptr + (tile * (BLOCK_M * WIDTH) + k)[None, :] + column[:, None] * 0, mask=own, other=0.0)
+        factor = tl.load(factor_ptr + (tile * groups + column) * BLOCK_M, mask=column < groups, other=0.0)
+        part = tl.dot(w_ahead[i], tl.trans(x)) * (scales[i] * factor[None, :])
+        acc += tl.where((column < groups)[None, :] & (split + i * SPLITS < num_used), part, 0.0)
+    y = tl.sum(acc, 1)
+    if SPLITS > 1:
+        cells = part_ptr + block * (SPLITS * BLOCK_N) + tl.arange(0, BLOCK_N)
+        tl.store(cells + split * BLOCK_N, y)
+        if not comes_last(ticket_ptr + block, SPLITS):
+            return
+        y = sum_of_splits(cells, None, BLOCK_N, SPLITS)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty))

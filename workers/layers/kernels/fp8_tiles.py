@@ -115,6 +115,9 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
     splits = 1
     while 2 * splits * tiles <= MULTIPROCESSORS and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
         splits *= 2
+    few = splits < MAX_SPLITS and splits * tiles < 0.6 * MULTIPROCESSORS
+    if few and block_m == 16 and groups % (2 * splits) == 0:
+        splits *= 2  # two programs of some multiprocessors are better than none of many
     ahead = _ahead(block_m, 64, groups // splits)
     return Fp8GemmTiles(block_m, 64, splits, ahead, stages={16: 10, 32: 8}.get(block_m, 6), warps=4)
 

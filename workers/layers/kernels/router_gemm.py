@@ -15,13 +15,18 @@ from workers.layers.kernels.skinny_gemm import (
 
 _MOST_ROWS = 512  # beyond them the library multiplies
 _BLOCK_N, _BLOCK_K = 64, 128
+_MOST_SPLITS = 16
 
 
 def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
-    """Routers are low and long: their columns are split as often as fills the device."""
+    """Routers are low and long: their columns are split as often as fills the device. Of few rows each program reads
+    all of its part before the wait."""
     block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
+    whole = triton.next_power_of_2(triton.cdiv(k, _MOST_SPLITS))
+    if block_m == 16 and k % whole == 0 and 128 <= whole <= 512:
+        return SkinnyGemmTiles(block_m, _BLOCK_N, whole, k // whole, True, stages=1, warps=4)
     steps, tiles = k // _BLOCK_K, triton.cdiv(n, _BLOCK_N) * triton.cdiv(rows, block_m)
-    splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * tiles <= MULTIPROCESSORS))
+    splits = max(d for d in range(1, _MOST_SPLITS + 1) if steps % d == 0 and (d == 1 or d * tiles <= MULTIPROCESSORS))
     ahead = block_m == 16 and steps > splits
     return SkinnyGemmTiles(block_m, _BLOCK_N, _BLOCK_K, splits, ahead, stages=4, warps=4)
 
