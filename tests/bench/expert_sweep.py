@@ -1,7 +1,8 @@
 """Other tiles for experts than the tables', for whoever sets those: `python -m tests.bench.experts --sweep`.
 
 Each of the two products is timed alone with each of its candidates, and printed, fastest first; then routing and both
-products with the tables' tiles and with the pairs whose sums were least. Tiles go together that have the same rows, and
+products with the tables' tiles, with the pairs whose sums were least, and of few rows with others that may share a
+multiprocessor, since the second product begins while the first ends. Tiles go together that have the same rows, and
 inner activations with scales of as many columns. Candidates are compiled by several processes first.
 """
 
@@ -51,6 +52,17 @@ def candidates(rows: int, sizes: ExpertSizes) -> Iterator[Case]:
             downs = _few_downs(rows) if rows <= MAX_FEW_ROWS else _many_downs(block_m, sizes)
             for down in downs:
                 yield Case(rows, "downs", ExpertTiles(block_m, gate_up, down))
+
+
+def beside_each_other(rows: int, sizes: ExpertSizes) -> Iterator[Case]:
+    """Of few rows: what both products keep on their way together is a multiprocessor's shared memory at most."""
+    own, most = table(rows, sizes), sizes.most(rows)
+    downs = [ProductTiles(128, splits, stages, 8) for splits in (2, 3, 4, 6, 8) for stages in (2, 3, 4)]
+    if own.down.ahead:
+        downs = [ProductTiles(128, -(-most // ahead), 1, 8, ahead=ahead) for ahead in range(1, 6)]
+    for stages in (2, 3, 4):
+        for down in downs:
+            yield Case(rows, "experts", replace(own, gate_up=replace(own.gate_up, stages=stages), down=down))
 
 
 def _block_sizes(rows: int, own: int) -> Sequence[int]:
@@ -108,6 +120,7 @@ def try_cases(arguments: tuple[str, list[Case]]) -> list[Case]:
 def sweep(clock: Clock, name: str, layers: Sequence[Layer], all_rows: Sequence[int]) -> list[dict[str, object]]:
     sizes = sizes_of(MODELS[name])
     cases = [case for rows in all_rows for case in dict.fromkeys(candidates(rows, sizes))]
+    cases += [case for rows in all_rows if rows <= MAX_FEW_ROWS for case in beside_each_other(rows, sizes)]
     processes = max(1, min(12, (os.cpu_count() or 2) - 2))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         parts = pool.map(try_cases, [(name, cases[i::processes]) for i in range(processes)])
@@ -119,6 +132,7 @@ def sweep(clock: Clock, name: str, layers: Sequence[Layer], all_rows: Sequence[i
             fitting = [case for case in cases if case.rows == rows and case.part == part and case in runs]
             times[part] = timed(clock, layers, fitting)
         together = [Case(rows, "experts", table(rows, sizes)), *best_pairs(rows, times["gates"], times["downs"])]
+        together += [case for case in cases if case.rows == rows and case.part == "experts" and case in runs]
         times["experts"] = timed(clock, layers, list(dict.fromkeys(together)))
         for part, found in times.items():
             for case, us in sorted(found.items(), key=lambda pair: pair[1]):
