@@ -23,7 +23,7 @@ from workers.models.deepseek import DeepseekConfig, layer_rules, make_layer, rea
 from workers.models.name_map import NameMap
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 

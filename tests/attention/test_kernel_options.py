@@ -15,6 +15,8 @@ PACKAGES = (
     "speculative.kernels",
     "workers.distributed.kernels",
     "workers.layers.kernels",
+    "workers.layers.kernels.experts",
+    "workers.layers.kernels.fp8",
     "workers.slots.kernels",
     "workers.sampling.kernels",
 )

@@ -27,7 +27,7 @@ from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.kernels import head_products as head_kernels  # noqa: E402
 from workers.layers.kernels import latent as layer_kernels  # noqa: E402
-from workers.layers.kernels.fp8_rows import Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
+from workers.layers.kernels.fp8.rows import Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
 from workers.layers.kernels.latent_values import fits_values, latent_values  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402

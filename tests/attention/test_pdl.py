@@ -24,7 +24,9 @@ from tests.attention.test_triton_compile import compiled, decode_constants, late
 from tests.workers.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.layers.kernels import fp8_norm, fp8_rows, head_products, latent, norm_activation  # noqa: E402
+from workers.layers.kernels import head_products, latent, norm_activation  # noqa: E402
+from workers.layers.kernels.fp8 import norm as fp8_norm  # noqa: E402
+from workers.layers.kernels.fp8 import rows as fp8_rows  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ import torch
 from tests.bench.attention import Clock
 from tests.bench.experts import MODELS, Layer, Pass, sizes_of, table
 from tests.bench.gpu_time import captured
-from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, ExpertSizes, ExpertTiles, ProductTiles
-from workers.layers.kernels.tall_block_experts import MIN_ROWS as TALL
+from workers.layers.kernels.experts.tall_blocks import MIN_ROWS as TALL
+from workers.layers.kernels.experts.weights import MAX_FEW_ROWS, ExpertSizes, ExpertTiles, ProductTiles
 
 PAIRS = 3  # of products that are timed together
 

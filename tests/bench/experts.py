@@ -19,10 +19,14 @@ from torch import Tensor
 
 from tests.bench.attention import Clock
 from tests.bench.gpu_time import captured
-from workers.layers.kernels import few_row_experts as few
-from workers.layers.kernels import many_row_experts as many
-from workers.layers.kernels.expert_order import ExpertOrder, order_by_expert
-from workers.layers.kernels.expert_weights import (
+from workers.layers.kernels.experts import few_rows as few
+from workers.layers.kernels.experts import many_rows as many
+from workers.layers.kernels.experts.few_rows import few_row_experts
+from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles
+from workers.layers.kernels.experts.order import ExpertOrder, order_by_expert
+from workers.layers.kernels.experts.route import Routed, route
+from workers.layers.kernels.experts.router_gemm import router_gemm
+from workers.layers.kernels.experts.weights import (
     FP8,
     MAX_FEW_ROWS,
     ExpertSizes,
@@ -32,11 +36,7 @@ from workers.layers.kernels.expert_weights import (
     few_row_tiles,
     partial_sizes,
 )
-from workers.layers.kernels.few_row_experts import few_row_experts
-from workers.layers.kernels.fp8_rows import quantize_rows
-from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles
-from workers.layers.kernels.route import Routed, route
-from workers.layers.kernels.router_gemm import router_gemm
+from workers.layers.kernels.fp8.rows import quantize_rows
 from workers.layers.kernels.skinny_gemm import Workspace
 from workers.layers.routing import RouterLogits, Routing
 

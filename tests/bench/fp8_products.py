@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from deploy.bench.table import table
-from workers.layers.kernels.fp8_gemm import fp8_gemm
-from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide
-from workers.layers.kernels.fp8_norm import fp8_rms_norm
-from workers.layers.kernels.fp8_rows import Fp8Rows, quantize_rows
-from workers.layers.kernels.fp8_tiles import (
+from workers.layers.kernels.fp8.gemm import fp8_gemm
+from workers.layers.kernels.fp8.gemm_wide import fp8_gemm_wide
+from workers.layers.kernels.fp8.norm import fp8_rms_norm
+from workers.layers.kernels.fp8.rows import Fp8Rows, quantize_rows
+from workers.layers.kernels.fp8.tiles import (
     WIDE_TILES,
     Fp8GemmTiles,
     Fp8Matrix,

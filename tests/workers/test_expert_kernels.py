@@ -11,21 +11,21 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.experts import experts_one_by_one  # noqa: E402
-from workers.layers.kernels import expert_order  # noqa: E402
-from workers.layers.kernels import many_row_experts as many_row_module  # noqa: E402
-from workers.layers.kernels.expert_order import max_blocks, order_by_expert  # noqa: E402
-from workers.layers.kernels.expert_weights import (  # noqa: E402
+from workers.layers.kernels.experts import many_rows as many_row_module  # noqa: E402
+from workers.layers.kernels.experts import order as expert_order  # noqa: E402
+from workers.layers.kernels.experts.few_rows import few_row_experts  # noqa: E402
+from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles  # noqa: E402
+from workers.layers.kernels.experts.order import max_blocks, order_by_expert  # noqa: E402
+from workers.layers.kernels.experts.route import MAX_LISTED, NOBODY, Routed, route  # noqa: E402
+from workers.layers.kernels.experts.router_gemm import router_gemm, router_tiles  # noqa: E402
+from workers.layers.kernels.experts.weights import (  # noqa: E402
     ExpertTiles,
     ExpertWeights,
     ProductTiles,
     few_row_tiles,
     partial_sizes,
 )
-from workers.layers.kernels.few_row_experts import few_row_experts  # noqa: E402
-from workers.layers.kernels.fp8_rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
-from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles  # noqa: E402
-from workers.layers.kernels.route import MAX_LISTED, NOBODY, Routed, route  # noqa: E402
-from workers.layers.kernels.router_gemm import router_gemm, router_tiles  # noqa: E402
+from workers.layers.kernels.fp8.rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
 from workers.layers.linear_method import Span  # noqa: E402
 from workers.layers.routing import RouterLogits, Routing, TokenSlots  # noqa: E402

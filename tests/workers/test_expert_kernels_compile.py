@@ -12,15 +12,15 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from tests.attention.test_pdl import pointers_read  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
-from workers.layers.kernels import (
-    expert_order,
+from workers.layers.kernels.experts import (  # noqa: E402
     few_row_products,
-    many_row_experts,
+    many_rows,
+    order,
     route,
-    short_block_experts,
-    tall_block_experts,
-)  # noqa: E402
-from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
+    short_blocks,
+    tall_blocks,
+)
+from workers.layers.kernels.experts.weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, SHARED_BYTES  # noqa: E402
 
 pytestmark = [
@@ -68,10 +68,10 @@ def check(
 @pytest.mark.parametrize("rows", [2, 16, 32, 64, 256, 512, 2048])
 def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path: Path) -> None:
     few = rows <= MAX_FEW_ROWS
-    tiles = few_row_tiles(rows, sizes) if few else many_row_experts.many_row_tiles(rows, sizes)
+    tiles = few_row_tiles(rows, sizes) if few else many_rows.many_row_tiles(rows, sizes)
     in_fp8 = sizes.step == 128
     kind, slots = "fp8e4nv" if in_fp8 else "bf16", sizes.experts_per_token + sizes.num_shared
-    tall = not few and tiles.block_m >= tall_block_experts.MIN_ROWS
+    tall = not few and tiles.block_m >= tall_blocks.MIN_ROWS
     common = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_M": tiles.block_m, "IN_FP8": in_fp8, "BY_GROUP": in_fp8}
     for product, step in ((tiles.gate_up, sizes.step), (tiles.down, tiles.gate_up.block_n if in_fp8 else 64)):
         is_first = product is tiles.gate_up
@@ -88,10 +88,10 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
                 constants |= {"SPAN": sizes.size // step // product.splits}
             kernel: Any = few_row_products.gate_up_of_few_rows if is_first else few_row_products.down_of_few_rows
         elif tall:
-            gates, downs = tall_block_experts.gate_up_of_tall_blocks, tall_block_experts.down_of_tall_blocks
+            gates, downs = tall_blocks.gate_up_of_tall_blocks, tall_blocks.down_of_tall_blocks
             kernel, constants = (gates, constants) if is_first else (downs, constants | held | {"SPAN": sizes.size})
         else:
-            gates, downs = short_block_experts.gate_up_of_short_blocks, short_block_experts.down_of_short_blocks
+            gates, downs = short_blocks.gate_up_of_short_blocks, short_blocks.down_of_short_blocks
             kernel, constants = (gates, constants) if is_first else (downs, constants | held)
         absent = () if in_fp8 else ("x_scales_ptr", "w_scales_ptr", "factor_ptr")
         constants |= {name: None for name in absent if name in kernel.arg_names}
@@ -138,7 +138,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("rows", MEASURED)
 def test_down_projections_end_together(rows: int) -> None:
-    found, measured = many_row_experts.many_row_tiles(rows, DEEPSEEK_V3).down, MEASURED[rows]
+    found, measured = many_rows.many_row_tiles(rows, DEEPSEEK_V3).down, MEASURED[rows]
     assert measured[found.blocks] <= min(measured.values()) + 0.3, found
 
 
@@ -171,7 +171,7 @@ def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -
 
 @pytest.mark.parametrize("block_m,pairs", [(16, 576), (64, 2304), (64, 73728), (128, 1 << 18)])
 def test_ordering_fits_hopper(block_m: int, pairs: int, tmp_path: Path) -> None:
-    chunk, few = expert_order.chunk_of(pairs), pairs <= 1024
+    chunk, few = order.chunk_of(pairs), pairs <= 1024
     constants: dict[str, Any] = {
         "EXPERTS": 257,
         "BINS": 512,
@@ -180,14 +180,14 @@ def test_ordering_fits_hopper(block_m: int, pairs: int, tmp_path: Path) -> None:
         "STEP": min(256, chunk),
     }
     constants |= {"BLOCKS": 32, "FEW": 1024} | ({"count_ptr": None} if few else {})
-    ptx = check(tmp_path, expert_order._order, {"count_ptr": "i16"}, constants, (8, 1), {})
+    ptx = check(tmp_path, order._order, {"count_ptr": "i16"}, constants, (8, 1), {})
     if not few:
         assert "ld.global.v4" in ptx, "counts are read in whole vectors"
-        check(tmp_path, expert_order._count, {"count_ptr": "i16"}, {"BINS": 512, "CHUNK": chunk}, (8, 1), {})
+        check(tmp_path, order._count, {"count_ptr": "i16"}, {"BINS": 512, "CHUNK": chunk}, (8, 1), {})
 
 
 @pytest.mark.parametrize("partly", [True, False])
 def test_sums_fit_hopper(partly: bool, tmp_path: Path) -> None:
     constants = {"SIZE": 7168, "SPAN": 1792, "SLOTS": 9, "BLOCK": 1024, "PARTLY": partly}
-    ptx = check(tmp_path, many_row_experts._sum_slots, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})
+    ptx = check(tmp_path, many_rows._sum_slots, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == 9 and len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) == 1

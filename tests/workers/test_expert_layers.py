@@ -10,9 +10,9 @@ from tests.workers.test_expert_kernels import HALF, SMALL, token_slots  # noqa: 
 from workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
 from workers.layers.experts import Experts  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
-from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
-from workers.layers.kernels.fp8_rows import FP8  # noqa: E402
-from workers.layers.kernels.fp8_tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
+from workers.layers.kernels.fp8.norm import fp8_rms_norm  # noqa: E402
+from workers.layers.kernels.fp8.rows import FP8  # noqa: E402
+from workers.layers.kernels.fp8.tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.moe import MixtureOfExperts  # noqa: E402

@@ -7,10 +7,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm  # noqa: E402
-from workers.layers.kernels.fp8_gemm_ahead import fp8_gemm_ahead  # noqa: E402
-from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide  # noqa: E402
-from workers.layers.kernels.fp8_rows import (  # noqa: E402
+from workers.layers.kernels.fp8.gemm import fp8_fixed_rows, fp8_gemm  # noqa: E402
+from workers.layers.kernels.fp8.gemm_ahead import fp8_gemm_ahead  # noqa: E402
+from workers.layers.kernels.fp8.gemm_wide import fp8_gemm_wide  # noqa: E402
+from workers.layers.kernels.fp8.rows import (  # noqa: E402
     FP8,
     GROUP,
     Fp8Rows,
@@ -18,7 +18,7 @@ from workers.layers.kernels.fp8_rows import (  # noqa: E402
     quantize_rows,
     quantize_rows_reference,
 )
-from workers.layers.kernels.fp8_tiles import (  # noqa: E402
+from workers.layers.kernels.fp8.tiles import (  # noqa: E402
     MAX_AHEAD_ROWS,
     MAX_ROWS,
     SCALE_ROWS,

@@ -20,14 +20,14 @@ from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa:
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
-from workers.layers.kernels.fp8_gemm import fp8_gemm  # noqa: E402
-from workers.layers.kernels.fp8_norm import fp8_rms_norm  # noqa: E402
-from workers.layers.kernels.fp8_rows import (  # noqa: E402
+from workers.layers.kernels.fp8.gemm import fp8_gemm  # noqa: E402
+from workers.layers.kernels.fp8.norm import fp8_rms_norm  # noqa: E402
+from workers.layers.kernels.fp8.rows import (  # noqa: E402
     Fp8Rows,
     dequantized_rows,
     quantize_rows,
 )
-from workers.layers.kernels.fp8_tiles import (  # noqa: E402
+from workers.layers.kernels.fp8.tiles import (  # noqa: E402
     MAX_ROUNDING_ROWS,
     MAX_ROWS,
     Fp8Matrix,

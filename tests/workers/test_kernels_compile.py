@@ -16,11 +16,6 @@ from speculative.kernels import accept_commit, guidance, head_input, read_trees,
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.layers.kernels import (
     argmax,
-    fp8_gemm,
-    fp8_gemm_ahead,
-    fp8_gemm_wide,
-    fp8_norm,
-    fp8_tiles,
     head_products,
     latent,
     latent_values,
@@ -28,6 +23,11 @@ from workers.layers.kernels import (
     skinny_gemm,
     topk,
 )
+from workers.layers.kernels.fp8 import gemm as fp8_gemm  # noqa: E402
+from workers.layers.kernels.fp8 import gemm_ahead as fp8_gemm_ahead  # noqa: E402
+from workers.layers.kernels.fp8 import gemm_wide as fp8_gemm_wide  # noqa: E402
+from workers.layers.kernels.fp8 import norm as fp8_norm  # noqa: E402
+from workers.layers.kernels.fp8 import tiles as fp8_tiles  # noqa: E402
 from workers.slots.kernels import commit  # noqa: E402
 
 pytestmark = [

@@ -13,7 +13,7 @@ from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 
 class Attention(AttentionLayer):

@@ -14,7 +14,7 @@ from workers.layers.rotary import Angles
 from workers.layers.routing import TokenSlots
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 
 class AttentionLayer(nn.Module, ABC):

@@ -28,7 +28,7 @@ from workers.layers.weighted import WeightedModule, WeightKey
 
 if TYPE_CHECKING:
     from workers.layers.fused_experts import FusedExperts
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 _ALIGNMENT = 16  # bytes; of the rows of what torch's grouped products read
 
@@ -145,7 +145,7 @@ class DenseExperts(ExpertsMethod):
         if options.workspace is None:
             return
         from workers.layers.fused_experts import FusedExperts, fuses
-        from workers.layers.kernels.expert_weights import ExpertWeights
+        from workers.layers.kernels.experts.weights import ExpertWeights
 
         fits = fuses(self.shape.size, self.shape.width, options)
         assert fits or not options.deterministic, "refused at start"

@@ -14,8 +14,8 @@ from workers.layers.linear_method import Fp8Inputs, Span
 from workers.layers.routing import RouterLogits
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.expert_weights import ExpertWeights
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.experts.weights import ExpertWeights
+    from workers.layers.kernels.fp8.rows import Fp8Rows
     from workers.layers.kernels.skinny_gemm import Workspace
 
 
@@ -23,7 +23,7 @@ def fuses(size: int, width: int, options: GEMMOptions) -> bool:
     """Whether the kernels multiply by experts of `width` on a rank, whose rows have `size` numbers."""
     if options.workspace is None or not options.fp8:  # they need tensor maps too, which the same devices have
         return False
-    from workers.layers.kernels.expert_weights import fits_kernels
+    from workers.layers.kernels.experts.weights import fits_kernels
 
     return fits_kernels(size, width)
 
@@ -31,7 +31,7 @@ def fuses(size: int, width: int, options: GEMMOptions) -> bool:
 def workspace_size(held: Span, num_shared: int, experts_per_token: int, size: int, width: int) -> tuple[int, int]:
     """Float32 cells and tickets of a `Workspace` for weights of any type, shared experts joined or not. held: of the
     experts that rows are routed to."""
-    from workers.layers.kernels.expert_weights import ExpertSizes, fits_kernels, workspace_size
+    from workers.layers.kernels.experts.weights import ExpertSizes, fits_kernels, workspace_size
 
     if not fits_kernels(size, width):
         return 0, 0
@@ -93,10 +93,10 @@ class FusedExperts:
 
     def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None) -> Tensor:
         """See `ExpertsMethod.multiply`; x may be in FP8 already where the weights are."""
-        from workers.layers.kernels.expert_weights import MAX_FEW_ROWS, few_row_tiles
-        from workers.layers.kernels.few_row_experts import few_row_experts
-        from workers.layers.kernels.fp8_rows import quantize_rows
-        from workers.layers.kernels.route import route
+        from workers.layers.kernels.experts.few_rows import few_row_experts
+        from workers.layers.kernels.experts.route import route
+        from workers.layers.kernels.experts.weights import MAX_FEW_ROWS, few_row_tiles
+        from workers.layers.kernels.fp8.rows import quantize_rows
 
         weights = self.weights
         if isinstance(x, Tensor) and weights.in_fp8:
@@ -108,7 +108,7 @@ class FusedExperts:
         if routed.used is not None and rows <= MAX_FEW_ROWS:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)
-        from workers.layers.kernels.many_row_experts import many_row_experts, many_row_tiles
+        from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles
 
         tiles = many_row_tiles(rows, weights.sizes(slots), self.deterministic)
         return many_row_experts(x, routed.chosen, routed.weight, weights, tiles, out)

@@ -19,7 +19,7 @@ from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
@@ -178,7 +178,7 @@ class LatentAttention(AttentionLayer):
     def _values(self, out: Tensor) -> "Tensor | Fp8Rows":
         """[rows, heads * value_dim] of weighted sums of latent rows [rows, heads, latent], in the form that the output
         projection takes if a head's values are a group of it."""
-        from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows
+        from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows
         from workers.layers.kernels.head_products import head_products
         from workers.layers.kernels.latent_values import fits_values, latent_values
 

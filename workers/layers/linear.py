@@ -13,7 +13,7 @@ from workers.layers.linear_method import Fp8Inputs, LinearMethod, LinearShape, S
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 
 class LinearBase(WeightedModule):
@@ -172,7 +172,7 @@ def gemm_options(
     """For the layers of one model, which run one after another on one stream. others: that may share the workspace."""
     if device.type != "cuda" or methods[0].dtype.itemsize != 2:
         return GEMMOptions()
-    from workers.layers.kernels.fp8_tiles import fp8_workspace_size
+    from workers.layers.kernels.fp8.tiles import fp8_workspace_size
     from workers.layers.kernels.skinny_gemm import Workspace, workspace_size
 
     shapes = [(method.shape.out_features, method.shape.in_features) for method in methods]

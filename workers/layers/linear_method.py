@@ -18,7 +18,7 @@ from workers.layers.gemm import GEMMOptions, TorchGEMM, choose_gemm
 from workers.layers.weighted import WrongTensorError, check_shape
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -108,7 +108,7 @@ class Fp8Inputs:
 
     def empty(self, x: Tensor) -> "Fp8Rows":
         """Rows to be written, as many and as wide as those of x [rows, size]."""
-        from workers.layers.kernels.fp8_rows import Fp8Rows
+        from workers.layers.kernels.fp8.rows import Fp8Rows
 
         rows, size = x.shape
         out = Fp8Rows.empty(rows, size, self.by_group, rows > self.many, x.device)

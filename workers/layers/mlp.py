@@ -11,7 +11,7 @@ from workers.layers.linear_method import Fp8Inputs
 from workers.layers.routing import TokenSlots
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 
 class GatedMLP(FeedForward):

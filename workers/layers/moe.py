@@ -15,7 +15,7 @@ from workers.layers.routing import Router, RouterLogits, Routing, TokenSlots
 from workers.layers.weighted import WeightedModule, WeightKey
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 
 class MixtureOfExperts(FeedForward, WeightedModule):

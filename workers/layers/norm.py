@@ -10,7 +10,7 @@ from workers.layers.linear_method import Fp8Inputs
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
+    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 
 class RMSNorm(WeightedModule):
@@ -48,7 +48,7 @@ class RMSNorm(WeightedModule):
         """The norm of x [rows, size], in the form that the product after it takes; None: as `forward`."""
         if wanted is None:
             return self(x)  # type: ignore[no-any-return]
-        from workers.layers.kernels.fp8_norm import fp8_rms_norm
+        from workers.layers.kernels.fp8.norm import fp8_rms_norm
 
         x = x.contiguous()
         return fp8_rms_norm(x, None, self.weight, self.eps, wanted.empty(x))
@@ -63,7 +63,7 @@ class RMSNorm(WeightedModule):
         normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)
         if normed is not None:
             return normed, residual
-        from workers.layers.kernels.fp8_norm import fp8_rms_norm
+        from workers.layers.kernels.fp8.norm import fp8_rms_norm
 
         out = wanted.empty(x)
         return fp8_rms_norm(group.all_reduce(x), residual, self.weight, self.eps, out), residual

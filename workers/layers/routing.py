@@ -136,7 +136,7 @@ class Router(WeightedModule):
     def _logits(self, x: Tensor) -> Tensor:
         if self._workspace is None:
             return F.linear(x.float(), self.weight.float())
-        from workers.layers.kernels.router_gemm import router_gemm
+        from workers.layers.kernels.experts.router_gemm import router_gemm
 
         return router_gemm(x, self.weight, self._workspace, self._deterministic)
 

@@ -3,7 +3,7 @@
 On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: GEMMs, experts and
 attention of the target compute a row by the same operations in the same order whatever else is in the batch, whether
 the row is part of a prompt, of a plain round or of a tree, and however prompts are cut
-(`workers.layers.kernels.skinny_gemm.fixed_rows`, `workers.layers.kernels.many_row_experts`,
+(`workers.layers.kernels.skinny_gemm.fixed_rows`, `workers.layers.kernels.experts.many_rows`,
 `attention.backends.triton_backend.fixed_span`); norms, rotation, gates and the choice of tokens are row-wise in any
 case. So an answer, greedy or sampled with a seed, is the same with
 speculation and without, alone and beside others, with a prefix from the cache and after a preemption, on GPUs of one

@@ -17,7 +17,7 @@ from attention.kernels.latent_tile import turn_pairs
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
 from attention.rotation import rotate_pairs
-from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows, scale_of, to_fp8
+from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows, scale_of, to_fp8
 from workers.layers.rotary import Angles
 
 FEW_ROWS = 16  # of a product, which are then multiplied by more and narrower tiles

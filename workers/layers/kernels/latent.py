@@ -15,7 +15,7 @@ from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
-from workers.layers.kernels.fp8_rows import Fp8Rows, store_fp8
+from workers.layers.kernels.fp8.rows import Fp8Rows, store_fp8
 from workers.layers.kernels.norm_activation import normed, num_warps, rms_norm_reference
 from workers.layers.linear_method import Fp8Inputs
 from workers.layers.rotary import Angles

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows, scale_of, to_fp8
+from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows, scale_of, to_fp8
 
 MAX_ROWS = 16
 _MAX_BYTES = 128 << 10  # of a head's matrix

@@ -98,7 +98,7 @@ class Fp8Experts(DenseExperts):
 
     def _keep(self, options: GEMMOptions) -> None:
         from workers.layers.fused_experts import FusedExperts, shared_columns, shared_rows, with_shared
-        from workers.layers.kernels.expert_weights import ExpertWeights
+        from workers.layers.kernels.experts.weights import ExpertWeights
 
         assert options.workspace is not None, "comes with fp8"
         shape = self.shape

@@ -28,8 +28,8 @@ from workers.layers.quantization.fp8_weight import (
 from workers.layers.weighted import check_shape
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.fp8_rows import Fp8Rows
-    from workers.layers.kernels.fp8_tiles import Fp8Matrix
+    from workers.layers.kernels.fp8.rows import Fp8Rows
+    from workers.layers.kernels.fp8.tiles import Fp8Matrix
     from workers.layers.kernels.skinny_gemm import Workspace
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Fp8Linear(DenseLinearMethod):
         super().finish(options)
 
     def _chosen_product(self, options: GEMMOptions) -> "Fp8Product":
-        from workers.layers.kernels.fp8_tiles import Fp8Matrix
+        from workers.layers.kernels.fp8.tiles import Fp8Matrix
 
         assert options.workspace is not None, "comes with fp8"
         matrix = Fp8Matrix(*self.weight_and_scales())
@@ -134,16 +134,16 @@ class Fp8Product:
 
     @cached_property
     def inputs(self) -> Fp8Inputs:
-        from workers.layers.kernels.fp8_tiles import MAX_ROWS
+        from workers.layers.kernels.fp8.tiles import MAX_ROWS
 
         return Fp8Inputs(self.weight.by_group, sys.maxsize if self.deterministic else MAX_ROWS)
 
     def multiply(self, x: "Tensor | Fp8Rows", bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[rows, N] for x [rows, K]; in the memory `out` if it is given."""
-        from workers.layers.kernels.fp8_gemm import fp8_fixed_rows, fp8_gemm
-        from workers.layers.kernels.fp8_gemm_ahead import fp8_gemm_ahead
-        from workers.layers.kernels.fp8_gemm_wide import fp8_gemm_wide
-        from workers.layers.kernels.fp8_tiles import (
+        from workers.layers.kernels.fp8.gemm import fp8_fixed_rows, fp8_gemm
+        from workers.layers.kernels.fp8.gemm_ahead import fp8_gemm_ahead
+        from workers.layers.kernels.fp8.gemm_wide import fp8_gemm_wide
+        from workers.layers.kernels.fp8.tiles import (
             MIN_WIDE_ROWS,
             fp8_ahead_tiles,
             fp8_gemm_tiles,
@@ -176,9 +176,9 @@ class Fp8Product:
 
     def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
         from workers.layers.activation import silu_mul
-        from workers.layers.kernels.fp8_gemm import fp8_gemm
-        from workers.layers.kernels.fp8_rows import Fp8Rows, quantize_rows
-        from workers.layers.kernels.fp8_tiles import fp8_gated_tiles
+        from workers.layers.kernels.fp8.gemm import fp8_gemm
+        from workers.layers.kernels.fp8.rows import Fp8Rows, quantize_rows
+        from workers.layers.kernels.fp8.tiles import fp8_gated_tiles
 
         (n, k), rows = self.weight.values.shape, (x if isinstance(x, Tensor) else x.values).shape[0]
         out: Tensor | Fp8Rows
@@ -198,7 +198,7 @@ class Fp8Product:
         return quantize_rows(both, wanted.by_group, rows_together=rows > wanted.many, gated=True)
 
     def _rounded(self, x: "Tensor | Fp8Rows") -> "Fp8Rows":
-        from workers.layers.kernels.fp8_rows import quantize_rows
+        from workers.layers.kernels.fp8.rows import quantize_rows
 
         if not isinstance(x, Tensor):
             return x

@@ -11,7 +11,7 @@ from workers.layers.weighted import WrongTensorError
 
 FP8 = torch.float8_e4m3fn
 Block = tuple[int, int]
-_SCALE_ROWS, _GROUP = 64, 128  # of the kernels: `workers.layers.kernels.fp8_gemm`, `fp8_rows`
+_SCALE_ROWS, _GROUP = 64, 128  # of the kernels: `workers.layers.kernels.fp8.gemm`, `fp8.rows`
 _DUMMY_DEVIATION = 32.0
 DUMMY_SCALE = 0.02 / _DUMMY_DEVIATION
 
@@ -40,7 +40,7 @@ def dequantised(weight: Tensor, scales: Tensor, part: Part, block: Block, dtype:
 
 
 def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Scheme) -> Tensor:
-    """Of this rank's parts one below the other, as kernels read them (`workers.layers.kernels.fp8_gemm.Fp8Matrix`).
+    """Of this rank's parts one below the other, as kernels read them (`workers.layers.kernels.fp8.gemm.Fp8Matrix`).
     scales: of each part's whole matrix; any dimensions before the last two stay."""
     mine = []
     for scale, part in zip(scales, parts, strict=True):

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The products of `workers.layers.kernels.many_row_experts` for blocks of at least 64 rows, those of prompts: there the
-rows are the tall side of the matrix unit, so that a thread has few of them, and few scales.
+"""The products of `workers.layers.kernels.experts.many_rows` for blocks of at least 64 rows, those of prompts: there
+the rows are the tall side of the matrix unit, so that a thread has few of them, and few scales.
 
 A down-projection's program has several blocks of columns, one after the other, for the same rows: the weights of the
 next are on their way while one is multiplied and written.
@@ -9,7 +9,7 @@ next are on their way while one is multiplied and written.
 import triton
 import triton.language as tl
 
-from workers.layers.kernels.fp8_rows import scale_of, to_fp8
+from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 
 MIN_ROWS = 64  # of a block
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.layers.kernels.fp8_rows import FP8, GROUP
-from workers.layers.kernels.route import MAX_LISTED
+from workers.layers.kernels.experts.route import MAX_LISTED
+from workers.layers.kernels.fp8.rows import FP8, GROUP
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS
 from workers.layers.linear_method import Span
 
@@ -51,7 +51,7 @@ class ExpertWeights:
 
     gate_up: [experts, 2 * width, size], of a 16-bit type or float8_e4m3fn; gates above what they gate. down: [experts,
         size, width], likewise.
-    gate_up_scales, down_scales: of FP8, as `workers.layers.kernels.fp8_gemm.Fp8Matrix` has them, of each expert:
+    gate_up_scales, down_scales: of FP8, as `workers.layers.kernels.fp8.gemm.Fp8Matrix` has them, of each expert:
         float32 [experts, rows / 64, columns / 128], or [experts, rows, 1]; None for others.
     num_shared: experts that every row goes to.
     held: which of those that rows are routed to; None if all.
@@ -109,7 +109,7 @@ class ProductTiles:
 
     block_n: outputs of a program, 64 or 128; of gates and what they gate so many each.
     splits: programs that share a sum. stages, warps: Triton's. blocks: of block_n outputs that a program has one after
-        the other (`workers.layers.kernels.tall_block_experts`). ahead: experts of a program, if all of their weights
+        the other (`workers.layers.kernels.experts.tall_blocks`). ahead: experts of a program, if all of their weights
         are read before the wait.
     """
 
@@ -152,10 +152,10 @@ def block_of(rows: int) -> int:
 
 
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
-    """For `workers.layers.kernels.few_row_experts`: so many splits of the columns that the programs of the experts that
-    `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it without:
-    each keeps about 140 KB on their way. Set by `tests.bench.experts --sweep` on an H200. Of one row those of the
-    down-projections have room beside those of the gates, and read their weights while these end."""
+    """For `workers.layers.kernels.experts.few_rows`: so many splits of the columns that the programs of the experts
+    that `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it
+    without: each keeps about 140 KB on their way. Set by `tests.bench.experts --sweep` on an H200. Of one row those of
+    the down-projections have room beside those of the gates, and read their weights while these end."""
     steps = sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128
     splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * programs <= MULTIPROCESSORS))

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import triton
 from torch import Tensor
 
-from workers.layers.kernels.fp8_rows import GROUP
+from workers.layers.kernels.fp8.rows import GROUP
 from workers.layers.kernels.skinny_gemm import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
 
-MAX_ROWS = 128  # of `workers.layers.kernels.fp8_gemm`
-MIN_WIDE_ROWS = 65  # from them on `workers.layers.kernels.fp8_gemm_wide` is faster, where columns have scales
+MAX_ROWS = 128  # of `workers.layers.kernels.fp8.gemm`
+MIN_WIDE_ROWS = 65  # from them on `workers.layers.kernels.fp8.gemm_wide` is faster, where columns have scales
 SCALE_ROWS = 64  # of W, that share a scale; the checkpoint's blocks of 128 have two
 MAX_ROUNDING_ROWS = 8  # that a product's programs round themselves
-MAX_AHEAD_ROWS = 8  # of `workers.layers.kernels.fp8_gemm_ahead`
+MAX_AHEAD_ROWS = 8  # of `workers.layers.kernels.fp8.gemm_ahead`
 _ROUNDED = 8192  # numbers that a program rounds at once: 64 of each thread
 
 

@@ -8,7 +8,7 @@ sum that is scaled and added to the others in float32, since it adds eight-bit p
 (arXiv 2412.19437, section 3.3.2), and since W has a scale for each 128 columns.
 
 A launch that only rounds rows costs a round as much as a norm, and each product has rows of its own, so there are none
-where it can be helped: what makes rows rounds them (`fp8_norm`, `latent`, a gated product for the one after it), and of
+where it can be helped: what makes rows rounds them (`fp8.norm`, `latent`, a gated product for the one after it), and of
 the fewest rows a product's programs round their columns themselves, each all of them, and write the same bits to the
 same place.
 
@@ -24,8 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows, scale_of, to_fp8
-from workers.layers.kernels.fp8_tiles import (
+from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows, scale_of, to_fp8
+from workers.layers.kernels.fp8.tiles import (
     Fp8GemmTiles,
     Fp8Matrix,
     fp8_gemm_tiles,

@@ -6,7 +6,7 @@ gathered, and all tiles come through tensor maps. Where a row did not ask for an
 so that whatever stands in other rows, padding rows included, does not touch it. A down-projection's program has some
 columns of the output and goes through the experts, summing in float32, so that no sum over experts is written and read
 again. Nothing is added in an order that changes from run to run; but which programs share a sum depends on the experts
-that all rows together use, so that a row's last bits depend on the others (`many_row_experts` holds that too).
+that all rows together use, so that a row's last bits depend on the others (`many_rows` holds that too).
 
 In FP8 inner activations are rounded with a scale for the columns that a program has.
 """
@@ -18,10 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.expert_weights import ExpertTiles, ExpertWeights, InnerRows
-from workers.layers.kernels.few_row_products import down_of_few_rows, down_of_one_row, gate_up_of_few_rows
-from workers.layers.kernels.fp8_rows import Fp8Rows
-from workers.layers.kernels.route import Routed
+from workers.layers.kernels.experts.few_row_products import down_of_few_rows, down_of_one_row, gate_up_of_few_rows
+from workers.layers.kernels.experts.route import Routed
+from workers.layers.kernels.experts.weights import ExpertTiles, ExpertWeights, InnerRows
+from workers.layers.kernels.fp8.rows import Fp8Rows
 from workers.layers.kernels.skinny_gemm import Workspace
 
 

@@ -138,8 +138,8 @@ def _order(
 class ExpertOrder:
     """Rows of a pass by expert, in blocks of block_m that have one expert each.
 
-    pairs: [blocks * block_m] int32, row * slots + slot; NOBODY (`workers.layers.kernels.route`) where a block has
-        fewer. Of blocks without an expert nothing is written.
+    pairs: [blocks * block_m] int32, row * slots + slot; NOBODY (`workers.layers.kernels.experts.route`) where a block
+        has fewer. Of blocks without an expert nothing is written.
     experts: [blocks] int32, whose block it is, ascending; NOBODY after the last.
     """
 

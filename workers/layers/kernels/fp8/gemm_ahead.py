@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.fp8_rows import GROUP, Fp8Rows
-from workers.layers.kernels.fp8_tiles import SCALE_ROWS, Fp8AheadTiles, Fp8Matrix
+from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows
+from workers.layers.kernels.fp8.tiles import SCALE_ROWS, Fp8AheadTiles, Fp8Matrix
 from workers.layers.kernels.skinny_gemm import Workspace
 from workers.layers.kernels.splits import comes_last, sum_of_splits
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The product of gates and what they gate where weights are the tall side of the matrix unit: what the kernels for few
-rows (`few_row_experts`) and for short blocks of many (`short_block_experts`) do at each step, and with the result."""
+rows (`few_rows`) and for short blocks of many (`short_blocks`) do at each step, and with the result."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """RMSNorm, with the residual add, whose rows come in FP8: what the products after it read, without a launch between.
-Each number is that of `norm_activation` and then `fp8_rows`, to the bit. One program per row."""
+Each number is that of `norm_activation` and then `fp8.rows`, to the bit. One program per row."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.fp8_rows import Fp8Rows, store_fp8
+from workers.layers.kernels.fp8.rows import Fp8Rows, store_fp8
 from workers.layers.kernels.norm_activation import normed, num_warps
 
 

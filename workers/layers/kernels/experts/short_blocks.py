@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The products of `workers.layers.kernels.many_row_experts` for blocks of fewer than 64 rows, those of batches that
+"""The products of `workers.layers.kernels.experts.many_rows` for blocks of fewer than 64 rows, those of batches that
 verify: there the weights are the tall side of the matrix unit, which has 64 rows at least."""
 
 import triton
 import triton.language as tl
 
-from workers.layers.kernels.fp8_rows import scale_of, to_fp8
-from workers.layers.kernels.gate_products import add_gates, scales_of_gates, times_channels
+from workers.layers.kernels.experts.gate_products import add_gates, scales_of_gates, times_channels
+from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 
 
 @triton.jit

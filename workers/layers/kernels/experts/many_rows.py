@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Experts for many rows: those of batches that verify, and of prompts. Rows are ordered by expert into blocks
-(`expert_order`); a program multiplies a block by some of its expert's columns. Four or five launches: one or two for
+(`order`); a program multiplies a block by some of its expert's columns. Four or five launches: one or two for
 the order; gates and what they gate of gathered rows; down-projections, each weighted and written to its row's place;
 their sums. For very many rows the last two go over the columns in several spans, so that what is summed stays small.
 
@@ -19,8 +19,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.expert_order import ExpertOrder, order_by_expert
-from workers.layers.kernels.expert_weights import (
+from workers.layers.kernels.experts.order import ExpertOrder, order_by_expert
+from workers.layers.kernels.experts.short_blocks import down_of_short_blocks, gate_up_of_short_blocks
+from workers.layers.kernels.experts.tall_blocks import MIN_ROWS as TALL
+from workers.layers.kernels.experts.tall_blocks import down_of_tall_blocks, gate_up_of_tall_blocks
+from workers.layers.kernels.experts.weights import (
     ExpertSizes,
     ExpertTiles,
     ExpertWeights,
@@ -28,11 +31,8 @@ from workers.layers.kernels.expert_weights import (
     ProductTiles,
     block_of,
 )
-from workers.layers.kernels.fp8_rows import Fp8Rows
-from workers.layers.kernels.short_block_experts import down_of_short_blocks, gate_up_of_short_blocks
+from workers.layers.kernels.fp8.rows import Fp8Rows
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, SHARED_BYTES
-from workers.layers.kernels.tall_block_experts import MIN_ROWS as TALL
-from workers.layers.kernels.tall_block_experts import down_of_tall_blocks, gate_up_of_tall_blocks
 
 _PARTS_BYTES = 1 << 28  # of the results of each row's each expert that are written at once
 _MAX_HELD = 4  # steps of a down-projection that a program keeps its rows for
@@ -115,10 +115,10 @@ def many_row_experts(
     """out [rows, size] = the weighted sum of each row's experts, zeros for those that go to none, for
     instance padding rows; contiguous.
 
-    x: as `workers.layers.kernels.few_row_experts.few_row_experts` takes it, scales in any order. chosen,
-    weight: of `workers.layers.kernels.route`. tiles: any of `many_row_tiles`. Memory beside x: rows * slots results in
-    out's type, or as many columns of them as fit 256 MB; and as many inner activations, and those of the free places in
-    experts' last blocks.
+    x: as `workers.layers.kernels.experts.few_rows.few_row_experts` takes it, scales in any order. chosen,
+    weight: of `workers.layers.kernels.experts.route`. tiles: any of `many_row_tiles`. Memory beside x: rows * slots
+    results in out's type, or as many columns of them as fit 256 MB; and as many inner activations, and those of the
+    free places in experts' last blocks.
 
     Reference: `workers.layers.experts.experts_one_by_one`.
     """

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, index, assignment"
-"""The products of `workers.layers.kernels.few_row_experts`. W's tiles are the matrix unit's first operand, whose tall
+"""The products of `workers.layers.kernels.experts.few_rows`. W's tiles are the matrix unit's first operand, whose tall
 side they fill; rows are the other."""
 
 import triton
 import triton.language as tl
 
-from workers.layers.kernels.fp8_rows import scale_of, to_fp8
-from workers.layers.kernels.gate_products import add_gates, scales_of_gates, times_channels
+from workers.layers.kernels.experts.gate_products import add_gates, scales_of_gates, times_channels
+from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 from workers.layers.kernels.splits import comes_last, sum_of_splits
 
 
@@ -242,7 +242,7 @@ def down_of_one_row(
     INTERPRETED: tl.constexpr,
 ):
     """The same of one row in FP8, whose experts are few enough for all of their weights to be read before the wait. The
-    row is laid out as in `workers.layers.kernels.fp8_gemm_ahead`: a column for each group of its columns."""
+    row is laid out as in `workers.layers.kernels.fp8.gemm_ahead`: a column for each group of its columns."""
     groups: tl.constexpr = WIDTH // 128
     block, split = tl.program_id(0), tl.program_id(1)
     n, column, k = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, WIDTH)
