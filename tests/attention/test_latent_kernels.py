@@ -344,6 +344,31 @@ def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_a_layer_takes_the_parts_of_its_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As products of few FP8 rows leave them."""
+    torch.manual_seed(9)
+    layer = random_attention(24)
+    batch = random_decode(Mode.VERIFY, 3, 3, [9, 0], 4, 12)
+    x, angles = torch.randn((6, 32), device=DEVICE), random_angles(6, 16)
+    history, results = torch.randn((13, 4, 48), device=DEVICE), []
+
+    def parts(rows: Tensor) -> Tensor:
+        whole = layer.qkv_a(rows)
+        rest = torch.randn_like(whole)
+        return torch.stack((rest, whole - rest))
+
+    for apart in (True, False):
+        if apart:
+            monkeypatch.setattr(layer.qkv_a.method, "multiply_apart", parts)
+        pool = uniform_pool(1, 12, 4, LatentLayout(32, 16, torch.float32), DEVICE)
+        pool.tensors[0][0][0] = history
+        context = make_context(pool, {Mode.VERIFY: TritonBackend()}, batch, None, None)
+        given = layer.partial(x, angles, context) if apart else layer._partial_in_torch(layer.qkv_a(x), angles, context)
+        results.append((given, pool.tensors[0][0]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("with_rounds", [False, True])
 def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
     """Prompts that begin, one that goes on after others' tokens, padding chunks and rows; beside rounds and alone."""

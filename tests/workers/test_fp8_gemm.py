@@ -123,6 +123,13 @@ def test_a_product_whose_weight_is_read_ahead_is_that_of_what_is_meant() -> None
                 fp8_gemm_ahead(x, weight, b, workspace, tiles, out)
                 expected = dequantized_rows(x).double() @ meant.T + (0.0 if b is None else b.double())
                 assert difference(out, expected) < (1e-4 if INTERPRETED else 3e-3), (n, k, rows)
+            parts = torch.full((tiles.splits, rows, n), float("nan"), dtype=torch.float32, device=DEVICE)
+            fp8_gemm_ahead(x, weight, None, workspace, tiles, parts)
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            fp8_gemm_ahead(x, weight, None, workspace, tiles, out)
+            assert torch.equal(total.to(OUT), out)
     assert not workspace.tickets.any()
 
 

@@ -120,6 +120,28 @@ def test_a_latent_of_q_comes_as_its_product_reads_it(by_group: bool) -> None:
     assert same(out, quantize_rows(plain, by_group))
 
 
+@pytest.mark.parametrize("wanted", [None, Fp8Inputs(True, MAX_ROWS)], ids=["plain", "fp8"])
+def test_norms_of_latents_add_up_parts_in_their_order(wanted: Fp8Inputs | None) -> None:
+    rows, q_size, latent, rotated = 3, 256, 32, 8
+    parts = torch.randn(5, rows, q_size + latent + rotated, device=DEVICE, dtype=torch.float32)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    positions = torch.arange(rows, device=DEVICE)
+    table, weights = torch.rand(8, rotated // 2, device=DEVICE, dtype=torch.float32), (random(q_size), random(latent))
+    results = []
+    for both in (parts, total.to(TYPE)):
+        kv = LatentKV(torch.zeros(2, 4, latent + rotated, device=DEVICE, dtype=TYPE), latent)
+        angles = Angles(table, table, positions)
+        results.append((normed_latents(both, *weights, 1e-6, angles, kv, positions + 1, wanted=wanted), kv.rows))
+    (mine, kept), (theirs, kept_too) = results
+    assert torch.equal(kept, kept_too)
+    if isinstance(mine, Fp8Rows):
+        assert isinstance(theirs, Fp8Rows) and same(mine, theirs)
+    else:
+        assert isinstance(theirs, Tensor) and torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_programs_that_round_their_columns_change_no_bit(rows: int) -> None:
     for n, k in [(70, 256), (96, 1152)] if INTERPRETED else [(4096, 4096), (7168, 2048), (2112, 7168)]:

@@ -40,6 +40,7 @@ NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
     | dict.fromkeys(("both_ptr", "q_ptr", "q_weight_ptr", "row_weight_ptr", "pool_ptr"), "bf16")
     | {"slot_ptr": "i64"},
     {
+        "PARTS": 1,
         "Q": 1536,
         "Q_NORMED": True,
         "LATENT": 512,
@@ -216,6 +217,7 @@ def test_a_product_that_reads_its_weight_ahead_fits_hopper(rows: int, n: int, k:
         "BLOCK_N": 64,
         "SPLITS": tiles.splits,
         "SPAN": tiles.span(k),
+        "APART": tiles.splits > 1,
         "HAS_BIAS": False,
         "PDL": True,
     }
@@ -417,6 +419,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         4,
     ),
     "normed_latents": (latent._normed_latents, *NORMED_LATENTS, 8),
+    "normed_latents of parts": (
+        latent._normed_latents,
+        LATENTS_FP8[0] | {"both_ptr": "fp32"},
+        LATENTS_FP8[1] | {"PARTS": 7},
+        8,
+    ),
     "normed_latents for fp8": (latent._normed_latents, *LATENTS_FP8, 8),
     "absorbed keys of few rows": (head_products._head_products, LATENT, head_constants(8, 128, 512, 64), 4),
     "absorbed keys of many rows": (head_products._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),

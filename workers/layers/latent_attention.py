@@ -106,6 +106,10 @@ class LatentAttention(AttentionLayer):
         return self.qkv_a.method.fp8_inputs
 
     def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
+        # norms of latents add up what programs have of a sum; a q without a norm is read as it is
+        parts = None if self.q_a_layernorm is None else self.qkv_a.method.multiply_apart(x)
+        if parts is not None:
+            return self._partial_fused(parts, angles, context)
         both = self.qkv_a(x)
         return (self._partial_fused if both.is_cuda else self._partial_in_torch)(both, angles, context)
 
@@ -137,15 +141,15 @@ class LatentAttention(AttentionLayer):
         return self.o_proj.partial(self.kv_b_proj.make_values(out).flatten(1))
 
     def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """The same in fewer launches."""
+        """The same in fewer launches. both: or its parts, as of `LinearMethod.multiply_apart`."""
         from workers.layers.kernels.head_products import head_products
         from workers.layers.kernels.latent import normed_latents
 
-        rows, heads = both.shape[0], self.num_heads
+        rows, heads, dtype = both.shape[-2], self.num_heads, self.qkv_a.method.dtype
         expanded = context.expanded if self._can_expand else None
         absorbed = context if expanded is None else context.rounds
         num_absorbed = rows if expanded is None else context.num_decode_rows
-        q = torch.empty((num_absorbed, heads, self.row_dim), dtype=both.dtype, device=both.device)
+        q = torch.empty((num_absorbed, heads, self.row_dim), dtype=dtype, device=both.device)
         fence = absorbed.plan(self.layer, q, self.scale)
         normed = normed_latents(
             both,
@@ -166,7 +170,7 @@ class LatentAttention(AttentionLayer):
             head_products(by_head, up.keys, q, angles, fixed=fixed)
             return self.o_proj.partial(self._values(context.attend_to_kept(self.layer, q, self.scale)))
         num_values = rows if context.attending is None else context.attending.shape[0]
-        values = torch.empty((num_values, heads, self.value_dim), dtype=both.dtype, device=both.device)
+        values = torch.empty((num_values, heads, self.value_dim), dtype=dtype, device=both.device)
         if num_absorbed > 0:
             head_products(by_head[:num_absorbed], up.keys, q, _rows(angles, 0, num_absorbed), fixed=fixed)
             out = absorbed.attend_to_kept(self.layer, q, self.scale)

@@ -162,6 +162,11 @@ class LinearMethod(nn.Module, ABC):
         """[rows, out_features] x W^T + bias for x [rows, in_features], which is of `fp8_inputs` or of the model's type;
         in the memory `out` if it is given."""
 
+    def multiply_apart(self, x: "Tensor | Fp8Rows") -> Tensor | None:
+        """Float32 [parts, rows, out_features], whose sum in their order is x W^T, for a reader that adds them up: that
+        spares programs that share a sum to wait for each other. None where none share one."""
+        return None
+
     def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
         """[rows, out_features / 2], silu of the first half of x W^T times the second, for x as of `multiply`. wanted:
         by the layer after; None and the model's type if it takes no other."""

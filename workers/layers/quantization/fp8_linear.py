@@ -116,6 +116,9 @@ class Fp8Linear(DenseLinearMethod):
             return super().multiply(x, bias, out)
         return self._product.multiply(x, bias, out)
 
+    def multiply_apart(self, x: "Tensor | Fp8Rows") -> Tensor | None:
+        return None if self._product is None else self._product.multiply_apart(x)
+
     def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
         if self._product is None:
             return super().multiply_gated(x)
@@ -173,6 +176,20 @@ class Fp8Product:
             wide = fp8_wide_tiles(rows, *weight.values.shape)
             return fp8_gemm_wide(self._rounded(x), weight, bias, self.workspace, wide, out)
         return _scaled_mm(self._rounded(x), weight, bias, out)
+
+    def multiply_apart(self, x: "Tensor | Fp8Rows") -> Tensor | None:
+        """See `LinearMethod.multiply_apart`."""
+        from workers.layers.kernels.fp8.gemm_ahead import fp8_gemm_ahead
+        from workers.layers.kernels.fp8.tiles import fp8_ahead_tiles
+
+        weight, rows = self.weight, (x if isinstance(x, Tensor) else x.values).shape[0]
+        n, k = weight.values.shape
+        tiles = None if self.deterministic or not weight.by_group else fp8_ahead_tiles(rows, n, k)
+        if tiles is None or tiles.splits == 1:
+            return None
+        out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=weight.values.device)
+        fp8_gemm_ahead(self._rounded(x), weight, None, self.workspace, tiles, out)
+        return out
 
     def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
         from workers.layers.activation import silu_mul

@@ -42,6 +42,7 @@ def _fp8_gemm_ahead(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
+    APART: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -69,7 +70,9 @@ def _fp8_gemm_ahead(
     acc = tl.sum(tl.reshape(acc, [BLOCK_N, TOGETHER, ROWS]), 1)
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     there = (m < rows)[None, :]
-    if SPLITS > 1:
+    if APART:
+        out_ptr += split.to(tl.int64) * rows * N
+    elif SPLITS > 1:
         # outputs of a row lie side by side, and of rows that are not there nothing is written or read
         cells = part_ptr + tile * (SPLITS * BLOCK_N * ROWS) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
         tl.store(cells + split * (BLOCK_N * ROWS), acc, mask=there)
@@ -85,7 +88,8 @@ def _fp8_gemm_ahead(
 def fp8_gemm_ahead(
     x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, tiles: Fp8AheadTiles, out: Tensor
 ) -> None:
-    """out [rows, N] = x W^T + b, in out's type of 16 or 32 bits, contiguous.
+    """out [rows, N] = x W^T + b, in out's type of 16 or 32 bits, contiguous. Or out: float32 [splits, rows, N], for
+    what each split has; there is no bias.
 
     x: of `quantize_rows`; scales of groups, as W's are.
     tiles: of `fp8_ahead_tiles` for at least as many rows.
@@ -93,7 +97,8 @@ def fp8_gemm_ahead(
 
     Reference: `torch.nn.functional.linear` of what both mean.
     """
-    (rows, n), k = out.shape, weight.values.shape[1]
+    (rows, n), k, apart = out.shape[-2:], weight.values.shape[1], out.dim() == 3
+    assert not apart or (out.shape[0] == tiles.splits and bias is None)
     assert weight.by_group and rows <= tiles.rows and weight.values.shape[0] == n and out.is_contiguous()
     assert x.values.shape == (rows, k) and x.values.is_contiguous() and x.scales.is_contiguous()
     if rows == 0:
@@ -115,6 +120,7 @@ def fp8_gemm_ahead(
         BLOCK_N=SCALE_ROWS,
         SPLITS=tiles.splits,
         SPAN=tiles.span(k),
+        APART=apart,
         HAS_BIAS=bias is not None,
         num_warps=4,
         num_stages=1,
