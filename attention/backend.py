@@ -31,7 +31,7 @@ class Prepared(ABC):
         Returns whether the store must be a fence (`attention.kernels.pdl`), between `forward` and what is launched here
         or before the pass: not where an earlier layer's was one.
         """
-        return True  # many have nothing to launch
+        return True  # a fence at every layer is always right
 
     @abstractmethod
     def forward(self, q: Tensor, kv: Any, scale: float) -> Tensor:

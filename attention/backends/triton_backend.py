@@ -164,8 +164,9 @@ class _PreparedPrefill(Prepared):
     plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
 
     def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
-        is_new = LayerShape.of(q, kv) not in self.plans
-        self._plan(LayerShape.of(q, kv))
+        shape = LayerShape.of(q, kv)
+        is_new = shape not in self.plans
+        self._plan(shape)
         return is_new
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:

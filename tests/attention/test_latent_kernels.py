@@ -273,7 +273,7 @@ def test_values_of_few_rows_are_rounded_products(rows: int) -> None:
     heads, key_dim, latent = (3, 32, 64) if INTERPRETED else (16, 128, 512)
     both = torch.randn((heads * (key_dim + 128), latent), device=DEVICE).to(torch.bfloat16) * 0.1
     x = torch.randn((rows, heads, latent), device=DEVICE).to(torch.bfloat16)
-    assert fits_values(rows, both, 128) and not fits_values(17, both, 128)
+    assert fits_values(rows, both) and not fits_values(17, both)
     out = latent_values(x, both, key_dim)
     weight = both.view(heads, key_dim + 128, latent)[:, key_dim:].transpose(1, 2)
     plain = torch.empty((rows, heads, 128), dtype=torch.float32, device=DEVICE)

@@ -106,7 +106,7 @@ class LatentAttention(AttentionLayer):
         return self.qkv_a.method.fp8_inputs
 
     def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
-        # norms of latents add up what programs have of a sum; a q without a norm is read as it is
+        # the norms of latents can add parts up; a q that has no norm is read as the product leaves it
         parts = None if self.q_a_layernorm is None else self.qkv_a.method.multiply_apart(x)
         if parts is not None:
             return self._partial_fused(parts, angles, context)
@@ -188,7 +188,7 @@ class LatentAttention(AttentionLayer):
 
         rows, wanted, up = out.shape[0], self.o_proj.method.fp8_inputs, self.kv_b_proj
         if wanted is not None and wanted.by_group and self.value_dim == GROUP:
-            if not up.deterministic and fits_values(rows, up.keys_and_values, self.value_dim):
+            if not up.deterministic and fits_values(rows, up.keys_and_values):
                 return latent_values(out, up.keys_and_values, self.key_dim)
             rounded = Fp8Rows.empty(rows, self.num_heads * GROUP, True, rows > wanted.many, out.device)
             head_products(out, up.values, rounded, fixed=up.deterministic)

@@ -163,8 +163,8 @@ class LinearMethod(nn.Module, ABC):
         in the memory `out` if it is given."""
 
     def multiply_apart(self, x: "Tensor | Fp8Rows") -> Tensor | None:
-        """Float32 [parts, rows, out_features], whose sum in their order is x W^T, for a reader that adds them up: that
-        spares programs that share a sum to wait for each other. None where none share one."""
+        """Float32 [parts, rows, out_features], whose sum in their order is x W^T, for a reader that adds them up, so
+        that programs which share a sum need not wait for each other. None where `multiply` is to be called instead."""
         return None
 
     def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":

@@ -17,18 +17,15 @@ from attention.rotation import rotate_pairs
 from attention.views import LatentKV
 from workers.layers.kernels.fp8.rows import Fp8Rows, store_fp8
 from workers.layers.kernels.norm_activation import normed, num_warps, rms_norm_reference
+from workers.layers.kernels.splits import sum_of_splits
 from workers.layers.linear_method import Fp8Inputs
 from workers.layers.rotary import Angles
 
 
 @triton.jit
-def _sum_of_parts(pointers, mask, step, PARTS: tl.constexpr, KEPT: tl.constexpr):
-    """In float32, rounded to KEPT as the product would have been."""
-    other = None if mask is None else 0.0
-    x = tl.load(pointers, mask=mask, other=other).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(pointers + part * step, mask=mask, other=other)
-    return x if PARTS == 1 else x.to(KEPT).to(tl.float32)
+def _load(pointers, there, part_step, PARTS: tl.constexpr, KEPT: tl.constexpr):
+    """The sum of all parts as the product would have rounded it, to KEPT; float32."""
+    return sum_of_splits(pointers, there, part_step, PARTS).to(KEPT).to(tl.float32)
 
 
 @triton.jit
@@ -75,18 +72,18 @@ def _normed_latents(
     both = both_ptr + row * both_row_stride
     kept = pool_ptr.dtype.element_ty
     if is_latent:
-        latent = _sum_of_parts(both + Q + column, inside, part_step, PARTS, kept)
+        latent = _load(both + Q + column, inside, part_step, PARTS, kept)
         pair = tl.arange(0, ROTATED // 2)
         angle = tl.load(position_ptr + row) * (ROTATED // 2) + pair
         cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-        x = _sum_of_parts(both + Q + LATENT + 2 * pair, None, part_step, PARTS, kept)
-        y = _sum_of_parts(both + Q + LATENT + 2 * pair + 1, None, part_step, PARTS, kept)
+        x = _load(both + Q + LATENT + 2 * pair, None, part_step, PARTS, kept)
+        y = _load(both + Q + LATENT + 2 * pair + 1, None, part_step, PARTS, kept)
         target = pool_ptr + tl.load(slot_ptr + row) * (LATENT + ROTATED)
         tl.store(target + column, normed(latent, weight, LATENT, eps, kept).to(kept), mask=inside)
         tl.store(target + LATENT + 2 * pair, (x * cos - y * sin).to(kept))
         tl.store(target + LATENT + 2 * pair + 1, (y * cos + x * sin).to(kept))
     elif Q_NORMED:
-        q = _sum_of_parts(both + q_column, q_inside, part_step, PARTS, kept)
+        q = _load(both + q_column, q_inside, part_step, PARTS, kept)
         q = normed(q, q_weight, Q, eps, kept).to(kept)
         if q_scales_ptr is None:
             tl.store(q_ptr + row * Q + q_column, q, mask=q_inside)
@@ -110,20 +107,23 @@ def normed_latents(
     """Writes the latent rows of a pass to `kv`, their latent part normed and the rest turned; returns q's part of
     `both`, normed if it has a norm, and then in the form that is wanted if any is.
 
-    both: [rows, q + latent + rotated], last stride 1; a projection's result, or parts of it, float32 [parts, rows, q +
-        latent + rotated], contiguous, which need a q_weight. q_weight: [q], None if q is no latent;
-    row_weight: [latent]. slot_mapping: [rows] int64 token indices; rows that share one (padding) leave any one of their
-    values. pdl: launch early; None wherever there is such a thing. fence: as `Prepared.plan` says; without one the
-    product of q's latent reads its weight earlier. Returns [rows, q]. Reference: `normed_latents_reference`.
+    both: [rows, q + latent + rotated], last stride 1, a projection's result; or, if q has a norm, float32 [parts, rows,
+        q + latent + rotated], contiguous, whose sum is that (`LinearMethod.multiply_apart`).
+    q_weight: [q], None if q is no latent. row_weight: [latent].
+    slot_mapping: [rows] int64 token indices; rows that share one (padding) leave any one of their values.
+    pdl: launch early; None wherever there is such a thing.
+    fence: as `Prepared.plan` says; without one the product of q's latent reads its weight earlier.
+
+    Returns [rows, q]. Reference: `normed_latents_reference`.
     """
     latent, width = kv.latent, kv.rows.shape[2]
-    rows, q_size, rotated = both.shape[-2], both.shape[-1] - width, width - latent
-    parts = both.shape[0] if both.dim() == 3 else 1
-    assert both.stride(-1) == 1 and kv.rows.is_contiguous() and slot_mapping.is_contiguous()
+    parts = both if both.dim() == 3 else both.unsqueeze(0)
+    rows, q_size, rotated = parts.shape[1], parts.shape[2] - width, width - latent
+    assert parts.stride(2) == 1 and kv.rows.is_contiguous() and slot_mapping.is_contiguous()
     assert angles.cos.dtype == torch.float32 and angles.cos.is_contiguous() and angles.sin.is_contiguous()
     assert angles.cos.shape[-1] == rotated // 2 and angles.index.is_contiguous()
     assert both.dim() == 2 or (q_weight is not None and both.is_contiguous() and both.dtype == torch.float32)
-    plain = (both if both.dim() == 2 else both[0])[:, :q_size]
+    plain = parts[0, :, :q_size]
     q: Tensor | Fp8Rows = plain
     if q_weight is not None:
         q = plain.new_empty(plain.shape, dtype=kv.rows.dtype) if wanted is None else wanted.empty(plain)
@@ -141,12 +141,12 @@ def normed_latents(
         angles.index,
         slot_mapping,
         scales,
-        both.stride(-2),
-        both.stride(0) if parts > 1 else 0,
+        parts.stride(1),
+        parts.stride(0) if parts.shape[0] > 1 else 0,
         0 if scales is None else scales.stride(0),
         0 if scales is None else scales.stride(1),
         eps,
-        PARTS=parts,
+        PARTS=parts.shape[0],
         Q=q_size,
         Q_NORMED=q_weight is not None,
         LATENT=latent,

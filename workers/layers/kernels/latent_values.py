@@ -51,11 +51,12 @@ def _latent_values(
     tl.store(out, to_fp8(y / scale[None, :], INTERPRETED), mask=live[None, :])
 
 
-def fits_values(rows: int, weight: Tensor, value_dim: int) -> bool:
-    """Whether `latent_values` multiplies so many rows, of 16 bits, by weights as it takes them."""
+def fits_values(rows: int, weight: Tensor) -> bool:
+    """Whether `latent_values` multiplies so many rows by a weight as it takes it: of 16 bits, of a latent that one copy
+    brings."""
     latent = weight.shape[1]
     fits = latent & (latent - 1) == 0 and latent * GROUP * weight.itemsize <= _MAX_BYTES
-    return 0 < rows <= MAX_ROWS and weight.itemsize == 2 and value_dim == GROUP and fits
+    return 0 < rows <= MAX_ROWS and weight.itemsize == 2 and fits
 
 
 def latent_values(x: Tensor, weight: Tensor, key_dim: int) -> Fp8Rows:
@@ -70,7 +71,7 @@ def latent_values(x: Tensor, weight: Tensor, key_dim: int) -> Fp8Rows:
     rows, heads, latent = x.shape
     step = key_dim + GROUP
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == (heads * step, latent)
-    assert weight.dtype == x.dtype and fits_values(rows, weight, GROUP)
+    assert weight.dtype == x.dtype and fits_values(rows, weight)
     out = Fp8Rows.empty(rows, heads * GROUP, True, False, x.device)
     _latent_values[(heads,)](
         TensorDescriptor.from_tensor(weight, [GROUP, latent]),

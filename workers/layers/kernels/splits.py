@@ -18,11 +18,11 @@ def comes_last(ticket_ptr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def sum_of_splits(cells, there, STEP: tl.constexpr, SPLITS: tl.constexpr):
-    """cells: of the first part, from which the others are STEP apart. there: a mask, or None. L1 is not coherent: what
-    other programs wrote is read from L2."""
+def sum_of_splits(cells, there, step, SPLITS: tl.constexpr):
+    """cells: of the first part, from which the others are `step` apart. there: a mask, or None. L1 is not coherent:
+    what other programs wrote is read from L2."""
     other = None if there is None else 0.0
     acc = tl.load(cells, mask=there, other=other, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
-        acc += tl.load(cells + split * STEP, mask=there, other=other, cache_modifier=".cg")
+        acc += tl.load(cells + split * step, mask=there, other=other, cache_modifier=".cg")
     return acc

@@ -29,7 +29,7 @@ from workers.layers.weighted import check_shape
 
 if TYPE_CHECKING:
     from workers.layers.kernels.fp8.rows import Fp8Rows
-    from workers.layers.kernels.fp8.tiles import Fp8Matrix
+    from workers.layers.kernels.fp8.tiles import Fp8AheadTiles, Fp8Matrix
     from workers.layers.kernels.skinny_gemm import Workspace
 
 logger = logging.getLogger(__name__)
@@ -146,13 +146,7 @@ class Fp8Product:
         from workers.layers.kernels.fp8.gemm import fp8_fixed_rows, fp8_gemm
         from workers.layers.kernels.fp8.gemm_ahead import fp8_gemm_ahead
         from workers.layers.kernels.fp8.gemm_wide import fp8_gemm_wide
-        from workers.layers.kernels.fp8.tiles import (
-            MIN_WIDE_ROWS,
-            fp8_ahead_tiles,
-            fp8_gemm_tiles,
-            fp8_wide_tiles,
-            rounding_columns,
-        )
+        from workers.layers.kernels.fp8.tiles import MIN_WIDE_ROWS, fp8_gemm_tiles, fp8_wide_tiles, rounding_columns
 
         weight = self.weight
         values = x if isinstance(x, Tensor) else x.values
@@ -164,11 +158,11 @@ class Fp8Product:
         if tiles is not None:
             rounds = isinstance(x, Tensor) and rows <= ROWS_ROUNDED_BY_PRODUCTS
             rounds = rounds and rounding_columns(rows, weight, tiles) > 0
-            ahead = fp8_ahead_tiles(rows, *weight.values.shape) if weight.by_group and not rounds else None
+            ahead = None if rounds else self._ahead_tiles(rows)
             if ahead is not None:
                 fp8_gemm_ahead(self._rounded(x), weight, bias, self.workspace, ahead, out)
-                return out
-            fp8_gemm(x if rounds else self._rounded(x), weight, bias, self.workspace, tiles, out)
+            else:
+                fp8_gemm(x if rounds else self._rounded(x), weight, bias, self.workspace, tiles, out)
             return out
         if self.deterministic:
             return fp8_fixed_rows(self._rounded(x), weight, bias, self.workspace, out)
@@ -180,16 +174,22 @@ class Fp8Product:
     def multiply_apart(self, x: "Tensor | Fp8Rows") -> Tensor | None:
         """See `LinearMethod.multiply_apart`."""
         from workers.layers.kernels.fp8.gemm_ahead import fp8_gemm_ahead
-        from workers.layers.kernels.fp8.tiles import fp8_ahead_tiles
 
-        weight, rows = self.weight, (x if isinstance(x, Tensor) else x.values).shape[0]
-        n, k = weight.values.shape
-        tiles = None if self.deterministic or not weight.by_group else fp8_ahead_tiles(rows, n, k)
+        values, rows = self.weight.values, (x if isinstance(x, Tensor) else x.values).shape[0]
+        tiles = self._ahead_tiles(rows)
         if tiles is None or tiles.splits == 1:
             return None
-        out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=weight.values.device)
-        fp8_gemm_ahead(self._rounded(x), weight, None, self.workspace, tiles, out)
+        out = torch.empty((tiles.splits, rows, values.shape[0]), dtype=torch.float32, device=values.device)
+        fp8_gemm_ahead(self._rounded(x), self.weight, None, self.workspace, tiles, out)
         return out
+
+    def _ahead_tiles(self, rows: int) -> "Fp8AheadTiles | None":
+        """Of a product that reads all of its weight before its rows are there; None where none does."""
+        from workers.layers.kernels.fp8.tiles import fp8_ahead_tiles
+
+        if self.deterministic or not self.weight.by_group:
+            return None
+        return fp8_ahead_tiles(rows, *self.weight.values.shape)
 
     def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
         from workers.layers.activation import silu_mul

@@ -40,7 +40,7 @@ def dequantised(weight: Tensor, scales: Tensor, part: Part, block: Block, dtype:
 
 
 def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Scheme) -> Tensor:
-    """Of this rank's parts one below the other, as kernels read them (`workers.layers.kernels.fp8.gemm.Fp8Matrix`).
+    """Of this rank's parts one below the other, as kernels read them (`workers.layers.kernels.fp8.tiles.Fp8Matrix`).
     scales: of each part's whole matrix; any dimensions before the last two stay."""
     mine = []
     for scale, part in zip(scales, parts, strict=True):

@@ -67,7 +67,7 @@ def gate_up_of_few_rows(
             x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
     if PDL:
-        # Here memory begins to rest; sooner, down-projections would take of what the gates have of it.
+        # The last weights have come. Sooner, what down-projections read ahead would slow the gates' own reads.
         tl.extra.cuda.gdc_launch_dependents()
     if SPLITS > 1:
         place = tile * blocks + block
@@ -251,10 +251,11 @@ def down_of_one_row(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     num_used = tl.load(num_used_ptr)
-    w_ahead, scales = (), ()
+    tiles, w_ahead, scales = (), (), ()
     for i in tl.static_range(AHEAD):
-        # of an expert that there is not the one before once more, which the L2 cache has
+        # A program with fewer experts reads the last of all once more, out of the L2 cache, and adds nothing of it.
         tile = tl.maximum(tl.minimum(split + i * SPLITS, num_used - 1), 0)
+        tiles = tiles + (tile,)
         expert = tl.maximum(tl.load(used_ptr + tile), 0)
         w_ahead = w_ahead + (w_desc.load([expert * SIZE + block * BLOCK_N, 0]),)
         if BY_GROUP:
@@ -266,9 +267,9 @@ def down_of_one_row(
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, 16], tl.float32)
     for i in tl.static_range(AHEAD):
-        tile = tl.maximum(tl.minimum(split + i * SPLITS, num_used - 1), 0)
-        x = tl.load(hidden_ptr + (tile * (BLOCK_M * WIDTH) + k)[None, :] + column[:, None] * 0, mask=own, other=0.0)
-        factor = tl.load(factor_ptr + (tile * groups + column) * BLOCK_M, mask=column < groups, other=0.0)
+        x_row = hidden_ptr + (tiles[i] * (BLOCK_M * WIDTH) + k)[None, :]
+        x = tl.load(x_row + column[:, None] * 0, mask=own, other=0.0)
+        factor = tl.load(factor_ptr + (tiles[i] * groups + column) * BLOCK_M, mask=column < groups, other=0.0)
         part = tl.dot(w_ahead[i], tl.trans(x)) * (scales[i] * factor[None, :])
         acc += tl.where((column < groups)[None, :] & (split + i * SPLITS < num_used), part, 0.0)
     y = tl.sum(acc, 1)

@@ -9,7 +9,7 @@ from workers.layers.kernels.fp8.rows import FP8, GROUP
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS
 from workers.layers.linear_method import Span
 
-_BESIDE_GATES = 112 << 10  # bytes of shared memory that three stages of the gates leave to another program
+_BESIDE_GATES = 112 << 10  # bytes that a program may have on a multiprocessor where three stages of gates take 102 KB
 MAX_FEW_ROWS = MAX_LISTED  # as many as the matrix unit takes in any case
 
 
@@ -51,7 +51,7 @@ class ExpertWeights:
 
     gate_up: [experts, 2 * width, size], of a 16-bit type or float8_e4m3fn; gates above what they gate. down: [experts,
         size, width], likewise.
-    gate_up_scales, down_scales: of FP8, as `workers.layers.kernels.fp8.gemm.Fp8Matrix` has them, of each expert:
+    gate_up_scales, down_scales: of FP8, as `workers.layers.kernels.fp8.tiles.Fp8Matrix` has them, of each expert:
         float32 [experts, rows / 64, columns / 128], or [experts, rows, 1]; None for others.
     num_shared: experts that every row goes to.
     held: which of those that rows are routed to; None if all.
@@ -162,14 +162,14 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     down_splits = 1
     while down_splits < 8 and down_splits * sizes.size / 128 < 1.5 * MULTIPROCESSORS:
         down_splits *= 2
-    ahead = _down_of_one_row(sizes) if rows == 1 else None
+    ahead = _one_row_tiles(sizes) if rows == 1 else None
     gate_up = ProductTiles(128, splits, stages=4 if ahead is None else 3, warps=8)
     return ExpertTiles(MAX_FEW_ROWS, gate_up, ahead or ProductTiles(128, down_splits, stages=3, warps=8))
 
 
-def _down_of_one_row(sizes: ExpertSizes) -> ProductTiles | None:
-    """Its tiles where all weights that it reads fit into shared memory beside the gates' programs; None where not, and
-    for weights that are not FP8, or whose width no load can have."""
+def _one_row_tiles(sizes: ExpertSizes) -> ProductTiles | None:
+    """Of `down_of_one_row`, where all weights that it reads fit into shared memory beside the gates' programs; None
+    where not, and for weights that are not FP8, or whose width no load can have."""
     width, most, blocks = sizes.width, sizes.most(1), sizes.size // 128
     if sizes.step != 128 or width & (width - 1) or width > 512:
         return None

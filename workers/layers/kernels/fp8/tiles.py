@@ -112,12 +112,12 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
         ahead = _ahead(block_m, 128, groups)
         stages, warps = (5 if ahead == 0 else 4, 4) if block_m <= 32 else (4, 8)  # two programs a multiprocessor
         return Fp8GemmTiles(block_m, 128, 1, ahead, stages, warps)
+    # Programs are doubled up to a whole wave; of few rows also where that gives some multiprocessors two of them,
+    # which is better than none for many.
+    doubled = int(0.6 * MULTIPROCESSORS) if block_m == 16 else MULTIPROCESSORS // 2
     splits = 1
-    while 2 * splits * tiles <= MULTIPROCESSORS and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
+    while splits * tiles <= doubled and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
         splits *= 2
-    few = splits < MAX_SPLITS and splits * tiles < 0.6 * MULTIPROCESSORS
-    if few and block_m == 16 and groups % (2 * splits) == 0:
-        splits *= 2  # two programs of some multiprocessors are better than none of many
     ahead = _ahead(block_m, 64, groups // splits)
     return Fp8GemmTiles(block_m, 64, splits, ahead, stages={16: 10, 32: 8}.get(block_m, 6), warps=4)
 
@@ -203,15 +203,14 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cells and tickets of a `Workspace` for weights of these shapes [N, K]."""
     cells = num_tiles = 0
     for n, k in shapes:
-        for tiles in (fp8_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
-            if tiles is not None and tiles.splits > 1:
-                tiles_of_w = triton.cdiv(n, tiles.block_n)
+        few = [fp8_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)]
+        fewest = [fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)]
+        sums = [(tiles.splits, tiles.block_n, tiles.block_m) for tiles in few if tiles is not None]
+        sums += [(tiles.splits, SCALE_ROWS, tiles.rows) for tiles in fewest if tiles is not None]
+        for splits, block_n, rows in sums:
+            if splits > 1:
+                tiles_of_w = triton.cdiv(n, block_n)
                 num_tiles = max(num_tiles, tiles_of_w)
-                cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
-        for ahead in (fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)):
-            if ahead is not None and ahead.splits > 1:
-                tiles_of_w = triton.cdiv(n, SCALE_ROWS)
-                num_tiles = max(num_tiles, tiles_of_w)
-                cells = max(cells, tiles_of_w * ahead.splits * SCALE_ROWS * ahead.rows)
+                cells = max(cells, tiles_of_w * splits * block_n * rows)
     # of `_split` for any number of rows
     return max(cells, 2 * MULTIPROCESSORS * 64 * 64), max(num_tiles, MULTIPROCESSORS)
