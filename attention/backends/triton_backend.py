@@ -116,9 +116,7 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
     device = batch.prefix_len.device
     multiprocessors = _num_multiprocessors(device)
     tiles = shape.decode_tiles(batch.rows, batch.num_requests * shape.num_kv_heads / multiprocessors)
-    budget = split_budget(
-        batch.num_requests, multiprocessors * tiles.programs_per_sm // shape.columns(batch.rows, tiles)
-    )
+    budget = multiprocessors * tiles.programs_per_sm // shape.columns(batch.rows, tiles)
     items = plan_items(
         batch.prefix_len, batch.suffix_len, budget, tiles.min_span, tiles.block_n, MAX_SPLITS, batch.window
     )
@@ -139,15 +137,6 @@ def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) ->
     num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * each
     workspace = backend.fixed_workspace(tiles, num_rows, shape.dim, device)
     return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, pdl=supports_pdl(device), fixed=True)
-
-
-def split_budget(num_requests: int, items: int) -> int:
-    """How many items beyond one per request a batch may be cut into, of the `items` that fill the device.
-
-    Where each request can have several, a multiple of the requests: equal lengths are then cut into equal numbers that
-    fill the device at most once. Else what is there, for batches of unequal lengths.
-    """
-    return items // num_requests * num_requests or items
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -19,6 +19,30 @@ from attention.kernels.window import first_seen
 ITEM_FIELDS = tl.constexpr(8)  # six, so that an item does not cross a 32-byte sector
 IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
+SPANS = tl.constexpr(8)  # that are compared: from the least on to 2.75 times that, closer to each other at first
+
+
+@triton.jit
+def _span(least, number):
+    return least + least * (number * (number + 1) // 2) // 16
+
+
+@triton.jit
+def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """The span that ends soonest, of those that differ little from the least, if `budget` items run at a time; of
+    equally good ones the longest."""
+    total = tl.sum(length, 0)
+    least = tl.maximum(tl.cdiv(total, budget), min_span)
+    number = tl.arange(0, SPANS)
+    span = _span(least, number)
+    count = tl.minimum(tl.cdiv(length[:, None], span[None, :]), MAX_SPLITS)
+    even = tl.cdiv(tl.cdiv(length[:, None], tl.maximum(count, 1)), TILE) * TILE
+    longest = tl.max(even, 0).to(tl.int64)
+    waves = tl.cdiv(tl.sum(count, 0), budget)
+    # Items that do not wait for a wave's end begin as soon as any has room.
+    time = tl.minimum(waves * (longest + TILE), tl.cdiv(total, budget) + longest + TILE)
+    best = tl.min(time * SPANS + SPANS - 1 - number, 0)
+    return _span(least, SPANS - 1 - (best % SPANS).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "min_span", "num_items"])
@@ -45,7 +69,7 @@ def _plan_items(
         origin = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // TILE * TILE
         length -= origin
     # With spans of total / budget, rounding up adds less than one item per request: at most budget + num_requests.
-    span = tl.maximum(tl.cdiv(tl.sum(length, 0), budget), min_span)
+    span = _best_span(length, budget, min_span, TILE, MAX_SPLITS)
     count = tl.minimum(tl.cdiv(length, span), MAX_SPLITS)
     even = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
     count = tl.cdiv(length, tl.maximum(even, 1))
@@ -117,8 +141,10 @@ def plan_items(
     """The items of requests of prefix_len [B] int32 plus suffix_len positions each, from the tile on in which their
     window begins, if they have one.
 
+    budget: items that run at a time. Requests of about equal lengths are cut into as many items each as fill the device
+    once; of unequal ones the long ones into more. At most 2 * budget partials are used. budget = 0 cuts nothing.
     No request is cut into more than max_splits items nor, but for the last, into items shorter than about min_span;
-    boundaries are multiples of `tile`. At most 2 * budget partials are used. budget = 0 cuts nothing.
+    boundaries are multiples of `tile`.
     """
     num_requests = prefix_len.shape[0]
     num_items = num_requests + budget
@@ -131,16 +157,21 @@ def plan_items(
         suffix_len,
         num_requests,
         max(budget, 1),
-        min_span if budget else 1 << 30,
+        min_span if budget else 1 << 24,  # spans of three times as many positions are tried
         num_items,
         TILE=tile,
         MAX_SPLITS=max_splits,
         REQUESTS=triton.next_power_of_2(num_requests),
         ITEMS=triton.next_power_of_2(num_items),
         WINDOW=window or 0,
-        num_warps=4,
+        num_warps=plan_warps(num_requests),
     )
     return Items(items, requests)
+
+
+def plan_warps(num_requests: int) -> int:
+    """Of the planner, for which each request has `SPANS` numbers."""
+    return 4 if num_requests <= 128 else 16
 
 
 def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, window: int | None = None) -> Items:
@@ -178,7 +209,15 @@ def reference(
     """The same items as rows of six fields, without the idle ones."""
     origins = [first_seen(prefix, window) // tile * tile for prefix in prefixes]
     lengths = [prefix + suffix_len - origin for prefix, origin in zip(prefixes, origins, strict=True)]
-    span = max(triton.cdiv(sum(lengths), max(budget, 1)), min_span if budget else 1 << 30)
+    each = -(-sum(lengths) // max(budget, 1))
+    least = max(each, min_span if budget else 1 << 24)
+
+    def time(span: int) -> int:
+        counts = [min(-(-length // span), max_splits) for length in lengths]
+        one = max(-(-n // (k * tile)) * tile for n, k in zip(lengths, counts, strict=True)) + tile
+        return min(-(-sum(counts) // max(budget, 1)) * one, each + one)
+
+    span = min((least + least * (i * (i + 1) // 2) // 16 for i in reversed(range(SPANS.value))), key=time)
     items, partial = [], 0
     for request, (origin, length) in enumerate(zip(origins, lengths, strict=True)):
         count = min(triton.cdiv(length, span), max_splits)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.backends.triton_backend import TritonBackend, split_budget  # noqa: E402
+from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.kernels import decode, decode_plan, rope_store, split_kv  # noqa: E402
 from attention.kv_cache.heads import store_reference  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
@@ -160,6 +160,7 @@ def test_a_causal_mask_without_memory_per_request() -> None:
         ([640, 640, 640], 9, None),
         ([4, 4000, 65, 64, 1], 7, None),
         ([33] * 50, 12, None),
+        ([640 + 7 * i % 23 for i in range(32)], 66, None),
         ([8192], 64, None),
         ([4, 4000, 65, 64, 1, 129], 7, 64),
         ([8192, 1000], 64, 900),
@@ -178,10 +179,22 @@ def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budg
     assert max(first + count for _, _, _, _, first, count in expected) <= 2 * budget + 1
 
 
-def test_equal_requests_get_equal_numbers_of_items() -> None:
-    assert split_budget(8, 66) == 64
-    assert split_budget(100, 66) == 66  # cannot all be cut: for unequal ones
-    assert split_budget(3, 0) == 0
+def num_items(lengths: list[int], budget: int) -> list[int]:
+    """Of each request."""
+    found = split_kv.reference([n - 1 for n in lengths], 1, budget, 64, 64, 64)
+    return [sum(row[0] == request for row in found) for request in range(len(lengths))]
+
+
+def test_requests_of_about_equal_lengths_fill_the_device_once() -> None:
+    assert num_items([4096] * 8, 66) == [8] * 8
+    assert num_items([512 + 11 * i % 140 for i in range(64)], 132) == [2] * 64
+    assert num_items([32768 - 50 * i for i in range(5)], 33) == [6] * 5
+    assert num_items([600 + i for i in range(100)], 66) == [1] * 100  # cannot all be cut
+
+
+def test_a_long_request_among_short_ones_is_cut_into_more() -> None:
+    counts = num_items([32000] + [500] * 129, 132)
+    assert counts[0] > 30 and counts[1:] == [1] * 129
 
 
 @pytest.mark.parametrize(
