@@ -61,12 +61,12 @@ def _attend_latent_prefill(
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, D, ROTATED, 1, UPCAST)
+        scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, scale_log2, D, ROTATED, 1, UPCAST)
         if start + BLOCK_N > start_position:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOW:
             scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        top, total, acc = accumulate_latent(scores, latent, scale_log2, top, total, acc, 1)
+        top, total, acc = accumulate_latent(scores, latent, top, total, acc, 1)
     total, acc = finish_latent(total, acc, 1)
     out = out_ptr + ((row * HEADS + head) * D)[:, None] + d[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])

@@ -58,9 +58,9 @@ def _add_suffix(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
-    scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, D, ROTATED, 1, UPCAST)
+    scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, scale_log2, D, ROTATED, 1, UPCAST)
     seen = ((bits[:, None] >> n[None, :].to(tl.int64)) & 1) != 0
-    scores = tl.where(seen & (n < suffix_len)[None, :], scores * scale_log2, float("-inf"))
+    scores = tl.where(seen & (n < suffix_len)[None, :], scores, float("-inf"))
     before = tl.load(lse_ptr + row * HEADS + head, mask=live, other=float("-inf"))
     top = tl.maximum(tl.max(scores, 1), before)
     origin = tl.where(top == float("-inf"), 0.0, top)

@@ -36,10 +36,18 @@ def turn_pairs(x, cos, sin, M: tl.constexpr, ROTATED: tl.constexpr):
 
 @triton.jit
 def score_latent_tile(
-    q, q_rotated, rows_ptr, token, D: tl.constexpr, ROTATED: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr
+    q,
+    q_rotated,
+    rows_ptr,
+    token,
+    scale_log2,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Scores float32 of q [M, D] and q_rotated [M, ROTATED] against the pool's tokens `token` [N] int64: [M, N], or
-    [N, M] with TOKENS = 0; and the values [N, D]."""
+    """Scores times scale_log2, float32, of q [M, D] and q_rotated [M, ROTATED] against the pool's tokens `token` [N]
+    int64: [M, N], or [N, M] with TOKENS = 0; and the values [N, D]."""
     rows = rows_ptr + (token * (D + ROTATED))[:, None]
     latent = tl.load(rows + tl.arange(0, D)[None, :])
     rotated = tl.load(rows + D + tl.arange(0, ROTATED)[None, :])
@@ -47,20 +55,22 @@ def score_latent_tile(
         latent, rotated = latent.to(tl.float32), rotated.to(tl.float32)
     if TOKENS == 0:
         scores = tl.dot(rotated, tl.trans(q_rotated), input_precision="ieee")
-        scores = tl.dot(latent, tl.trans(q), scores, input_precision="ieee")
+        scores = tl.dot(latent, tl.trans(q), scores, input_precision="ieee") * scale_log2
     else:
-        scores = tl.dot(q_rotated, tl.trans(rotated), input_precision="ieee")
-        scores = tl.dot(q, tl.trans(latent), scores, input_precision="ieee")
+        # Were one the other's accumulator, Triton would give them to other warps, and move the sums from one to the
+        # other through shared memory.
+        scores = tl.dot(q, tl.trans(latent), input_precision="ieee") * scale_log2
+        scores += tl.dot(q_rotated, tl.trans(rotated), input_precision="ieee") * scale_log2
     return scores, latent
 
 
 @triton.jit
-def accumulate_latent(scores, latent, scale_log2, top, total, acc, TOKENS: tl.constexpr, FIXED: tl.constexpr = False):
-    """`online_softmax.accumulate` both ways round: acc [M, D], or [D, M] with TOKENS = 0. There the sums `total` [N, M]
-    are kept by places of a tile, and added up by `finish_latent`: sums over tokens cross warps."""
-    new_top = tl.maximum(top, tl.max(scores, TOKENS) * scale_log2)
+def accumulate_latent(scores, latent, top, total, acc, TOKENS: tl.constexpr, FIXED: tl.constexpr = False):
+    """`online_softmax.accumulate` of scaled scores both ways round: acc [M, D], or [D, M] with TOKENS = 0. There the
+    sums `total` [N, M] are kept by places of a tile, and added up by `finish_latent`: sums over tokens cross warps."""
+    new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores * scale_log2 - tl.expand_dims(origin, TOKENS))
+    weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))
     shrink = tl.exp2(top - origin)
     acc = acc * tl.expand_dims(shrink, TOKENS)
     if TOKENS == 0:
