@@ -56,10 +56,10 @@ def candidates(rows: int, sizes: ExpertSizes) -> Iterator[Case]:
 
 def beside_each_other(rows: int, sizes: ExpertSizes) -> Iterator[Case]:
     """Of few rows: what both products keep on their way together is a multiprocessor's shared memory at most."""
-    own, most = table(rows, sizes), sizes.most(rows)
+    own = table(rows, sizes)
     downs = [ProductTiles(128, splits, stages, 8) for splits in (2, 3, 4, 6, 8) for stages in (2, 3, 4)]
     if own.down.ahead:
-        downs = [ProductTiles(128, -(-most // ahead), 1, 8, ahead=ahead) for ahead in range(1, 6)]
+        downs += [own.down, replace(own.down, warps=4)]
     for stages in (2, 3, 4):
         for down in downs:
             yield Case(rows, "experts", replace(own, gate_up=replace(own.gate_up, stages=stages), down=down))

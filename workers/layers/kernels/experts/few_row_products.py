@@ -236,46 +236,37 @@ def down_of_one_row(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
     BY_GROUP: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The same of one row in FP8, whose experts are few enough for all of their weights to be read before the wait. The
-    row is laid out as in `workers.layers.kernels.fp8.gemm_ahead`: a column for each group of its columns."""
+    """The same of one row in FP8: a program for each expert, which reads all that it needs of the weights before the
+    wait. The row is laid out as in `workers.layers.kernels.fp8.gemm_ahead`: a column for each group of its columns."""
     groups: tl.constexpr = WIDTH // 128
-    block, split = tl.program_id(0), tl.program_id(1)
+    block, tile = tl.program_id(0), tl.program_id(1)
     n, column, k = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, WIDTH)
     group = tl.minimum(column, groups - 1)
     own = (k // 128)[None, :] == column[:, None]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    num_used = tl.load(num_used_ptr)
-    tiles, w_ahead, scales = (), (), ()
-    for i in tl.static_range(AHEAD):
-        # A program with fewer experts reads the last of all once more, out of the L2 cache, and adds nothing of it.
-        tile = tl.maximum(tl.minimum(split + i * SPLITS, num_used - 1), 0)
-        tiles = tiles + (tile,)
-        expert = tl.maximum(tl.load(used_ptr + tile), 0)
-        w_ahead = w_ahead + (w_desc.load([expert * SIZE + block * BLOCK_N, 0]),)
-        if BY_GROUP:
-            at = ((expert * (SIZE // 64) + n // 64) * groups)[:, None] + group[None, :]
-        else:
-            at = (expert * SIZE + n)[:, None] + group[None, :] * 0
-        scales = scales + (tl.load(w_scales_ptr + at),)
+    is_used = tile < tl.load(num_used_ptr)
+    expert = tl.maximum(tl.load(used_ptr + tile), 0)
+    weights = w_desc.load([expert * SIZE + block * BLOCK_N, 0])
+    if BY_GROUP:
+        scales = tl.load(w_scales_ptr + ((expert * (SIZE // 64) + n // 64) * groups)[:, None] + group[None, :])
+    else:
+        scales = tl.load(w_scales_ptr + (expert * SIZE + n)[:, None] + group[None, :] * 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([BLOCK_N, 16], tl.float32)
-    for i in tl.static_range(AHEAD):
-        x_row = hidden_ptr + (tiles[i] * (BLOCK_M * WIDTH) + k)[None, :]
-        x = tl.load(x_row + column[:, None] * 0, mask=own, other=0.0)
-        factor = tl.load(factor_ptr + (tiles[i] * groups + column) * BLOCK_M, mask=column < groups, other=0.0)
-        part = tl.dot(w_ahead[i], tl.trans(x)) * (scales[i] * factor[None, :])
-        acc += tl.where((column < groups)[None, :] & (split + i * SPLITS < num_used), part, 0.0)
-    y = tl.sum(acc, 1)
+    there = own & is_used  # of an expert that nobody asked for nothing was written
+    x_row = hidden_ptr + (tile * (BLOCK_M * WIDTH) + k)[None, :]
+    x = tl.load(x_row + column[:, None] * 0, mask=there, other=0.0)
+    has_factor = (column < groups) & is_used
+    factor = tl.load(factor_ptr + (tile * groups + column) * BLOCK_M, mask=has_factor, other=0.0)
+    y = tl.sum(tl.dot(weights, tl.trans(x)) * (scales * factor[None, :]), 1)
     if SPLITS > 1:
         cells = part_ptr + block * (SPLITS * BLOCK_N) + tl.arange(0, BLOCK_N)
-        tl.store(cells + split * BLOCK_N, y)
+        tl.store(cells + tile * BLOCK_N, y)
         if not comes_last(ticket_ptr + block, SPLITS):
             return
         y = sum_of_splits(cells, None, BLOCK_N, SPLITS)

@@ -104,7 +104,7 @@ def down_projected(
     assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
     rows, size, width, block_m, down = routed.chosen.shape[0], weights.size, weights.width, tiles.block_m, tiles.down
     assert out.shape == (rows, size)
-    if down.ahead > 0:
+    if down.ahead:
         return _down_of_one_row(inner, routed, weights, workspace, tiles, out)
     step = tiles.inner_step(weights.in_fp8)
     down_of_few_rows[(size // down.block_n, down.splits)](
@@ -144,7 +144,7 @@ def _down_of_one_row(
     out: Tensor,
 ) -> Tensor:
     assert weights.in_fp8 and tiles.gate_up.block_n == 128 and out.shape[0] == 1
-    assert routed.used is not None and routed.used.shape[0] <= tiles.down.ahead * tiles.down.splits
+    assert routed.used is not None and routed.used.shape[0] == tiles.down.splits
     down, size, width = tiles.down, weights.size, weights.width
     down_of_one_row[(size // down.block_n, down.splits)](
         TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, width]),
@@ -161,7 +161,6 @@ def _down_of_one_row(
         BLOCK_M=tiles.block_m,
         BLOCK_N=down.block_n,
         SPLITS=down.splits,
-        AHEAD=down.ahead,
         BY_GROUP=weights.by_group,
         INTERPRETED=INTERPRETED,
         num_warps=down.warps,

@@ -9,7 +9,6 @@ from workers.layers.kernels.fp8.rows import FP8, GROUP
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS
 from workers.layers.linear_method import Span
 
-_BESIDE_GATES = 112 << 10  # bytes that a program may have on a multiprocessor where three stages of gates take 102 KB
 MAX_FEW_ROWS = MAX_LISTED  # as many as the matrix unit takes in any case
 
 
@@ -109,8 +108,8 @@ class ProductTiles:
 
     block_n: outputs of a program, 64 or 128; of gates and what they gate so many each.
     splits: programs that share a sum. stages, warps: Triton's. blocks: of block_n outputs that a program has one after
-        the other (`workers.layers.kernels.experts.tall_blocks`). ahead: experts of a program, if all of their weights
-        are read before the wait.
+        the other (`workers.layers.kernels.experts.tall_blocks`). ahead: a program has one expert of one row, whose
+        weights it reads before the wait.
     """
 
     block_n: int
@@ -118,7 +117,7 @@ class ProductTiles:
     stages: int
     warps: int
     blocks: int = 1
-    ahead: int = 0
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,30 +153,24 @@ def block_of(rows: int) -> int:
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     """For `workers.layers.kernels.experts.few_rows`: so many splits of the columns that the programs of the experts
     that `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it
-    without: each keeps about 140 KB on their way. Set by `tests.bench.experts --sweep` on an H200. Of one row those of
-    the down-projections have room beside those of the gates, and read their weights while these end."""
+    without: each keeps about 140 KB on their way. Set by `tests.bench.experts --sweep` on an H200. Of one row
+    down-projections are many small programs, which have room beside the gates' and read their weights while these
+    end."""
     steps = sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128
     splits = max(d for d in range(1, 17) if steps % d == 0 and (d == 1 or d * programs <= MULTIPROCESSORS))
     down_splits = 1
     while down_splits < 8 and down_splits * sizes.size / 128 < 1.5 * MULTIPROCESSORS:
         down_splits *= 2
-    ahead = _one_row_tiles(sizes) if rows == 1 else None
-    gate_up = ProductTiles(128, splits, stages=4 if ahead is None else 3, warps=8)
-    return ExpertTiles(MAX_FEW_ROWS, gate_up, ahead or ProductTiles(128, down_splits, stages=3, warps=8))
+    down = ProductTiles(128, down_splits, stages=4, warps=4)
+    if rows == 1 and _fits_one_load(sizes):
+        down = ProductTiles(128, sizes.most(1), stages=1, warps=8, ahead=True)
+    return ExpertTiles(MAX_FEW_ROWS, ProductTiles(128, splits, stages=4, warps=8), down)
 
 
-def _one_row_tiles(sizes: ExpertSizes) -> ProductTiles | None:
-    """Of `down_of_one_row`, where all weights that it reads fit into shared memory beside the gates' programs; None
-    where not, and for weights that are not FP8, or whose width no load can have."""
-    width, most, blocks = sizes.width, sizes.most(1), sizes.size // 128
-    if sizes.step != 128 or width & (width - 1) or width > 512:
-        return None
-    for splits in range(1, most + 1):
-        ahead = -(-most // splits)
-        if ahead * width * 128 + 16 * width <= _BESIDE_GATES and splits * blocks <= 2 * MULTIPROCESSORS:
-            return ProductTiles(128, splits, stages=1, warps=8, ahead=ahead)
-    return None
+def _fits_one_load(sizes: ExpertSizes) -> bool:
+    """Whether a tile of a down-projection has all inner columns, as `down_of_one_row` reads it: in FP8, 64 KB."""
+    return sizes.step == 128 and sizes.width & (sizes.width - 1) == 0 and sizes.width <= 512
 
 
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
