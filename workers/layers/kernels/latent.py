@@ -156,7 +156,8 @@ def normed_latents(
         BY_GROUP=wanted is not None and wanted.by_group,
         FENCE=fence,
         INTERPRETED=INTERPRETED,
-        num_warps=num_warps(max(block_q, block_latent)),
+        # parts are so many numbers more, and each warp's reads follow each other
+        num_warps=16 if parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
         **pdl_wait(supports_pdl(both.device) if pdl is None else pdl),
     )
     return q
