@@ -62,12 +62,12 @@ def test_what_is_measured_is_captured_and_fits() -> None:
     required = [point for group in wanted(of) if group.required for point in group.points]
     assert {(p.shape, p.num_requests, p.chunk_tokens) for p in required} == {
         *((shape, n, 0) for shape in (0, 1) for n in (1, 40)),
-        *((1, 0, tokens) for tokens in (16, 128, 8192)),
+        *((1, 0, tokens) for tokens in (16, 128, 4096, 8192)),
     }
 
 
 @pytest.mark.parametrize("eager_ms_per_token", [0.01, 0.05])
-def test_long_steps_cost_what_the_longest_does_however_short_the_time_is(eager_ms_per_token: float) -> None:
+def test_long_steps_cost_what_they_do_however_short_the_time_is(eager_ms_per_token: float) -> None:
     """Eagerly prompts are attended to in another form, and launched kernel by kernel: captured steps say neither."""
     of = extent(64, 8192)
 
@@ -77,7 +77,8 @@ def test_long_steps_cost_what_the_longest_does_however_short_the_time_is(eager_m
     groups, most = wanted(of), max(of.token_buckets)
     in_time = [group for group in groups if group.required or all(p.chunk_tokens <= most for p in group.points)]
     table = table_of({point: ms(point) for group in in_time for point in group.points}, of)
-    assert table.step_ms(1, 0, 0, 8192) == pytest.approx(ms(Point(1, 0, 8192)))
+    for tokens in (4096, 6000, 8192):
+        assert table.step_ms(1, 0, 0, tokens) == pytest.approx(ms(Point(1, 0, tokens)))
 
 
 def test_steps_with_prompts_are_measured_with_the_shape_that_runs_there() -> None:
