@@ -1,6 +1,7 @@
 """Engines with random weights, opened up for tests that compare two of them: see `tests.support.replay`."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layou
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.tree_table import TreeTable
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from workers.layers.gemm import GEMMOptions
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.graphs.cuda_graph import GraphedDecoding
@@ -98,6 +99,7 @@ class Arm:
             CacheConfig(self.page_size, num_pages=pages, prefix_cache=False),
             SchedulerConfig(max_running=self.num_slots),
             cuda_graphs=cuda_graphs,
+            graph_capture=GraphCapture(limit_s=math.inf, limit_gb=0.0),  # all rounds at once, and nothing else
         )
         if self.tree is None:
             return EngineSpec(worker)
