@@ -80,7 +80,7 @@ class Watched(Simulation):
         counts = [(len(chunk.tokens) // 4, chunk.start) for chunk in plan.chunks]
         tokens = sum(count for count, _ in counts)
         if tokens > 1:
-            most_ms = max(budget.limit_ms, budget.step_limit_ms(rounds, 0))
+            most_ms = max(budget.limit_ms, budget.step_limit_ms(rounds, tokens))
             context = sum(count * start for count, start in counts) / tokens
             ms = budget.costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, tokens, context)
             assert ms <= most_ms + ROUNDING_MS
@@ -147,7 +147,9 @@ def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds
     budget = LatencyBudget(costs, target_ms, stretch * target_ms, 256)
     limit_ms = budget.step_limit_ms(rounds, backlog)
     assert target_ms <= limit_ms
-    assert limit_ms <= max(budget.limit_ms, costs.round_ms(1, rounds.num_requests, rounds.kv_tokens) + target_ms / 4)
+    rest_ms = 0.0 if rounds.num_requests else costs.step_ms(1, 0, 0, 1)
+    most_ms = max(budget.limit_ms, costs.round_ms(1, rounds.num_requests, rounds.kv_tokens) + target_ms / 4)
+    assert limit_ms <= most_ms + rest_ms
     step, pairs = budget.step(rounds, backlog), 0
 
     def ms(count: int, more_pairs: int) -> float:
@@ -175,6 +177,17 @@ def test_a_number_is_kept_and_auto_gives_way_to_a_backlog():
     prompts_of_ms = [0.0, 1.9 * target_ms, 4 * target_ms, 100 * target_ms]
     limits = [gives_way.step_limit_ms(rounds, int(ms * 110 / 12)) for ms in prompts_of_ms]  # in steps of 110
     assert limits == pytest.approx([target_ms, target_ms, 2 * target_ms, 3 * target_ms], abs=1.0)
+
+
+def test_prompts_alone_are_not_cut_for_a_rest_that_costs_more_than_it_spares() -> None:
+    """Ten tokens or one take 2 ms, so that what would take up to 2 ms more than the limit takes less in one step."""
+    budget = LatencyBudget(TABLE, target_ms=4.0, limit_ms=10.0, max_step_tokens=512)
+    alone = StepRounds()
+    assert [budget.step(alone, n).room(n, 0) for n in (90, 91, 100, 110, 111, 200)] == [90, 91, 100, 110, 90, 90]
+    assert budget.step(StepRounds(1, 1), 100).room(100, 0) < 90, "others wait for their next token"
+    number = LatencyBudget(TABLE, target_ms=10.0, limit_ms=10.0, max_step_tokens=512)
+    assert number.step(alone, 100).room(100, 0) == 90
+    assert LatencyBudget(TABLE, 4.0, 10.0, max_step_tokens=95).step(alone, 100).room(100, 0) == 90
 
 
 def test_more_than_a_step_holds_takes_several() -> None:

@@ -14,6 +14,7 @@ MAX_STRETCH = 3.0  # times the target, if that is no number of the configuration
 BACKLOG_SHARE = 0.5  # of what pending prompts take together, which a stretched step may take
 _MANY_STEPS = 8  # of prompts, which stretch a step as far as it goes
 MAX_PATIENCE = 2.0  # times the target, by which a prompt's deadline is after its arrival at most
+_ROUNDING_MS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,13 @@ class LatencyBudget:
 
         A backlog stretches steps, because rounds between them keep prompts waiting, in proportion: what takes twice the
         target or less stretches none, and a queue is worked off in long steps. Prompts get `MIN_SHARE` at least. Where
-        no request runs a round, none waits for its next token, and a step may be as long as a backlog's."""
+        no request runs a round, none waits for its next token, and a step may be as long as a backlog's; unless the
+        target is a number, it also carries what would be left of all prompts, if a step for that would take longer."""
         if rounds.num_requests == 0:
-            return self.limit_ms
+            all_ms = self.prompt_ms(backlog_tokens)
+            gives_way = self.limit_ms > self.target_ms and backlog_tokens <= self.max_step_tokens
+            is_near = all_ms <= self.limit_ms + self.costs.step_ms(self.costs.default, 0, 0, 1)
+            return max(self.limit_ms, all_ms + _ROUNDING_MS) if gives_way and is_near else self.limit_ms
         stretched_ms = min(BACKLOG_SHARE * self.prompt_ms(backlog_tokens), self.limit_ms)
         rounds_ms = self.costs.round_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens)
         return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
