@@ -1,6 +1,9 @@
 """Prompt chunks over latent rows in their expanded form: instead of multiplying every head's queries into the latent
 space, which makes each pair of a row and a token three times as dear, keys and values are made by heads again, once for
 all tokens that the chunks look at. That pays where a token is looked at by many rows.
+
+How many tokens those are must be known for memory to be there: the host knows it, or chunks begin their requests, and
+look at the rows of the pass alone. So a captured step is expanded if its chunks do.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ _PAIRS_OF_TOKEN = 170
 
 @dataclass(frozen=True)
 class ExpandedChunks:
-    """One batch of chunks that the host knows, to be attended layer by layer."""
+    """One batch of chunks, to be attended layer by layer."""
 
     batch: PrefillBatch
     page_size: int
@@ -32,21 +35,22 @@ class ExpandedChunks:
 
     @classmethod
     def of(cls, batch: PrefillBatch, page_size: int) -> "ExpandedChunks | None":
-        """None where that does not pay, or only the device knows the chunks."""
-        if batch.lists is None or batch.window is not None or not pays(batch.lists):
-            return None
-        return cls(batch, page_size)
+        """None where that does not pay, or nobody knows how many tokens the chunks look at."""
+        known = batch.from_start if batch.lists is None else pays(batch.lists)
+        return cls(batch, page_size) if known and batch.window is None else None
 
     @cached_property
     def _whole(self) -> PrefillBatch:
         """Of each request all that its chunk looks at."""
-        assert self.batch.lists is not None
+        if self.batch.lists is None:
+            return self.batch
         lengths = _lengths(self.batch.lists)
         return PrefillBatch.from_lists([0] * len(lengths), lengths, self.batch.page_table)
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """[tokens] int64, token indices of the pool: the first chunk's, then the next one's."""
+        """[tokens] int64, token indices of the pool: the first chunk's, then the next one's, then the dummy page's for
+        padding rows."""
         return row_places(self._whole, self.page_size)[1]
 
     @property

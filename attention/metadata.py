@@ -100,6 +100,7 @@ class PrefillBatch:
     num_rows: of the pass's tensors, padding included.
     lists: the same on the host, None where only the device knows. With it nothing waits for the device.
     window: tokens that a row sees at most, the last before it and itself; None for all.
+    begins: whether every chunk begins its request, where only the device knows the chunks; see `from_start`.
     """
 
     qo_indptr: Tensor
@@ -108,6 +109,7 @@ class PrefillBatch:
     num_rows: int
     lists: ChunkLists | None
     window: int | None = None
+    begins: bool = False
 
     @staticmethod
     def from_lists(
@@ -147,6 +149,11 @@ class PrefillBatch:
     def is_padded(self) -> bool:
         """Whether there may be rows that belong to no chunk."""
         return self.lists is None or sum(self.lists.counts) < self.num_rows
+
+    @property
+    def from_start(self) -> bool:
+        """Whether no row sees tokens before its chunk, as far as the host knows."""
+        return self.begins if self.lists is None else not any(self.lists.starts)
 
     def row_chunks(self) -> Tensor:
         """[num_rows] int64: which chunk each row belongs to; C for padding rows."""

@@ -395,6 +395,26 @@ def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_a_captured_layer_expands_chunks_that_begin_their_requests() -> None:
+    """Only the device knows how long they are; padding chunks and rows among them."""
+    torch.manual_seed(10)
+    layer, backend = random_attention(24), TritonBackend()
+    counts, num_rows = (37, 30, 1), 80
+    known = PrefillBatch.from_lists((0, 0, 0), counts, random_table([37, 30, 1, 1], 4, 40), num_rows)
+    chunks = dataclasses.replace(known, lists=None, begins=True)
+    x, angles = torch.randn((num_rows, 32), device=DEVICE), random_angles(num_rows, 16)
+    history, results = torch.randn((41, 4, 48), device=DEVICE), []
+    for batch in (chunks, dataclasses.replace(chunks, begins=False)):
+        pool = uniform_pool(1, 40, 4, LatentLayout(32, 16, torch.float32), DEVICE)
+        pool.tensors[0][0][0] = history
+        context = make_context(pool, {Mode.PREFILL: backend}, None, None, batch)
+        assert (context.expanded is not None) == batch.begins
+        out = layer._partial_fused(layer.qkv_a(x), angles, context)
+        results.append((out[: sum(counts)], pool.tensors[0][0][0, 1:]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def check_expanded(
     heads: int, sizes: tuple[int, int, int], starts: list[int], counts: list[int], dtype: torch.dtype
 ) -> None:
@@ -441,6 +461,7 @@ def test_chunks_are_expanded_where_tokens_are_looked_at_often() -> None:
     assert expanded([0, 0], [0, 0]) is None
     chunks = PrefillBatch.from_lists([0], [512], table)
     assert backend.expand(dataclasses.replace(chunks, lists=None), 16) is None
+    assert backend.expand(dataclasses.replace(chunks, lists=None, begins=True), 16) is not None
     assert backend.expand(dataclasses.replace(chunks, window=64), 16) is None
     assert TritonBackend(128).expand(chunks, 16) is None, "a row must be computed as in a round"
 

@@ -92,7 +92,7 @@ def test_what_is_recorded_between_steps_changes_no_answer(pair: Pair) -> None:
         assert isinstance(worker, Worker)
         graphs = GraphedDecoding(worker._strategy, worker._slots, bucket_sizes(6), 256, recorder, TOKENS)
         with torch.inference_mode():
-            graphs.capture(GraphCapture(), SOLO, graphs.first_graphs([(0, 1, 0), (0, 0, TOKENS[0])]))
+            graphs.capture(GraphCapture(), SOLO, graphs.first_graphs([(0, 1, 0, 0), (0, 0, TOKENS[0], 0)]))
         worker._strategy = worker._captures = graphs
         pacing, now = engine.scheduler.captures, [0.0]
         pacing._clock, pacing._interval_s = lambda: now[0], 5.0

@@ -14,9 +14,11 @@ from tokenizers import Tokenizer
 from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
+from speculative.local import LocalEngine, local_engine
 from tests.support.prompts import held_out_prompts
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from workers.runner.graphs.graph_keys import GraphKey
+from workers.runner.graphs.step_capture import CapturedStep
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
@@ -86,3 +88,40 @@ def test_its_module_changes_no_token(
         accepted += sum(k * count for k, count in enumerate(request.acceptance_histogram))
         rounds += sum(request.acceptance_histogram)
     assert 1 + accepted / rounds > least
+
+
+def run_keys(engine: LocalEngine) -> list[GraphKey]:
+    """Of the graphs that the engine runs from now on."""
+    keys: list[GraphKey] = []
+    strategy = engine.executor._strategy  # type: ignore[attr-defined]
+    of_key = strategy._of_key
+
+    def noted(key: GraphKey) -> CapturedStep | None:
+        found: CapturedStep | None = of_key(key)
+        if found is not None and key in strategy.captured:
+            keys.append(key)
+        return found
+
+    strategy._of_key = noted
+    return keys
+
+
+@pytest.mark.gpu
+def test_a_graph_expands_prompts_that_begin() -> None:
+    """Prompts of 900 tokens together, in a captured step and eagerly: the same sums but for the sizes that products are
+    padded to, so that answers part at near ties only."""
+    texts = [[token for prompt in prompts()[i : i + 4] for token in prompt] for i in range(4)]
+    found, keys = [], list[GraphKey]()
+    for graphs in (True, False):
+        worker = WorkerConfig(
+            ModelSource(str(MODEL), dtype="bfloat16", device="cuda"),
+            CacheConfig(16, num_pages=512, prefix_cache=False),
+            SchedulerConfig(max_running=4, max_step_tokens=2048),
+            cuda_graphs=graphs,
+            measure_costs=False,
+        )
+        with local_engine(EngineSpec(worker, SpeculativeConfig("", "mtp", *CHAIN, adaptive=False))) as engine:
+            keys = run_keys(engine) if graphs else keys
+            found.append([request.output for request in engine.generate(texts, SamplingParams(8, 0.0), 4)])
+    assert any(key.from_start for key in keys)
+    assert sum(a == b for a, b in zip(*found, strict=True)) >= 3

@@ -183,7 +183,7 @@ def test_ranks_stop_at_the_same_round() -> None:
     assert len(outcomes[0][0]) == 2 * 2 * len(BUCKETS) + 5
 
 
-MEASURED = [(0, 1, 0), (0, 40, 0), (1, 1, 0), (1, 8, 0), (1, 40, 0)]
+MEASURED = [(0, 1, 0, 0), (0, 40, 0, 0), (1, 1, 0, 0), (1, 8, 0, 0), (1, 40, 0, 0)]
 
 
 def capture_few(graphs: GraphedDecoding, group: TPGroup = SOLO, limits: GraphCapture = GraphCapture()) -> None:  # noqa: B008
@@ -194,7 +194,7 @@ def test_a_start_captures_what_it_measures_and_rounds_with_filters() -> None:
     graphs, _, recorder = graphed()
     capture_few(graphs)
     random, filtered = SamplingNeeds(True), SamplingNeeds(True, filtered=True)
-    expected = {GraphKey(shape, shape, count, random) for shape, count, _ in MEASURED}
+    expected = {GraphKey(shape, shape, count, random) for shape, count, *_ in MEASURED}
     expected |= {GraphKey(shape, shape, count, filtered) for shape in (0, 1) for count in (1, 8, 40)}
     assert graphs.captured == expected and recorder.num_recorded == len(expected)
     assert graphs.report.num_left_out > graphs.graphs.num_waiting > 0, "those with grammars wait for a grammar"

@@ -206,7 +206,8 @@ def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) 
     layout = parts.layout
     buckets = bucket_sizes(layout.scheduler.num_slots)
     tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
-    return GraphedDecoding(strategy, parts.slots, buckets, layout.max_position, CudaRecorder(), tokens)
+    expands = layout.keeps_latent_rows
+    return GraphedDecoding(strategy, parts.slots, buckets, layout.max_position, CudaRecorder(), tokens, expands)
 
 
 def _capture(graphed: "GraphedDecoding", parts: EngineParts, limits: GraphCapture) -> None:
@@ -220,7 +221,9 @@ def _first_graphs(graphed: "GraphedDecoding", parts: EngineParts) -> frozenset["
     layout, page_size = parts.layout.with_pages(0), parts.worker.cache.page_size
     extent = probe_extent(layout, page_size, graphed.wanted_token_buckets, parts.slots.device)
     return graphed.first_graphs(
-        (point.shape, point.num_requests, point.chunk_tokens) for group in wanted(extent) for point in group.points
+        (point.shape, point.num_requests, point.chunk_tokens, point.context)
+        for group in wanted(extent)
+        for point in group.points
     )
 
 

@@ -64,6 +64,7 @@ class GraphedDecoding:
 
     buckets: numbers of requests in a round.
     tokens: numbers of prompt tokens in a step; empty if steps with prompt chunks are not captured.
+    expands: of `GraphKeys`.
     max_kv_len: longest length that a request can have, with what its rounds in flight may write.
     report: of its captures.
     """
@@ -76,10 +77,11 @@ class GraphedDecoding:
         max_kv_len: int,
         recorder: Recorder,
         tokens: Sequence[int] = (),
+        expands: bool = False,
     ) -> None:
         self._inner = inner
         self._slots = slots
-        self._keys = GraphKeys(inner.shapes, buckets, tokens)
+        self._keys = GraphKeys(inner.shapes, buckets, tokens, expands)
         self._recorder = recorder
         self._step_capture = StepCapture(inner, slots, max_kv_len, recorder)
         self._captured: dict[GraphKey, CapturedStep] = {}
@@ -117,14 +119,16 @@ class GraphedDecoding:
         """How many there are, and how many are still to come."""
         return GraphCount(len(self._captured), self._queue.num_waiting)
 
-    def first_graphs(self, measured: Iterable[tuple[int, int, int]]) -> frozenset[GraphKey]:
+    def first_graphs(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
         """What a start waits for: the graphs of the steps that it measures, each (shape, requests that run a round,
-        prompt tokens), so that their costs hold from then on; and rounds of one, a few and all requests with filters,
-        which many clients send."""
+        prompt tokens, tokens before those), so that their costs hold from then on; and rounds of one, a few and all
+        requests with filters, which many clients send."""
         keys, most = self._keys, self._keys.buckets[-1]
         found = [
-            keys.of_chunks(shape, count, tokens, CHUNK_NEEDS) if tokens else keys.of_rounds(shape, count, RANDOM)
-            for shape, count, tokens in measured
+            keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, before == 0)
+            if tokens
+            else keys.of_rounds(shape, count, RANDOM)
+            for shape, count, tokens, before in measured
         ]
         sizes = (1, min(FEW_REQUESTS, most), most)
         found += [keys.of_rounds(shape, size, CHUNK_NEEDS) for shape in self.shapes.unrestricted for size in sizes]
@@ -132,10 +136,10 @@ class GraphedDecoding:
 
     @torch.inference_mode()
     def rehearse(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
-        """Let `ahead` compile what the steps of `keys` launch: a round and a step with prompts, and unless all of their
+        """Let `ahead` compile what the steps of `keys` launch: a step of each kind, and unless all of their
         kernels are in the disk cache on all ranks of `group`, all others. Nothing runs, on no rank."""
         ordered = [key for key in self._keys.wanted() if key in keys]
-        largest = {key.tokens > 0: key for key in reversed(ordered)}.values()
+        largest = {(key.tokens > 0, key.from_start): key for key in reversed(ordered)}.values()
         for key in largest:
             self._step_capture.rehearse(key, ahead)
         if on_any_rank(ahead.num_missing > 0, group, self._slots.device):

@@ -6,11 +6,12 @@ squared. Shapes between plain decoding and the default (`workers.config.RoundSha
 are padded to powers of two, greedy ones take the graphs of random ones (0.03 ms of 5 at batch 1, 0.1 of 10 at 64), and
 none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose them. For 64 requests that
 is 14 graphs a shape, beside 43 of plain decoding and of the default each. With prompt chunks there are 72 more of the
-shapes that run beside them and 48 of plain rounds, with grammars 21 of each and 28 with chunks.
+shapes that run beside them and 48 of plain rounds, with grammars 21 of each and 28 with chunks. Of models that keep
+latent rows, many prompt tokens have a second graph, for chunks that begin their requests (`attention.expansion`).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.config import FEW_REQUESTS, RoundShapes
 from workers.runner.batch import StepBatch
@@ -18,6 +19,7 @@ from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
+EXPANDED_TOKENS = 768  # from which on chunks cost noticeably less expanded
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
 RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
@@ -28,13 +30,15 @@ MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 @dataclass(frozen=True)
 class GraphKey:
     """What one graph serves: batches of up to `bucket` requests in a round that verifies `shape` and drafts
-    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer."""
+    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer. from_start: of chunks that
+    begin their requests, expanded."""
 
     shape: int
     next_shape: int
     bucket: int
     needs: SamplingNeeds
     tokens: int = 0
+    from_start: bool = False
 
 
 def bucket_sizes(max_running: int) -> tuple[int, ...]:
@@ -89,6 +93,7 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
         and captured.bucket >= key.bucket
         and captured.tokens >= key.tokens
         and (captured.tokens > 0) == (key.tokens > 0)
+        and captured.from_start <= key.from_start
         and captured.needs.masked == key.needs.masked
         and captured.needs.covers(key.needs)
     )
@@ -96,10 +101,14 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
 
 class GraphKeys:
     """Which steps of an engine have graphs. shapes: its rounds'. buckets: numbers of requests in a round, ascending.
-    tokens: numbers of prompt tokens in a step, ascending; empty if steps with prompt chunks are not captured."""
+    tokens: numbers of prompt tokens in a step, ascending; empty if steps with prompt chunks are not captured.
+    expands: whether chunks that begin their requests are attended to in another form."""
 
-    def __init__(self, shapes: RoundShapes, buckets: Sequence[int], tokens: Sequence[int]) -> None:
+    def __init__(
+        self, shapes: RoundShapes, buckets: Sequence[int], tokens: Sequence[int], expands: bool = False
+    ) -> None:
         self._shapes = shapes
+        self._expands = expands
         self.buckets = tuple(sorted(buckets))
         self.tokens = tuple(sorted(tokens))
 
@@ -115,7 +124,13 @@ class GraphKeys:
         ]
         always = [key for key in rounds if is_always_captured(key)]
         rare = [key for key in rounds if not is_always_captured(key)]
-        return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
+        chunks = self._chunk_keys(CHUNK_NEEDS)
+        expanded = [replace(key, from_start=True) for key in chunks if self._is_expanded(key.tokens, key.needs)]
+        return always + expanded + chunks + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
+
+    def _is_expanded(self, tokens: int, needs: SamplingNeeds) -> bool:
+        """Whether chunks that begin their requests have a graph of their own."""
+        return self._expands and tokens >= EXPANDED_TOKENS and not needs.masked
 
     def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
         """The kinds of sampling that rounds of a shape are captured for."""
@@ -164,7 +179,9 @@ class GraphKeys:
         if batch.chunks is None:
             return self.of_rounds(shape, batch.num_requests, needs)
         rows = batch.chunks.batch
-        return None if rows.num_chunks > MAX_CHUNKS else self.of_chunks(shape, batch.num_requests, rows.num_rows, needs)
+        if rows.num_chunks > MAX_CHUNKS:
+            return None
+        return self.of_chunks(shape, batch.num_requests, rows.num_rows, needs, rows.from_start)
 
     def of_rounds(self, shape: int, num_requests: int, needs: SamplingNeeds) -> GraphKey | None:
         """Of a step without prompt tokens."""
@@ -175,22 +192,29 @@ class GraphKeys:
         # where nothing is to be drafted, all entries draft for the padding slot
         return None if bucket is None else GraphKey(shape, shape, bucket, kind)
 
-    def of_chunks(self, shape: int, num_requests: int, num_tokens: int, needs: SamplingNeeds) -> GraphKey | None:
-        """Of a step with so many prompt tokens. shape: verified beside them, and drafted."""
+    def of_chunks(
+        self, shape: int, num_requests: int, num_tokens: int, needs: SamplingNeeds, from_start: bool = False
+    ) -> GraphKey | None:
+        """Of a step with so many prompt tokens. shape: verified beside them, and drafted. from_start: of chunks that
+        begin their requests."""
         kind = MASKED_CHUNK_NEEDS if needs.masked else CHUNK_NEEDS
         tokens = _fitting(self._tokens_of(kind), num_tokens)
         if tokens is None or not kind.covers(needs):
             return None
         bucket = _fitting((0, *self._buckets_beside(tokens, kind)), num_requests)
-        return None if bucket is None else GraphKey(shape if bucket else 0, shape, bucket, kind, tokens)
+        if bucket is None:
+            return None
+        expanded = from_start and self._is_expanded(tokens, kind)
+        return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, expanded)
 
     def stand_in(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
         """The one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
-        able = [each for each in captured if serves(each, key)]
-        return min(able, key=lambda each: (self._num_rows(each), CAPTURED_NEEDS.index(each.needs)), default=None)
+        return min((each for each in captured if serves(each, key)), key=self._work, default=None)
 
-    def _num_rows(self, key: GraphKey) -> int:
-        return key.bucket * self._shapes[key.shape].width + key.tokens
+    def _work(self, key: GraphKey) -> tuple[int, bool, int]:
+        """What a graph's rows take beside another's that serve the same batch."""
+        rows = key.bucket * self._shapes[key.shape].width + key.tokens
+        return rows, not key.from_start, CAPTURED_NEEDS.index(key.needs)
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int | None:

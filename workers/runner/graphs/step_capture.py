@@ -91,7 +91,7 @@ class StepCapture:
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
         """The inputs of a step, and a batch of them that runs all that the batches of `key` may need, new for every
         run."""
-        given = StepInput(key.bucket, key.tokens, self._slots)
+        given = StepInput(key.bucket, key.tokens, key.from_start, self._slots)
         return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
 
     def _try(self, step: Callable[[], StepTensors]) -> tuple[Callable[[], None], StepTensors] | RuntimeError:
