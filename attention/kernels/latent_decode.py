@@ -14,7 +14,16 @@ from torch import Tensor
 
 from attention.kernels.decode import TREE_MODES, merge_apart, path_columns, within_window
 from attention.kernels.decode_plan import FAN, MAX_SPLITS, DecodePlan, DecodeTiles, partial_rows
-from attention.kernels.latent_tile import accumulate_latent, finish_latent, load_queries, no_state, score_latent_tile
+from attention.kernels.latent_tile import (
+    accumulate_latent,
+    finish_latent,
+    latent_maps,
+    load_latent_rows,
+    load_latent_tile,
+    load_queries,
+    no_state,
+    score_latent_tile,
+)
 from attention.kernels.merge_states import merge_by_the_last
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E
 from attention.kernels.pdl import pdl_wait
@@ -50,6 +59,8 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float) -> DecodeTiles
 def _attend_latent(
     q_ptr,
     rows_ptr,
+    latent_desc,
+    rotated_desc,
     out_ptr,
     mask_ptr,
     prefix_ptr,
@@ -115,9 +126,9 @@ def _attend_latent(
         shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
     for start in range(low, shared_end, BLOCK_N):
         column = start + n
-        token = page.to(tl.int64) * PAGE + column % PAGE
+        latent, rotated = load_latent_tile(rows_ptr, latent_desc, rotated_desc, page, start, BLOCK_N, PAGE, D, ROTATED)
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, scale_log2, D, ROTATED, TOKENS, UPCAST)
+        scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS, UPCAST)
         if start + BLOCK_N > prefix:
             over = column - prefix
             place = tl.expand_dims(tl.maximum(tl.minimum(over, 63), 0).to(tl.int64), 1 - TOKENS)
@@ -138,9 +149,8 @@ def _attend_latent(
                     there = there & (start + n >= oldest_seen(path, prefix, WINDOW))
                 column = tl.where(start + n < prefix, start + n, prefix + place)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
-                scores, latent = score_latent_tile(
-                    q, q_rotated, rows_ptr, token, scale_log2, D, ROTATED, TOKENS, UPCAST
-                )
+                latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
+                scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS, UPCAST)
                 seen = tl.expand_dims(packed // HEADS == r, TOKENS) & tl.expand_dims(there, 1 - TOKENS)
                 scores = tl.where(seen, scores, float("-inf"))
                 top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED)
@@ -196,6 +206,7 @@ def attend_latent(
     _attend_latent[(columns, plan.items.items.shape[0])](
         q,
         kv.rows,
+        *latent_maps(kv, tiles.block_n),
         out,
         batch.mask,
         batch.prefix_len,

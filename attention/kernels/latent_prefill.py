@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.latent_tile import accumulate_latent, finish_latent, load_queries, no_state, score_latent_tile
+from attention.kernels.latent_tile import (
+    accumulate_latent,
+    finish_latent,
+    latent_maps,
+    load_latent_tile,
+    load_queries,
+    no_state,
+    score_latent_tile,
+)
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E
 from attention.kernels.prefill import PrefillTiles, hidden_of_chunk
 from attention.kernels.prefill_plan import TILE_FIELDS
@@ -21,6 +29,8 @@ from attention.views import LatentKV
 def _attend_latent_prefill(
     q_ptr,
     rows_ptr,
+    latent_desc,
+    rotated_desc,
     out_ptr,
     table_ptr,
     tiles_ptr,
@@ -59,9 +69,9 @@ def _attend_latent_prefill(
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     for start in range(low, last + 1, BLOCK_N):
         column = start + n
-        token = page.to(tl.int64) * PAGE + column % PAGE
+        latent, rotated = load_latent_tile(rows_ptr, latent_desc, rotated_desc, page, start, BLOCK_N, PAGE, D, ROTATED)
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, scale_log2, D, ROTATED, 1, UPCAST)
+        scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, 1, UPCAST)
         if start + BLOCK_N > start_position:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOW:
@@ -103,6 +113,7 @@ def attend_latent_prefill(
     _attend_latent_prefill[(triton.cdiv(heads, together), tile_list.shape[0])](
         q,
         kv.rows,
+        *latent_maps(kv, tiles.block_n),
         out,
         page_table,
         tile_list,

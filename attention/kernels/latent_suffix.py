@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.latent_tile import load_queries, score_latent_tile
+from attention.kernels.latent_tile import load_latent_rows, load_queries, score_latent_tile
 from attention.kernels.online_softmax import INTERPRETED, LOG2_E
 from attention.kernels.pdl import pdl_wait, supports_pdl
 from attention.metadata import DecodeBatch
@@ -58,7 +58,8 @@ def _add_suffix(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, D, ROTATED, UPCAST)
-    scores, latent = score_latent_tile(q, q_rotated, rows_ptr, token, scale_log2, D, ROTATED, 1, UPCAST)
+    latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
+    scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, 1, UPCAST)
     seen = ((bits[:, None] >> n[None, :].to(tl.int64)) & 1) != 0
     scores = tl.where(seen & (n < suffix_len)[None, :], scores, float("-inf"))
     before = tl.load(lse_ptr + row * HEADS + head, mask=live, other=float("-inf"))

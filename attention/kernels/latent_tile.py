@@ -9,8 +9,10 @@ them. With TOKENS = 0 they are tokens, then dimensions of the sums, and tiles of
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import sum_weights
+from attention.views import LatentKV
 
 
 @triton.jit
@@ -35,22 +37,49 @@ def turn_pairs(x, cos, sin, M: tl.constexpr, ROTATED: tl.constexpr):
 
 
 @triton.jit
-def score_latent_tile(
-    q,
-    q_rotated,
+def load_latent_rows(rows_ptr, token, D: tl.constexpr, ROTATED: tl.constexpr):
+    """[N, D] and [N, ROTATED] of the pool's tokens `token` [N] int64."""
+    rows = rows_ptr + (token * (D + ROTATED))[:, None]
+    return tl.load(rows + tl.arange(0, D)[None, :]), tl.load(rows + D + tl.arange(0, ROTATED)[None, :])
+
+
+@triton.jit
+def load_latent_tile(
     rows_ptr,
-    token,
-    scale_log2,
+    latent_desc,
+    rotated_desc,
+    page,
+    start,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
     D: tl.constexpr,
     ROTATED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
-    """Scores times scale_log2, float32, of q [M, D] and q_rotated [M, ROTATED] against the pool's tokens `token` [N]
-    int64: [M, N], or [N, M] with TOKENS = 0; and the values [N, D]."""
-    rows = rows_ptr + (token * (D + ROTATED))[:, None]
-    latent = tl.load(rows + tl.arange(0, D)[None, :])
-    rotated = tl.load(rows + D + tl.arange(0, ROTATED)[None, :])
+    """The same of the BLOCK_N KV positions from `start` on, whose pages are `page` [BLOCK_N]; or a number where all are
+    of one page, which tensor maps bring, of `latent_maps`: threads need not compute where rows are."""
+    if latent_desc is None:
+        token = page.to(tl.int64) * PAGE + (start + tl.arange(0, BLOCK_N)) % PAGE
+        latent, rotated = load_latent_rows(rows_ptr, token, D, ROTATED)
+    else:
+        first = page * PAGE + start % PAGE
+        latent, rotated = latent_desc.load([first, 0]), rotated_desc.load([first, D])
+    return latent, rotated
+
+
+def latent_maps(kv: LatentKV, block_n: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Of tiles of block_n tokens; None where these are not of one page, or no tensor map can have such rows."""
+    page_size, width = kv.rows.shape[1:]
+    if page_size % block_n or width * kv.rows.itemsize % 16:
+        return None, None
+    tokens = kv.rows.view(-1, width)
+    latent, rotated = ([block_n, size] for size in (kv.latent, width - kv.latent))
+    return TensorDescriptor.from_tensor(tokens, latent), TensorDescriptor.from_tensor(tokens, rotated)
+
+
+@triton.jit
+def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.constexpr, UPCAST: tl.constexpr):
+    """Scores times scale_log2, float32, of q [M, D] and q_rotated [M, ROTATED] against a tile: [M, N], or [N, M] with
+    TOKENS = 0; and the values [N, D]."""
     if UPCAST:
         latent, rotated = latent.to(tl.float32), rotated.to(tl.float32)
     if TOKENS == 0:

@@ -133,8 +133,16 @@ def test_decode_attention_fits_hopper(
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
 
 
+def latent_maps(page_size: int, block_n: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    """Constants and blocks of tensor maps: one or the other."""
+    if page_size % block_n:
+        return {"latent_desc": None, "rotated_desc": None}, {}
+    return {}, {"latent_desc": (block_n, 512), "rotated_desc": (block_n, 64)}
+
+
 def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan.DecodeTiles) -> dict[str, Any]:
     return {
+        **latent_maps(page_size, tiles.block_n)[0],
         "ROWS": rows,
         "HEADS": heads,
         "D": 512,
@@ -191,27 +199,30 @@ def test_latent_attention_fits_hopper(
 ) -> None:
     tiles = latent_decode.latent_tiles(rows * heads, 2, density)
     constants = latent_constants(rows, heads, page_size, tiles) | {"APART": density <= 1, "WINDOW": window}
+    maps = latent_maps(page_size, tiles.block_n)[1]
     spills, shared, ptx = compiled(
-        latent_decode._attend_latent, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages
+        latent_decode._attend_latent, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages, maps
     )
     assert spills <= 64  # of what is set aside before the loop
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
     assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx
-    assert "cp.async.cg" in ptx  # latent rows are loaded ahead
+    assert ("cp.async.bulk.tensor" if maps else "cp.async.cg") in ptx  # latent rows are loaded ahead
 
 
-@pytest.mark.parametrize("heads,window", [(16, 0), (128, 0), (16, 2048)])
-def test_latent_chunk_attention_fits_hopper(heads: int, window: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads,page_size,window", [(16, 16, 0), (128, 64, 0), (16, 64, 0), (16, 16, 2048)])
+def test_latent_chunk_attention_fits_hopper(heads: int, page_size: int, window: int, tmp_path: Path) -> None:
     tiles = latent_prefill.latent_prefill_tiles(2)
     together = latent_prefill.heads_of_tile(heads, tiles)
-    constants = {"HEADS": heads, "HEADS_OF_TILE": together, "D": 512, "ROTATED": 64, "PAGE": 16, "UPCAST": False}
-    constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "WINDOW": window}
+    constants = {"HEADS": heads, "HEADS_OF_TILE": together, "D": 512, "ROTATED": 64, "UPCAST": False}
+    constants |= {"PAGE": page_size, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "WINDOW": window}
+    absent, maps = latent_maps(page_size, tiles.block_n)
+    kernel = latent_prefill._attend_latent_prefill
     spills, shared, ptx = compiled(
-        latent_prefill._attend_latent_prefill, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages
+        kernel, tmp_path, LATENT_POINTERS, constants | absent, tiles.warps, tiles.stages, maps
     )
     assert spills <= 64  # of what is set aside before the loop
     assert shared <= SHARED_PER_SM
-    assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx
+    assert "wgmma.mma_async" in ptx and ("cp.async.bulk.tensor" if maps else "cp.async.cg") in ptx
 
 
 def test_expanded_chunk_attention_fits_hopper(tmp_path: Path) -> None:

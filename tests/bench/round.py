@@ -57,7 +57,6 @@ class Setting:
     output_tokens: int = 256
     acceptance_length: float = 3.0
     repeats: int = 2
-    page_size: int = 16
 
 
 def floor_ms(name: str, shape: str, batch: int, setting: Setting, tensor_parallel: int, copy_rate: float) -> float:
@@ -95,6 +94,11 @@ def quantize_config(path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
 
 
+def page_size_of(target: Path) -> int:
+    """As its model is served: `deploy/deepseek-v3.yaml` for latent rows, of which a tile is a page."""
+    return 64 if "kv_lora_rank" in json.loads((target / "config.json").read_text()) else CacheConfig().page_size
+
+
 def engine_spec(
     folder: Path,
     shape: str,
@@ -106,10 +110,11 @@ def engine_spec(
 ) -> EngineSpec:
     """An engine for `batch` requests of one shape. attention: the backend of every phase of target and draft."""
     tokens_per_request = setting.prompt_tokens + setting.output_tokens + 64
-    pages = batch * -(-tokens_per_request // setting.page_size) + 8
+    page_size = page_size_of(folder / "target")
+    pages = batch * -(-tokens_per_request // page_size) + 8
     worker = WorkerConfig(
         ModelSource(path=str(folder / "target"), load_format="dummy", max_model_len=max(2048, tokens_per_request)),
-        CacheConfig(setting.page_size, num_pages=pages, prefix_cache=False),
+        CacheConfig(page_size, num_pages=pages, prefix_cache=False),
         # all prompts first: else the first requests are far ahead when the last join them
         SchedulerConfig(max_running=batch, max_step_tokens=8192, itl_target_ms=1e6),
         tensor_parallel=tensor_parallel,
