@@ -2,14 +2,16 @@
 space, which makes each pair of a row and a token three times as dear, keys and values are made by heads again, once for
 all tokens that the chunks look at. That pays where a token is looked at by many rows.
 
-How many tokens those are must be known for memory to be there: the host knows it, or chunks begin their requests, and
-look at the rows of the pass alone. So a captured step is expanded if its chunks do.
+Memory for that must be there before the chunks are known: a captured step has room for so many tokens, makes keys and
+values of all of that, and runs if its chunks look at no more.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention.metadata import ChunkLists, PrefillBatch
@@ -36,21 +38,24 @@ class ExpandedChunks:
     @classmethod
     def of(cls, batch: PrefillBatch, page_size: int) -> "ExpandedChunks | None":
         """None where that does not pay, or nobody knows how many tokens the chunks look at."""
-        known = batch.from_start if batch.lists is None else pays(batch.lists)
-        return cls(batch, page_size) if known and batch.window is None else None
+        expands = batch.seen_limit is not None if batch.lists is None else pays(batch.lists)
+        return cls(batch, page_size) if expands and batch.window is None else None
 
     @cached_property
     def _whole(self) -> PrefillBatch:
         """Of each request all that its chunk looks at."""
-        if self.batch.lists is None:
-            return self.batch
-        lengths = _lengths(self.batch.lists)
-        return PrefillBatch.from_lists([0] * len(lengths), lengths, self.batch.page_table)
+        batch = self.batch
+        if batch.lists is not None:
+            return PrefillBatch.from_lists([0] * batch.num_chunks, batch.lists.seen, batch.page_table)
+        assert batch.seen_limit is not None
+        counts = batch.qo_indptr.diff()
+        seen = torch.where(counts > 0, batch.starts + counts, 0)
+        indptr = F.pad(seen.cumsum(0, dtype=torch.int32), (1, 0))
+        return PrefillBatch(indptr, torch.zeros_like(seen), batch.page_table, batch.seen_limit, lists=None)
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """[tokens] int64, token indices of the pool: the first chunk's, then the next one's, then the dummy page's for
-        padding rows."""
+        """[tokens] int64, token indices of the pool: the first chunk's, then the next one's, then the dummy page's."""
         return row_places(self._whole, self.page_size)[1]
 
     @property
@@ -86,11 +91,6 @@ class ExpandedChunks:
 
 def pays(lists: ChunkLists) -> bool:
     """Whether these chunks cost less expanded, and no more memory than they may."""
-    tokens, rows = sum(_lengths(lists)), sum(lists.counts)
+    tokens, rows = sum(lists.seen), sum(lists.counts)
     pairs = sum(n * start + n * n // 2 for start, n in zip(lists.starts, lists.counts, strict=True))
     return 0 < tokens <= min(MAX_TOKENS * rows, rows + pairs // _PAIRS_OF_TOKEN)
-
-
-def _lengths(lists: ChunkLists) -> list[int]:
-    """Tokens that each chunk looks at, its own among them."""
-    return [start + n if n else 0 for start, n in zip(lists.starts, lists.counts, strict=True)]

@@ -84,6 +84,11 @@ class ChunkLists:
     starts: tuple[int, ...]
     counts: tuple[int, ...]
 
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """Tokens that each chunk looks at, its own among them; none if it has no rows."""
+        return tuple(start + n if n else 0 for start, n in zip(self.starts, self.counts, strict=True))
+
 
 @dataclass(frozen=True)
 class PrefillBatch:
@@ -100,7 +105,8 @@ class PrefillBatch:
     num_rows: of the pass's tensors, padding included.
     lists: the same on the host, None where only the device knows. With it nothing waits for the device.
     window: tokens that a row sees at most, the last before it and itself; None for all.
-    begins: whether every chunk begins its request, where only the device knows the chunks; see `from_start`.
+    seen_limit: tokens that all chunks look at together at most, where only the device knows the chunks and the host
+        knows that.
     """
 
     qo_indptr: Tensor
@@ -109,7 +115,7 @@ class PrefillBatch:
     num_rows: int
     lists: ChunkLists | None
     window: int | None = None
-    begins: bool = False
+    seen_limit: int | None = None
 
     @staticmethod
     def from_lists(
@@ -149,11 +155,6 @@ class PrefillBatch:
     def is_padded(self) -> bool:
         """Whether there may be rows that belong to no chunk."""
         return self.lists is None or sum(self.lists.counts) < self.num_rows
-
-    @property
-    def from_start(self) -> bool:
-        """Whether no row sees tokens before its chunk, as far as the host knows."""
-        return self.begins if self.lists is None else not any(self.lists.starts)
 
     def row_chunks(self) -> Tensor:
         """[num_rows] int64: which chunk each row belongs to; C for padding rows."""

@@ -395,20 +395,23 @@ def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_captured_layer_expands_chunks_that_begin_their_requests() -> None:
-    """Only the device knows how long they are; padding chunks and rows among them."""
+@pytest.mark.parametrize("starts,limit", [((0, 0, 0), 80), ((0, 9, 3), 80), ((0, 9, 3), 96)])
+def test_a_captured_layer_expands_chunks(starts: tuple[int, int, int], limit: int) -> None:
+    """Only the device knows what they are, the host how many tokens they look at, at most; padding chunks and rows are
+    among them."""
     torch.manual_seed(10)
     layer, backend = random_attention(24), TritonBackend()
-    counts, num_rows = (37, 30, 1), 80
-    known = PrefillBatch.from_lists((0, 0, 0), counts, random_table([37, 30, 1, 1], 4, 40), num_rows)
-    chunks = dataclasses.replace(known, lists=None, begins=True)
+    counts, num_rows = (37, 30, 1), 72
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    known = PrefillBatch.from_lists(starts, counts, random_table([*lengths, 1], 4, 40), num_rows)
+    chunks = dataclasses.replace(known, lists=None, seen_limit=limit)
     x, angles = torch.randn((num_rows, 32), device=DEVICE), random_angles(num_rows, 16)
     history, results = torch.randn((41, 4, 48), device=DEVICE), []
-    for batch in (chunks, dataclasses.replace(chunks, begins=False)):
+    for batch in (chunks, dataclasses.replace(chunks, seen_limit=None)):
         pool = uniform_pool(1, 40, 4, LatentLayout(32, 16, torch.float32), DEVICE)
         pool.tensors[0][0][0] = history
         context = make_context(pool, {Mode.PREFILL: backend}, None, None, batch)
-        assert (context.expanded is not None) == batch.begins
+        assert (context.expanded is not None) == (batch.seen_limit is not None)
         out = layer._partial_fused(layer.qkv_a(x), angles, context)
         results.append((out[: sum(counts)], pool.tensors[0][0][0, 1:]))
     for ours, theirs in zip(*results, strict=True):
@@ -461,7 +464,7 @@ def test_chunks_are_expanded_where_tokens_are_looked_at_often() -> None:
     assert expanded([0, 0], [0, 0]) is None
     chunks = PrefillBatch.from_lists([0], [512], table)
     assert backend.expand(dataclasses.replace(chunks, lists=None), 16) is None
-    assert backend.expand(dataclasses.replace(chunks, lists=None, begins=True), 16) is not None
+    assert backend.expand(dataclasses.replace(chunks, lists=None, seen_limit=512), 16) is not None
     assert backend.expand(dataclasses.replace(chunks, window=64), 16) is None
     assert TritonBackend(128).expand(chunks, 16) is None, "a row must be computed as in a round"
 

@@ -1,7 +1,5 @@
 """Whether every step that the scheduler may plan has a graph, of the shapes of chains and of trees."""
 
-from dataclasses import replace
-
 import pytest
 
 from workers.config import PLAIN, RoundShape, RoundShapes
@@ -41,22 +39,28 @@ def test_whatever_runs_beside_prompts_is_captured(name: str, max_running: int) -
 
 
 @pytest.mark.parametrize("max_running", [1, 12, 64])
-def test_chunks_that_begin_their_requests_have_graphs_of_their_own_where_they_are_expanded(max_running: int) -> None:
+def test_many_prompt_tokens_are_expanded_by_the_graph_with_room_for_what_they_look_at(max_running: int) -> None:
     shapes, sizes = SHAPES["chains"], bucket_sizes(max_running)
-    keys, plain = GraphKeys(shapes, sizes, TOKEN_BUCKETS, expands=True), GraphKeys(shapes, sizes, TOKEN_BUCKETS)
+    keys, plain = (GraphKeys(shapes, sizes, TOKEN_BUCKETS, expands) for expands in (True, False))
     captured = keys.wanted()
-    assert len(captured) == len(set(captured)) and set(captured) >= set(plain.wanted())
+    assert len(captured) == len(set(captured))
     for count in range(max_running + 1):
         shape = shapes.beside_chunks(count, False)[0] if count else shapes.default
         for tokens in TOKEN_BUCKETS:
-            begun, goes_on = (keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, begins) for begins in (True, False))
-            assert begun in captured and goes_on in captured and goes_on == replace(begun, from_start=False)
-            assert begun.from_start == (tokens >= EXPANDED_TOKENS)
-            assert serves(goes_on, begun) and serves(begun, goes_on) == (begun == goes_on)
-            assert keys.stand_in(begun, captured) == begun and keys.stand_in(goes_on, captured) == goes_on
-            assert plain.of_chunks(shape, count, tokens, CHUNK_NEEDS, True) == goes_on
-            masked = keys.of_chunks(shape, count, tokens, MASKED_CHUNK_NEEDS, True)
-            assert masked in captured and not masked.from_start
+            alone, more, most, too_many = (
+                keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, seen) for seen in (tokens, tokens + 1, 8192, 8193)
+            )
+            absorbed = plain.of_chunks(shape, count, tokens, CHUNK_NEEDS, 8193)
+            assert absorbed is not None and absorbed.seen == 0
+            if tokens < EXPANDED_TOKENS:
+                assert alone == more == most == too_many == absorbed and absorbed in captured
+                continue
+            assert alone in captured and more in captured and more == most and too_many is None
+            assert (alone.seen, more.seen) == (tokens, 8192)
+            assert serves(more, alone) and not serves(alone, more) and not serves(absorbed, alone)
+            assert keys.stand_in(alone, captured) == alone and keys.stand_in(alone, [more]) == more
+            masked = keys.of_chunks(shape, count, tokens, MASKED_CHUNK_NEEDS, 8193)
+            assert masked in captured and masked.seen == 0
 
 
 @pytest.mark.parametrize("name", SHAPES)

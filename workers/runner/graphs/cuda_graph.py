@@ -125,7 +125,7 @@ class GraphedDecoding:
         requests with filters, which many clients send."""
         keys, most = self._keys, self._keys.buckets[-1]
         found = [
-            keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, before == 0)
+            keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
             if tokens
             else keys.of_rounds(shape, count, RANDOM)
             for shape, count, tokens, before in measured
@@ -139,7 +139,7 @@ class GraphedDecoding:
         """Let `ahead` compile what the steps of `keys` launch: a step of each kind, and unless all of their
         kernels are in the disk cache on all ranks of `group`, all others. Nothing runs, on no rank."""
         ordered = [key for key in self._keys.wanted() if key in keys]
-        largest = {(key.tokens > 0, key.from_start): key for key in reversed(ordered)}.values()
+        largest = {(key.tokens > 0, key.seen > 0): key for key in reversed(ordered)}.values()
         for key in largest:
             self._step_capture.rehearse(key, ahead)
         if on_any_rank(ahead.num_missing > 0, group, self._slots.device):

@@ -32,16 +32,16 @@ class SlotInput:
 
 
 class ChunkInput:
-    """Up to `MAX_CHUNKS` prompt chunks with `num_rows` rows together. Each of them may end its prompt, and with
-    `from_start` begins it."""
+    """Up to `MAX_CHUNKS` prompt chunks with `num_rows` rows together. Each of them may end its prompt. seen_limit: see
+    `PrefillBatch`."""
 
-    def __init__(self, num_rows: int, from_start: bool, slots: SlotTable) -> None:
+    def __init__(self, num_rows: int, seen_limit: int | None, slots: SlotTable) -> None:
         device, count = slots.device, MAX_CHUNKS
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._num_rows, self._from_start = num_rows, from_start
+        self._num_rows, self._seen_limit = num_rows, seen_limit
         self._qo_indptr = zeros(torch.int32, count + 1)
         self._starts = zeros(torch.int32, count)
         self._page_table = zeros(torch.int32, count, slots.page_table.shape[1])
@@ -53,7 +53,7 @@ class ChunkInput:
     def chunks(self) -> PromptChunks:
         """These inputs as a batch's chunks; new ones for every run, for a batch keeps what it has computed."""
         batch = PrefillBatch(
-            self._qo_indptr, self._starts, self._page_table, self._num_rows, lists=None, begins=self._from_start
+            self._qo_indptr, self._starts, self._page_table, self._num_rows, lists=None, seen_limit=self._seen_limit
         )
         return PromptChunks(
             batch=batch,
@@ -82,11 +82,11 @@ class ChunkInput:
 
 class StepInput:
     """A whole step: rounds of up to `num_requests`, and with `num_rows` prompt chunks of that many rows together.
-    from_start: of `ChunkInput`."""
+    seen_limit: of `ChunkInput`."""
 
-    def __init__(self, num_requests: int, num_rows: int, from_start: bool, slots: SlotTable) -> None:
+    def __init__(self, num_requests: int, num_rows: int, seen_limit: int | None, slots: SlotTable) -> None:
         self._num_requests = num_requests
-        self._chunks = ChunkInput(num_rows, from_start, slots) if num_rows else None
+        self._chunks = ChunkInput(num_rows, seen_limit, slots) if num_rows else None
         self._padding_slot = slots.padding_slot
         self._slots = SlotInput(num_requests, slots.padding_slot, slots.device)
         entries = num_requests + (MAX_CHUNKS if num_rows else 0)

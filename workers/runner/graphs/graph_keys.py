@@ -7,11 +7,12 @@ are padded to powers of two, greedy ones take the graphs of random ones (0.03 ms
 none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose them. For 64 requests that
 is 14 graphs a shape, beside 43 of plain decoding and of the default each. With prompt chunks there are 72 more of the
 shapes that run beside them and 48 of plain rounds, with grammars 21 of each and 28 with chunks. Of models that keep
-latent rows, many prompt tokens have a second graph, for chunks that begin their requests (`attention.expansion`).
+latent rows many prompt tokens are expanded (`attention.expansion`), by two graphs each: for chunks that look at hardly
+more than themselves, and for others.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from workers.config import FEW_REQUESTS, RoundShapes
 from workers.runner.batch import StepBatch
@@ -20,6 +21,7 @@ from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
 EXPANDED_TOKENS = 768  # from which on chunks cost noticeably less expanded
+EXPANDED_SEEN = 8192  # tokens that chunks of the second graph look at: their keys and values take 0.06 ms a layer
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
 RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
@@ -30,15 +32,15 @@ MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 @dataclass(frozen=True)
 class GraphKey:
     """What one graph serves: batches of up to `bucket` requests in a round that verifies `shape` and drafts
-    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer. from_start: of chunks that
-    begin their requests, expanded."""
+    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer. seen: tokens
+    that these look at together at most, which are expanded; 0: absorbed, of any number."""
 
     shape: int
     next_shape: int
     bucket: int
     needs: SamplingNeeds
     tokens: int = 0
-    from_start: bool = False
+    seen: int = 0
 
 
 def bucket_sizes(max_running: int) -> tuple[int, ...]:
@@ -93,7 +95,8 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
         and captured.bucket >= key.bucket
         and captured.tokens >= key.tokens
         and (captured.tokens > 0) == (key.tokens > 0)
-        and captured.from_start <= key.from_start
+        and captured.seen >= key.seen
+        and (captured.seen > 0) == (key.seen > 0)
         and captured.needs.masked == key.needs.masked
         and captured.needs.covers(key.needs)
     )
@@ -102,7 +105,7 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
 class GraphKeys:
     """Which steps of an engine have graphs. shapes: its rounds'. buckets: numbers of requests in a round, ascending.
     tokens: numbers of prompt tokens in a step, ascending; empty if steps with prompt chunks are not captured.
-    expands: whether chunks that begin their requests are attended to in another form."""
+    expands: whether many prompt tokens are."""
 
     def __init__(
         self, shapes: RoundShapes, buckets: Sequence[int], tokens: Sequence[int], expands: bool = False
@@ -124,13 +127,13 @@ class GraphKeys:
         ]
         always = [key for key in rounds if is_always_captured(key)]
         rare = [key for key in rounds if not is_always_captured(key)]
-        chunks = self._chunk_keys(CHUNK_NEEDS)
-        expanded = [replace(key, from_start=True) for key in chunks if self._is_expanded(key.tokens, key.needs)]
-        return always + expanded + chunks + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
+        return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
 
-    def _is_expanded(self, tokens: int, needs: SamplingNeeds) -> bool:
-        """Whether chunks that begin their requests have a graph of their own."""
-        return self._expands and tokens >= EXPANDED_TOKENS and not needs.masked
+    def _seen_of(self, tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
+        """For how many tokens that they look at steps with so many prompt tokens are captured, ascending."""
+        if not self._expands or tokens < EXPANDED_TOKENS or needs.masked:
+            return (0,)
+        return tuple(sorted({tokens, max(tokens, EXPANDED_SEEN)}))
 
     def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
         """The kinds of sampling that rounds of a shape are captured for."""
@@ -143,13 +146,13 @@ class GraphKeys:
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
         """Steps with prompt chunks: alone, and beside rounds of the shapes that run there. Those with filters serve all
         but penalties and log-probabilities."""
-        sizes = self._tokens_of(needs)
-        alone = [GraphKey(0, self._shapes.default, 0, needs, tokens) for tokens in reversed(sizes)]
+        sizes = [(tokens, seen) for tokens in self._tokens_of(needs) for seen in self._seen_of(tokens, needs)][::-1]
+        alone = [GraphKey(0, self._shapes.default, 0, needs, *size) for size in sizes]
         return [
-            GraphKey(shape, shape, bucket, needs, tokens)
+            GraphKey(shape, shape, bucket, needs, tokens, seen)
             for bucket in reversed(powers_of_two(self.buckets))
             for shape in reversed(self._shapes.beside_chunks(bucket, needs.masked))
-            for tokens in reversed(sizes)
+            for tokens, seen in sizes
             if bucket in self._buckets_beside(tokens, needs)
         ] + alone
 
@@ -181,7 +184,7 @@ class GraphKeys:
         rows = batch.chunks.batch
         if rows.num_chunks > MAX_CHUNKS:
             return None
-        return self.of_chunks(shape, batch.num_requests, rows.num_rows, needs, rows.from_start)
+        return self.of_chunks(shape, batch.num_requests, rows.num_rows, needs, sum(rows.known.seen))
 
     def of_rounds(self, shape: int, num_requests: int, needs: SamplingNeeds) -> GraphKey | None:
         """Of a step without prompt tokens."""
@@ -193,28 +196,29 @@ class GraphKeys:
         return None if bucket is None else GraphKey(shape, shape, bucket, kind)
 
     def of_chunks(
-        self, shape: int, num_requests: int, num_tokens: int, needs: SamplingNeeds, from_start: bool = False
+        self, shape: int, num_requests: int, num_tokens: int, needs: SamplingNeeds, num_seen: int = 0
     ) -> GraphKey | None:
-        """Of a step with so many prompt tokens. shape: verified beside them, and drafted. from_start: of chunks that
-        begin their requests."""
+        """Of a step with so many prompt tokens. shape: verified beside them, and drafted. num_seen: tokens that they
+        look at, if more than themselves."""
         kind = MASKED_CHUNK_NEEDS if needs.masked else CHUNK_NEEDS
         tokens = _fitting(self._tokens_of(kind), num_tokens)
         if tokens is None or not kind.covers(needs):
             return None
         bucket = _fitting((0, *self._buckets_beside(tokens, kind)), num_requests)
-        if bucket is None:
+        all_seen = self._seen_of(tokens, kind)
+        seen = 0 if all_seen == (0,) else _fitting(all_seen, num_seen)
+        if bucket is None or seen is None:
             return None
-        expanded = from_start and self._is_expanded(tokens, kind)
-        return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, expanded)
+        return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, seen)
 
     def stand_in(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
         """The one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
         return min((each for each in captured if serves(each, key)), key=self._work, default=None)
 
-    def _work(self, key: GraphKey) -> tuple[int, bool, int]:
+    def _work(self, key: GraphKey) -> tuple[int, int, int]:
         """What a graph's rows take beside another's that serve the same batch."""
         rows = key.bucket * self._shapes[key.shape].width + key.tokens
-        return rows, not key.from_start, CAPTURED_NEEDS.index(key.needs)
+        return rows, key.seen, CAPTURED_NEEDS.index(key.needs)
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int | None:

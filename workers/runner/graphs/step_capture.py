@@ -91,7 +91,7 @@ class StepCapture:
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
         """The inputs of a step, and a batch of them that runs all that the batches of `key` may need, new for every
         run."""
-        given = StepInput(key.bucket, key.tokens, key.from_start, self._slots)
+        given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots)
         return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
 
     def _try(self, step: Callable[[], StepTensors]) -> tuple[Callable[[], None], StepTensors] | RuntimeError:
@@ -136,4 +136,4 @@ def on_any_rank(flag: bool, group: TPGroup, device: torch.device) -> bool:
 
 def _kind(key: GraphKey) -> GraphKey:
     """The same for all keys that differ in sizes only."""
-    return dataclasses.replace(key, bucket=min(key.bucket, 1), tokens=min(key.tokens, 1))
+    return dataclasses.replace(key, bucket=min(key.bucket, 1), tokens=min(key.tokens, 1), seen=min(key.seen, 1))
