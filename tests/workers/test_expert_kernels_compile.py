@@ -169,9 +169,9 @@ def test_routing_fits_hopper(rows: int, first: int, held: int, tmp_path: Path) -
     check(tmp_path, route._route, {"token_slot_ptr": "i64"}, constants, (4 if listed and rows > 8 else 1, 1), {})
 
 
-@pytest.mark.parametrize("block_m,pairs", [(16, 576), (64, 2304), (64, 73728), (128, 1 << 18)])
+@pytest.mark.parametrize("block_m,pairs", [(16, 576), (16, 2304), (64, 4608), (64, 73728), (128, 1 << 18)])
 def test_ordering_fits_hopper(block_m: int, pairs: int, tmp_path: Path) -> None:
-    chunk, few = order.chunk_of(pairs), pairs <= 1024
+    chunk, few = order.chunk_of(pairs), order.few_of(pairs)
     constants: dict[str, Any] = {
         "EXPERTS": 257,
         "BINS": 512,
@@ -179,7 +179,7 @@ def test_ordering_fits_hopper(block_m: int, pairs: int, tmp_path: Path) -> None:
         "CHUNK": chunk,
         "STEP": min(256, chunk),
     }
-    constants |= {"BLOCKS": 32, "FEW": 1024} | ({"count_ptr": None} if few else {})
+    constants |= {"BLOCKS": 32, "FEW": few} | ({"count_ptr": None} if few else {})
     ptx = check(tmp_path, order._order, {"count_ptr": "i16"}, constants, (8, 1), {})
     if not few:
         assert "ld.global.v4" in ptx, "counts are read in whole vectors"

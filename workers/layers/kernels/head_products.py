@@ -21,6 +21,7 @@ from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows, scale_of, to_fp8
 from workers.layers.rotary import Angles
 
 FEW_ROWS = 16  # of a product, which are then multiplied by more and narrower tiles
+BATCH_ROWS = 512  # those of batches that verify: up to them tiles of 64 rows, which are more programs
 MAX_BYTES_AHEAD = 128 << 10  # of a weight, in registers and then in shared memory
 FIXED_ROWS = 64  # whose tiles are taken for any number of rows where tiles must not depend on it
 
@@ -125,13 +126,16 @@ class ProductBlocks(NamedTuple):
 
 
 def product_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
-    """Few rows: 16 kB of a weight a program, so that the heads of one of eight ranks, 16 of 128, fill an H200. Many:
-    tiles that read neither side more often than the matrix unit has time for."""
+    """Few rows: 16 kB of a weight a program, so that the heads of one of eight ranks, 16 of 128, fill an H200. Of
+    batches: tiles of a head's whole inner side, read before the wait. Many: tiles that read neither side more often
+    than the matrix unit has time for."""
     whole = triton.next_power_of_2(in_features)
     if itemsize == 4:
         return ProductBlocks(16, 16, min(64, whole), whole <= 64, 4)
     if rows <= 4 * FEW_ROWS:
         return ProductBlocks(16 if rows <= FEW_ROWS else 64, max(16, min(128, 8192 // whole)), whole, True, 4)
+    if rows <= BATCH_ROWS and whole <= 128:
+        return ProductBlocks(64, 128, whole, True, 8)
     return ProductBlocks(128, 128, min(64, whole), False, 8)
 
 
@@ -141,6 +145,8 @@ def rounded_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
     ahead = rows <= 4 * FEW_ROWS and in_features * GROUP * itemsize <= MAX_BYTES_AHEAD
     if ahead or itemsize == 4:
         return ProductBlocks(FEW_ROWS, GROUP, min(128, triton.next_power_of_2(in_features)), ahead, 16)
+    if rows <= BATCH_ROWS:
+        return ProductBlocks(64, GROUP, 64, False, 4, stages=6)
     return ProductBlocks(128, GROUP, 64, False, 8)
 
 

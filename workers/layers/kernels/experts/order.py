@@ -17,7 +17,7 @@ from attention.kernels.pdl import pdl_wait, supports_pdl
 _STEP = 256  # pairs that are compared with each other
 _MAX_CHUNKS = 144  # where a chunk may have more pairs than _STEP: each program reads the counts of all
 _BLOCKS = 32  # that a program describes
-_FEW_PAIRS = 1024  # that are counted by every program: a launch costs more
+_FEW_PAIRS = 1024, 4096  # up to so many, which every program counts by itself: a launch costs more
 _FEW_STEP = 64  # of so few
 
 
@@ -166,7 +166,7 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
     num_chunks = triton.cdiv(num_pairs, chunk)
     wait = pdl_wait(supports_pdl(chosen.device))
     counts = None
-    if num_pairs > _FEW_PAIRS:
+    if not few_of(num_pairs):
         counts = torch.empty((num_chunks, bins), dtype=torch.int16, device=chosen.device)
         _count[(num_chunks,)](chosen, counts, num_pairs, BINS=bins, CHUNK=chunk, num_warps=8, **wait)
     _order[(num_chunks + triton.cdiv(blocks, _BLOCKS),)](
@@ -182,16 +182,21 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         CHUNK=chunk,
         STEP=min(_STEP, chunk),
         BLOCKS=_BLOCKS,
-        FEW=_FEW_PAIRS,
+        FEW=few_of(num_pairs),
         num_warps=8,
         **wait,
     )
     return ExpertOrder(pairs, experts, block_m)
 
 
+def few_of(num_pairs: int) -> int:
+    """Places of a program that counts all pairs by itself; 0 where there are too many for that."""
+    return next((few for few in _FEW_PAIRS if num_pairs <= few), 0)
+
+
 def chunk_of(num_pairs: int) -> int:
     """Pairs of a chunk."""
-    if num_pairs <= _FEW_PAIRS:
+    if few_of(num_pairs):
         return _FEW_STEP
     steps = triton.cdiv(num_pairs, _STEP * _MAX_CHUNKS)
     chunk: int = _STEP * triton.next_power_of_2(max(1, steps))
