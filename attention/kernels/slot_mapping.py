@@ -67,7 +67,7 @@ def _prefill_places(
 def decode_places(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """KV positions and the pool's token indices that the rows of `batch` write, [B * R] int64 each."""
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
-    positions, slots = torch.empty((2, batch.num_rows), dtype=torch.int64, device=batch.prefix_len.device).unbind(0)
+    positions, slots = _places(batch.num_rows, batch.prefix_len.device)
     _decode_places[(batch.num_requests,)](
         batch.prefix_len,
         batch.page_table,
@@ -86,7 +86,7 @@ def decode_places(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
 def prefill_places(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """The same for the rows of prompt chunks, [num_rows] int64 each; 0 and 0 for padding rows."""
     assert batch.page_table.stride(1) == 1 and batch.qo_indptr.is_contiguous() and batch.starts.is_contiguous()
-    positions, slots = torch.empty((2, batch.num_rows), dtype=torch.int64, device=batch.starts.device).unbind(0)
+    positions, slots = _places(batch.num_rows, batch.starts.device)
     _prefill_places[(triton.cdiv(batch.num_rows, BLOCK),)](
         batch.qo_indptr,
         batch.starts,
@@ -101,4 +101,10 @@ def prefill_places(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]
         CHUNKS=CHUNKS,
         num_warps=4,
     )
+    return positions, slots
+
+
+def _places(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """To be written, each as aligned as memory is: of other addresses Triton makes other kernels."""
+    positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     return positions, slots

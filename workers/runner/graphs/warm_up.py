@@ -20,9 +20,10 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
     greedy, random = SamplingParams(WARM_UP_TOKENS, 0.0), SamplingParams(WARM_UP_TOKENS, 1.0)
     rest = SamplingParams(WARM_UP_TOKENS, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=1)
     beginning, whole = (Chunk(0, 0, tokens, next_token) for next_token in (1, -1))
+    left = Chunk(0, 0, pack_i32([1]), -1)
     for number, sampling in enumerate((greedy, random, rest)):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
-        chunks = (beginning, whole) if sampling is greedy else (whole,)  # a beginning samples nothing
+        chunks = (beginning, whole, left) if sampling is greedy else (whole,)  # a beginning samples nothing
         plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
         if sampling is not rest:  # its rounds run the same kernels, and would be captured
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]

@@ -36,7 +36,7 @@ from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, SHARED_BYTES
 
 _PARTS_BYTES = 1 << 28  # of the results of each row's each expert that are written at once
 _MAX_HELD = 4  # steps of a down-projection that a program keeps its rows for
-_MOST_BLOCKS = 28  # of columns, for which it keeps them, if its own are short
+_FEWEST_BLOCKS, _MOST_BLOCKS = 8, 28  # of columns, for which it keeps them, if its own are short
 _BEGINNING = 2.5  # of such a program, in blocks
 _MOST_AT_ONCE = 5  # such programs on a multiprocessor, by their registers
 _SUM_COLUMNS = 1024
@@ -106,7 +106,9 @@ def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: Pr
     def time(blocks: int) -> float:
         return math.ceil(row_blocks * columns / blocks / at_once) * (blocks + _BEGINNING)
 
-    return min((n for n in range(1, _MOST_BLOCKS + 1) if columns % n == 0), key=time)
+    numbers = [n for n in range(1, _MOST_BLOCKS + 1) if columns % n == 0]
+    # fewer were not measured to be faster, and each number is a kernel of its own
+    return min([n for n in numbers if n >= _FEWEST_BLOCKS] or numbers[-1:], key=time)
 
 
 def many_row_experts(

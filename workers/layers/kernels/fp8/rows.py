@@ -21,6 +21,7 @@ FP8_MAX = 448.0
 GROUP = 128  # columns of a row that share a scale
 _SMALLEST = 1e-12  # of a scale's dividend, so that rows of zeros stay zeros
 _COLUMNS = 1024  # of a program
+_ALIGNED = 16  # rows, to a multiple of which scales that lie by groups have room: Triton makes one kernel of them all
 
 
 @triton.jit
@@ -114,9 +115,11 @@ class Fp8Rows:
         once."""
         assert not by_group or size % GROUP == 0
         groups = size // GROUP if by_group else 1
-        shape = (groups, rows) if rows_together else (rows, groups)
+        shape = (groups, -(-rows // _ALIGNED) * _ALIGNED) if rows_together else (rows, groups)
         scales = torch.empty(shape, dtype=torch.float32, device=device)
-        return Fp8Rows(torch.empty((rows, size), dtype=FP8, device=device), scales.t() if rows_together else scales)
+        if rows_together:
+            scales = scales[:, :rows].t()
+        return Fp8Rows(torch.empty((rows, size), dtype=FP8, device=device), scales)
 
 
 def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> Fp8Rows:
