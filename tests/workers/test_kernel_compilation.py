@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from attention.backend import NewUnderCaptureError  # noqa: E402
 from workers.layers.kernels import argmax, norm_activation, skinny_gemm, topk  # noqa: E402
 from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, Outcome, compile_job  # noqa: E402
-from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new  # noqa: E402
+from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new, report_compilations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -117,6 +117,25 @@ def test_what_does_not_compile_fails_the_start(driver: Hopper) -> None:
     with pytest.raises(triton.CompilationError, match="no_such_name"):
         ahead.finish()
     ahead.close()
+
+
+def test_a_kernel_that_a_step_waits_for_is_reported(driver: Hopper, caplog: pytest.LogCaptureFixture) -> None:
+    """One that was compiled ahead is not, though a thread compiles it, nor one that is there."""
+    kernel, ahead = kernel_of(driver), CompileAhead(2)
+    report_compilations(True)
+    try:
+        with ahead.rehearsing():
+            launch(kernel, 16)
+        ahead.finish()
+        launch(kernel, 16)
+        assert not caplog.records
+        launch(kernel, 32)
+    finally:
+        report_compilations(False)
+        ahead.close()
+    launch(kernel, 64)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and " s until kernel double was " in record.getMessage()
 
 
 def launch_kernels() -> None:

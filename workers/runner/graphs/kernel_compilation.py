@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 16  # a kernel takes a core for about a second; an engine has about a hundred
 BUSY_S = 0.01  # until what another process compiles is asked for again
+_THREADS = "compile"
 LIMIT_S = 240.0  # for all kernels that are waited for; those that take longer are compiled where they are launched
 
 
@@ -54,7 +55,7 @@ class CompileAhead:
         cores = len(os.sched_getaffinity(0))
         count = processes.count if processes is not None else min(MAX_AT_ONCE, num_threads or cores)
         self._processes = processes
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="compile")
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=_THREADS)
         self._kernels: dict[Hashable, Future[Any]] = {}
         self._finalize: dict[Hashable, Callable[[Any], None]] = {}
         self._has_warned = False
@@ -151,6 +152,23 @@ def nothing_new() -> Iterator[None]:
     forbidden under capture."""
     with _mode(_NothingNew()):
         yield
+
+
+def report_compilations(wanted: bool) -> None:
+    """Whether a warning names each kernel that is compiled or read from the disk where it is launched: once a rank
+    serves, all its requests wait for that."""
+    from triton import knobs
+
+    knobs.compilation.listener = _report if wanted else None
+
+
+def _report(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
+    """Called by Triton after it has compiled, or read."""
+    if not threading.current_thread().name.startswith(_THREADS):  # those compile ahead
+        how = "read from the disk" if cache_hit else "compiled"
+        logger.warning(
+            "a step waited %.2f s until kernel %s was %s: no start asked for it", times.total / 1e6, src.name, how
+        )
 
 
 def read_compiler() -> None:
