@@ -20,7 +20,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ LAYERS = 8  # of which a head captures three
 LATENT_LAYERS = 4  # the last has experts
 STEPS = 40
 PAGE_SIZE = 64
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+RANDOM: dict[str, Any] = {"temperature": 1.0}
+FILTERED = RANDOM | {"top_p": 0.9}
+SAMPLING = GREEDY, RANDOM, FILTERED, FILTERED | {"frequency_penalty": 0.1, "logprobs": 3}  # as steps are captured
 
 
 class _Reader(importlib.machinery.SourceFileLoader):
@@ -173,7 +177,9 @@ def take(model: str, shape: str, steps: int) -> dict[str, Any]:
         choice = random.Random(0)
         for _ in range(steps):
             counts = [_prompt_tokens(choice) for _ in range(choice.choice((1, 1, 2, 4)))]
-            rank.run(choice.choice((0, 0, 1, 3, 7, 20, 41)), counts, choice.choice((0, 0, 64, 100)))
+            rank.run(
+                choice.choice((0, 0, 1, 3, 7, 20, 41)), counts, choice.choice((0, 0, 64, 100)), choice.choice(SAMPLING)
+            )
     return {"start": len(known), "late": sorted(census.late(known))}
 
 
@@ -216,7 +222,7 @@ class Rank:
         and those that are captured."""
         from workers.runner.costs import cost_probe
         from workers.runner.graphs import warm_up
-        from workers.runner.graphs.graph_keys import token_buckets
+        from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
 
         worker, layout = self.worker, self.layout
         for _, plan in warm_up.largest_steps(layout):
@@ -230,27 +236,31 @@ class Rank:
             for point in (point for group in cost_probe.wanted(extent) for point in group.points):
                 probe._pretend(point.num_requests, 0 if point.chunk_tokens else point.context)
                 worker._strategy.step(probe._batch(point))
+        for sampling in SAMPLING:
+            for rounds in bucket_sizes(layout.scheduler.num_slots):
+                self.run(rounds, (), sampling=sampling)
         for rounds in (0, 4, 16, 60):
             for count in buckets:
                 whole, rest = divmod(count, self.longest)
-                self.run(rounds, [self.longest] * whole + [rest] * (rest > 0))
+                self.run(rounds, [self.longest] * whole + [rest] * (rest > 0), sampling=FILTERED)
 
     @property
     def longest(self) -> int:
         """Prompt, in tokens."""
         return int(self.layout.max_model_len) - 128
 
-    def run(self, rounds: int, counts: Sequence[int], begun: int = 0) -> None:
+    def run(self, rounds: int, counts: Sequence[int], begun: int = 0, sampling: Mapping[str, Any] = GREEDY) -> None:
         """A step with so many rounds, and so many tokens of each of some prompts, of which `begun` have been read
-        before. Of several prompts the last goes on after them."""
+        before. Of several prompts the last goes on after them. sampling: of all."""
         from workers.runner.graphs import warm_up
         from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 
         longest, tree = self.layout.max_model_len, self.layout.shapes.default
-        inits, chunks = [], []
+        params, chunks = SamplingParams(8, **sampling), []
+        inits = [SlotInit(slot, begun, begun + 4, longest, params) for slot in range(rounds)]
         for number, count in enumerate(min(count, self.longest) for count in counts):
             ends = number == 0 or number < len(counts) - 1
-            inits.append(SlotInit(rounds + number, begun, begun + count + 4, longest, SamplingParams(8, 0.0)))
+            inits.append(SlotInit(rounds + number, begun, begun + count + 4, longest, params))
             chunks.append(Chunk(rounds + number, begun, pack_i32([1] * count), -1 if ends else 1))
         num_drafting = rounds + sum(chunk.next_token < 0 for chunk in chunks)
         plan = StepPlan(

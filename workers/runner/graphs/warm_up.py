@@ -14,8 +14,9 @@ WARM_UP_TOKENS = 16
 
 def warm_up(worker: Worker, layout: EngineLayout) -> None:
     """Run each kind of step once, so that the first request compiles nothing and what cannot run fails the start: a
-    chunk that ends no prompt, a prompt and a round of every shape, greedy and random, and a prompt's first token with
-    filters, penalties and log-probabilities. Slot 0 has no pages: all KV lands on the dummy page."""
+    chunk that ends no prompt, a prompt, one token that is left of one, a round of every shape, greedy and random, and a
+    prompt's first token with filters, penalties and log-probabilities. Slot 0 has no pages: all KV lands on the dummy
+    page."""
     tokens = pack_i32([1] * WARM_UP_TOKENS)
     greedy, random = SamplingParams(WARM_UP_TOKENS, 0.0), SamplingParams(WARM_UP_TOKENS, 1.0)
     rest = SamplingParams(WARM_UP_TOKENS, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=1)
