@@ -1,6 +1,6 @@
 """Which kernels an engine asks Triton for in its start, and which only later, found out without a GPU.
 
-    python -m tests.support.kernel_census dsv3-rank chain [--steps 60]
+    python -m tests.support.kernel_census dsv3-rank chain [--steps 40]
 
 A rank of a real model's sizes, with few layers, is built as for an H200 and takes steps whose tensors have no memory
 (torch's fake tensors); kernels are neither compiled nor launched. Triton asks for a kernel for each set of types,
@@ -43,7 +43,7 @@ NUMPY = {torch.bool: np.bool_, torch.int32: np.int32, torch.int64: np.int64, tor
 LAYERS = 8  # of which a head captures three
 LATENT_LAYERS = 4  # the last has experts
 STEPS = 40
-PAGE_SIZE = 64
+MANY_PAGES = 1 << 20
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 RANDOM: dict[str, Any] = {"temperature": 1.0}
 FILTERED = RANDOM | {"top_p": 0.9}
@@ -165,7 +165,7 @@ def take(model: str, shape: str, steps: int) -> dict[str, Any]:
     """What `main` prints."""
     import triton
 
-    from tests.workers.test_kernel_compilation import Hopper
+    from tests.support.triton_driver import Hopper
     from workers.runner.graphs.kernel_compilation import _mode, _Unlaunched
 
     triton.runtime.driver._active = Hopper()
@@ -193,6 +193,7 @@ class Rank:
 
     worker: Any
     layout: Any
+    page_size: int
 
     @staticmethod
     def built(model: str, shape: str) -> "Rank":
@@ -215,7 +216,7 @@ class Rank:
             source = dataclasses.replace(spec.worker.model, device="cpu", dtype="bfloat16")
             worker = dataclasses.replace(spec.worker, model=source, measure_costs=False)
             rank = build.build_rank(worker, plan_layout(dataclasses.replace(spec, worker=worker)), 0, "")
-        return Rank(rank.worker, rank.layout)
+        return Rank(rank.worker, rank.layout, worker.cache.page_size)
 
     def start(self) -> None:
         """What a start on a GPU runs beside what `built` has run: the largest steps, those whose costs are measured,
@@ -228,10 +229,9 @@ class Rank:
         for _, plan in warm_up.largest_steps(layout):
             warm_up.run(worker, plan)
         buckets = token_buckets(layout.scheduler.step_token_limit)
-        extent = cost_probe.probe_extent(layout, PAGE_SIZE, buckets, worker._slots.device)
-        extent = dataclasses.replace(extent, num_kv_tokens=cost_probe.KV_TOKENS["cuda"], growth=2)
-        roomy, timer = layout.with_pages(extent.num_kv_tokens), cost_probe.Timer(torch.device("cpu"))
-        probe = cost_probe.CostProbe(worker._strategy, worker._slots, worker._group, roomy, PAGE_SIZE, timer)
+        roomy, timer = layout.with_pages(MANY_PAGES), cost_probe.Timer(torch.device("cpu"))
+        extent = cost_probe.probe_extent(roomy, self.page_size, buckets, torch.device("cuda"))
+        probe = cost_probe.CostProbe(worker._strategy, worker._slots, worker._group, roomy, self.page_size, timer)
         with torch.inference_mode():
             for point in (point for group in cost_probe.wanted(extent) for point in group.points):
                 probe._pretend(point.num_requests, 0 if point.chunk_tokens else point.context)

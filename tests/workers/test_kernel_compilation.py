@@ -20,43 +20,14 @@ import torch
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from attention.backend import NewUnderCaptureError  # noqa: E402
+from tests.support.triton_driver import Hopper  # noqa: E402
 from workers.layers.kernels import argmax, norm_activation, skinny_gemm, topk  # noqa: E402
 from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, Outcome, compile_job  # noqa: E402
 from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new, report_compilations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-
-
-class Hopper:
-    """Stands for Triton's driver of an H200: notes which kernels are loaded and launched."""
-
-    def __init__(self) -> None:
-        self.loaded: list[str] = []
-        self.launched: list[tuple[int, ...]] = []
-        self.utils = self
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448}
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[object, ...]:
-        assert binary, "the kernel was not assembled"
-        self.loaded.append(name)
-        return object(), object(), 32, 0, 1024
-
-    def launcher_cls(self, source: object, metadata: object) -> Any:
-        return lambda *arguments: self.launched.append(arguments[:3])
 
 
 @pytest.fixture

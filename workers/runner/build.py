@@ -92,7 +92,6 @@ def build_rank(
     eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars)
     graphed = None
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
-        _report_compilations(False)  # of an engine before this one
         graphed = _graphed(strategy, parts, with_chunks=not deterministic and chunks_on_device(backends, others))
         phases.done(_compile_ahead(graphed, parts, compilers))
     parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured, phases.done)
@@ -117,7 +116,9 @@ def build_rank(
         built.costs = probe_costs(graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens)
         phases.done("costs measured")
     if graphed is not None:
-        _report_compilations(True)
+        from workers.runner.graphs.kernel_compilation import report_compilations
+
+        report_compilations(True)
     return BuiltRank(built, parts.layout, use)
 
 
@@ -232,8 +233,9 @@ def _first_graphs(graphed: "GraphedDecoding", parts: EngineParts) -> frozenset["
 
 def _compile_ahead(graphed: "GraphedDecoding", parts: EngineParts, compilers: "CompileProcesses | None") -> str:
     """Compile kernels on all cores before steps would compile them one after the other; how many."""
-    from workers.runner.graphs.kernel_compilation import CompileAhead
+    from workers.runner.graphs.kernel_compilation import CompileAhead, report_compilations
 
+    report_compilations(False)  # of an engine before this one
     ahead = CompileAhead(processes=compilers)
     try:
         graphed.rehearse(_first_graphs(graphed, parts), ahead, parts.group)
@@ -243,12 +245,6 @@ def _compile_ahead(graphed: "GraphedDecoding", parts: EngineParts, compilers: "C
         ahead.close()
     torch.cuda.empty_cache()  # of the rehearsals' graphs, before anything is measured
     return f"{ahead.num_kernels} kernels ready"
-
-
-def _report_compilations(wanted: bool) -> None:
-    from workers.runner.graphs.kernel_compilation import report_compilations
-
-    report_compilations(wanted)
 
 
 class _Phases:

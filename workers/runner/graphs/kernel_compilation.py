@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 16  # a kernel takes a core for about a second; an engine has about a hundred
 BUSY_S = 0.01  # until what another process compiles is asked for again
-_THREADS = "compile"
+_THREADS = "compile"  # how the names of those begin that compile ahead
 LIMIT_S = 240.0  # for all kernels that are waited for; those that take longer are compiled where they are launched
 
 
@@ -164,7 +164,7 @@ def report_compilations(wanted: bool) -> None:
 
 def _report(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
     """Called by Triton after it has compiled, or read."""
-    if not threading.current_thread().name.startswith(_THREADS):  # those compile ahead
+    if not threading.current_thread().name.startswith(_THREADS):
         how = "read from the disk" if cache_hit else "compiled"
         logger.warning(
             "a step waited %.2f s until kernel %s was %s: no start asked for it", times.total / 1e6, src.name, how

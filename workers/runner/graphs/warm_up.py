@@ -14,17 +14,17 @@ WARM_UP_TOKENS = 16
 
 def warm_up(worker: Worker, layout: EngineLayout) -> None:
     """Run each kind of step once, so that the first request compiles nothing and what cannot run fails the start: a
-    chunk that ends no prompt, a prompt, one token that is left of one, a round of every shape, greedy and random, and a
-    prompt's first token with filters, penalties and log-probabilities. Slot 0 has no pages: all KV lands on the dummy
-    page."""
+    chunk that ends no prompt, a prompt and a round of every shape, greedy and random, and a prompt's first token with
+    filters, penalties and log-probabilities, which runs without a graph, after one token too. Slot 0 has no pages: all
+    KV lands on the dummy page."""
     tokens = pack_i32([1] * WARM_UP_TOKENS)
     greedy, random = SamplingParams(WARM_UP_TOKENS, 0.0), SamplingParams(WARM_UP_TOKENS, 1.0)
     rest = SamplingParams(WARM_UP_TOKENS, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=1)
     beginning, whole = (Chunk(0, 0, tokens, next_token) for next_token in (1, -1))
-    left = Chunk(0, 0, pack_i32([1]), -1)
-    for number, sampling in enumerate((greedy, random, rest)):
+    single = Chunk(0, 0, pack_i32([1]), -1)
+    kinds = (greedy, (beginning, whole)), (random, (whole,)), (rest, (whole, single))  # a beginning samples nothing
+    for number, (sampling, chunks) in enumerate(kinds):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
-        chunks = (beginning, whole, left) if sampling is greedy else (whole,)  # a beginning samples nothing
         plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
         if sampling is not rest:  # its rounds run the same kernels, and would be captured
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]

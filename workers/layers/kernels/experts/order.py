@@ -165,8 +165,8 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
     bins, chunk = max(32, triton.next_power_of_2(num_experts)), chunk_of(num_pairs)
     num_chunks = triton.cdiv(num_pairs, chunk)
     wait = pdl_wait(supports_pdl(chosen.device))
-    counts = None
-    if not few_of(num_pairs):
+    counts, few = None, few_of(num_pairs)
+    if not few:
         counts = torch.empty((num_chunks, bins), dtype=torch.int16, device=chosen.device)
         _count[(num_chunks,)](chosen, counts, num_pairs, BINS=bins, CHUNK=chunk, num_warps=8, **wait)
     _order[(num_chunks + triton.cdiv(blocks, _BLOCKS),)](
@@ -182,7 +182,7 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         CHUNK=chunk,
         STEP=min(_STEP, chunk),
         BLOCKS=_BLOCKS,
-        FEW=few_of(num_pairs),
+        FEW=few,
         num_warps=8,
         **wait,
     )

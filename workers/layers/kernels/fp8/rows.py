@@ -115,7 +115,7 @@ class Fp8Rows:
         once."""
         assert not by_group or size % GROUP == 0
         groups = size // GROUP if by_group else 1
-        shape = (groups, -(-rows // _ALIGNED) * _ALIGNED) if rows_together else (rows, groups)
+        shape = (groups, triton.cdiv(rows, _ALIGNED) * _ALIGNED) if rows_together else (rows, groups)
         scales = torch.empty(shape, dtype=torch.float32, device=device)
         if rows_together:
             scales = scales[:, :rows].t()
