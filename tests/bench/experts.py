@@ -156,8 +156,9 @@ class Pass:
         """Before `gates` and `downs`."""
         self.all_routed = [self._route(layer, one) for layer, one in zip(self.layers, self.all_logits, strict=True)]
         if self.rows > MAX_FEW_ROWS:
-            num, block_m = self.layers[0].weights.num_experts, self.tiles.block_m
-            self.orders = [order_by_expert(routed.chosen, num, block_m) for routed in self.all_routed]
+            weights, block_m = self.layers[0].weights, self.tiles.block_m
+            num, shared = weights.num_experts, weights.num_shared
+            self.orders = [order_by_expert(routed.chosen, num, block_m, shared) for routed in self.all_routed]
         self.gates()
 
     def gates(self) -> None:

@@ -9,13 +9,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.experts import experts_one_by_one  # noqa: E402
 from workers.layers.kernels.experts import many_rows as many_row_module  # noqa: E402
 from workers.layers.kernels.experts import order as expert_order  # noqa: E402
 from workers.layers.kernels.experts.few_rows import few_row_experts  # noqa: E402
 from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles  # noqa: E402
-from workers.layers.kernels.experts.order import max_blocks, order_by_expert  # noqa: E402
+from workers.layers.kernels.experts.order import block_of_program, max_blocks, order_by_expert  # noqa: E402
 from workers.layers.kernels.experts.route import MAX_LISTED, NOBODY, Routed, route  # noqa: E402
 from workers.layers.kernels.experts.router_gemm import router_gemm, router_tiles  # noqa: E402
 from workers.layers.kernels.experts.weights import (  # noqa: E402
@@ -134,33 +137,35 @@ def test_a_row_of_nan_lists_experts_that_there_are(spoilt: int) -> None:
     assert all(0 <= expert < 13 for expert in used[:count])
 
 
-def check_order(chosen: Tensor, num_experts: int, block_m: int) -> None:
-    order = order_by_expert(chosen.to(DEVICE), num_experts, block_m)
+def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> None:
+    order = order_by_expert(chosen.to(DEVICE), num_experts, block_m, num_shared)
     pairs, experts = order.pairs.cpu().view(-1, block_m), order.experts.cpu()
     assert len(experts) == max_blocks(chosen.numel(), num_experts, block_m)
     live = (chosen.flatten() != NOBODY).nonzero().flatten()
     ordered = live[torch.sort(chosen.flatten()[live], stable=True).indices]
     counts = torch.bincount(chosen.flatten()[live], minlength=num_experts)
     num_blocks = (counts + block_m - 1) // block_m
-    used = torch.arange(num_experts).repeat_interleave(num_blocks)
+    numbers = torch.arange(num_experts).roll(num_shared)  # shared experts first
+    used = numbers.repeat_interleave(num_blocks[numbers])
     assert experts.tolist() == used.tolist() + [NOBODY] * (len(experts) - len(used))
     for expert, mine in enumerate(ordered.split(counts.tolist())):
         expected = mine.tolist() + [NOBODY] * (-len(mine) % block_m)
         assert pairs[experts == expert].flatten().tolist() == expected
 
 
+@pytest.mark.parametrize("num_shared", [0, 2])
 @pytest.mark.parametrize(("block_m", "rows"), [(16, 1), (16, 41), (64, 41), (64, 1500)])
-def test_pairs_are_ordered_by_expert(block_m: int, rows: int) -> None:
+def test_pairs_are_ordered_by_expert(block_m: int, rows: int, num_shared: int) -> None:
     """Of few rows by one launch, of many by two."""
     chosen = torch.randint(-1, 6, (rows, 3), generator=torch.Generator().manual_seed(block_m), dtype=torch.int32)
     chosen[chosen == 4] = NOBODY  # nobody's expert
-    check_order(chosen, 7, block_m)
+    check_order(chosen, 7, block_m, num_shared)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1100, 1), (300, 9)])
 @pytest.mark.parametrize("expert", [0, 256, NOBODY])
 def test_pairs_of_one_expert_and_of_none_are_ordered(shape: tuple[int, int], expert: int) -> None:
-    check_order(torch.full(shape, expert, dtype=torch.int32), 257, 64)
+    check_order(torch.full(shape, expert, dtype=torch.int32), 257, 64, num_shared=1)
 
 
 @pytest.mark.parametrize("most", [1, 3, 200])
@@ -170,7 +175,29 @@ def test_pairs_are_ordered_in_chunks_of_any_size(most: int, monkeypatch: pytest.
     monkeypatch.setattr(expert_order, "_MAX_CHUNKS", most)
     chosen = torch.randint(0, 256, (613, 9), generator=torch.Generator().manual_seed(most), dtype=torch.int32)
     chosen[:, 8], chosen[500:] = 256, NOBODY
-    check_order(chosen, 257, 128)
+    check_order(chosen, 257, 128, num_shared=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _blocks_of_programs(out_ptr, shared, every):  # type: ignore[no-untyped-def]
+    tl.store(out_ptr + tl.program_id(0), block_of_program(tl.program_id(0), shared, every))
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize(("rows", "slots", "num_shared"), [(1, 4, 3), (5, 3, 0), (256, 9, 1), (130, 6, 2)])
+def test_every_block_has_a_program_and_shared_experts_are_spread(
+    rows: int, slots: int, num_shared: int, block_m: int
+) -> None:
+    chosen = torch.full((rows, slots), NOBODY, dtype=torch.int32, device=DEVICE)
+    order = order_by_expert(chosen, 256 + num_shared, block_m, num_shared)
+    assert order.shared == num_shared * -(-rows // block_m)
+    out = torch.empty_like(order.experts)
+    _blocks_of_programs[(len(out),)](out, order.shared, order.every)
+    assert sorted(out.tolist()) == list(range(len(out)))
+    programs = [program for program, block in enumerate(out.tolist()) if block < order.shared]
+    assert programs == [order.every * i for i in range(order.shared)]
+    if rows == 256 and block_m == 16:  # over the 272 blocks of rows that choose evenly, the last of them excepted
+        assert 230 <= programs[-1] <= 262
 
 
 @pytest.mark.gpu
@@ -178,7 +205,7 @@ def test_pairs_are_ordered_in_chunks_of_any_size(most: int, monkeypatch: pytest.
 def test_pairs_of_prompts_are_ordered_by_expert(rows: int) -> None:
     chosen = torch.randint(0, 256, (rows, 9), generator=torch.Generator().manual_seed(rows), dtype=torch.int32)
     chosen[:, 8], chosen[rows - 5 :] = 256, NOBODY
-    check_order(chosen, 257, 64)
+    check_order(chosen, 257, 64, num_shared=1)
 
 
 def weights_of(kind: str, num_experts: int, num_shared: int, seed: int) -> tuple[ExpertWeights, Tensor, Tensor]:

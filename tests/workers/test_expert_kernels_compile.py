@@ -174,6 +174,7 @@ def test_ordering_fits_hopper(block_m: int, pairs: int, tmp_path: Path) -> None:
     chunk, few = order.chunk_of(pairs), order.few_of(pairs)
     constants: dict[str, Any] = {
         "EXPERTS": 257,
+        "SHARED": 1,
         "BINS": 512,
         "BLOCK_M": block_m,
         "CHUNK": chunk,

@@ -177,6 +177,8 @@ def test_tiles_of_many_rows_fit_the_workspace(n: int, k: int) -> None:
         if tiles.splits > 1:
             count = tiles.count(rows, n)
             assert count <= tickets and count * tiles.splits * tiles.block_m * tiles.block_n <= cells
+        at_once = SHARED_BYTES // (tiles.stages * (tiles.block_m + tiles.block_n) * GROUP)
+        assert at_once == 1 or tiles.count(rows, n) * tiles.splits > MULTIPROCESSORS, "two on one, and none on another"
 
 
 @pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])

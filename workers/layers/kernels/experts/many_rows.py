@@ -128,7 +128,7 @@ def many_row_experts(
     if rows == 0:
         return out
     assert out.shape == (rows, weights.size) and out.is_contiguous()
-    order = order_by_expert(chosen, weights.num_experts, tiles.block_m)
+    order = order_by_expert(chosen, weights.num_experts, tiles.block_m, weights.num_shared)
     inner = inner_rows(x, order, weights, tiles, slots)
     return down_projected(inner, chosen, weight, order, weights, tiles, out)
 
@@ -194,6 +194,8 @@ def inner_rows(
         factors,
         order.pairs,
         order.experts,
+        order.shared,
+        order.every,
         0 if x_scales is None else x_scales.stride(0),
         0 if x_scales is None else x_scales.stride(1),
         WIDTH=width,
@@ -249,6 +251,8 @@ def down_projections(
         weight,
         order.pairs,
         order.experts,
+        order.shared,
+        order.every,
     )
     assert down.splits == 1 and span % (down.block_n * down.blocks) == 0
     grid = (span // (down.block_n * down.blocks), order.experts.shape[0])

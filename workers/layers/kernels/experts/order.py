@@ -3,6 +3,9 @@
 
 A stable counting sort, parallel over chunks of pairs: each chunk's pairs of each expert are counted, then each chunk
 finds its pairs' places by the counts of the chunks before it. Of few pairs every program counts all by itself.
+
+Blocks of shared experts come first, and programs take one of them after every few others (`block_of_program`). All but
+one find their weights in L2, and are done soon: among themselves, or as the last ones, they would let memory rest.
 """
 
 from dataclasses import dataclass
@@ -82,13 +85,26 @@ def _place_pairs(
 
 @triton.jit
 def _describe_blocks(
-    pair_ptr, expert_ptr, ends, pair_ends, first, max_blocks, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr
+    pair_ptr,
+    expert_ptr,
+    ends,
+    pair_ends,
+    is_shared,
+    shared_blocks,
+    first,
+    max_blocks,
+    ROUTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """Whose blocks first .. first + BLOCKS - 1 are, and nobody in their free places. ends, pair_ends: [BINS], where
     each expert's blocks and pairs end."""
     block = first + tl.arange(0, BLOCKS)
     is_used = block < tl.max(ends, 0)
-    expert = tl.where(is_used, tl.sum((ends[:, None] <= block[None, :]).to(tl.int32), 0), -1)
+    of_shared = block < shared_blocks
+    passed = (ends[:, None] <= block[None, :]) & (is_shared[:, None] == of_shared[None, :])
+    expert = tl.sum(passed.to(tl.int32), 0) + tl.where(of_shared, ROUTED, 0)
+    expert = tl.where(is_used, expert, -1)
     tl.store(expert_ptr + block, expert, mask=block < max_blocks)
     end = tl.gather(pair_ends, tl.maximum(expert, 0), 0)
     place = block[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -106,6 +122,7 @@ def _order(
     num_pairs,
     max_blocks,
     EXPERTS: tl.constexpr,
+    SHARED: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -125,13 +142,27 @@ def _order(
     else:
         counts, before = _table_sums(count_ptr, chunk, num_chunks, EXPERTS, BINS)
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(blocks, 0)
+    is_shared = tl.arange(0, BINS) >= EXPERTS - SHARED
+    shared_blocks = tl.sum(tl.where(is_shared, blocks, 0), 0)
+    ends = tl.cumsum(blocks, 0) + shared_blocks - tl.where(is_shared, tl.sum(blocks, 0), 0)
     firsts = (ends - blocks) * BLOCK_M
     if chunk < num_chunks:
         _place_pairs(chosen_ptr, pair_ptr, firsts + before, chunk * CHUNK, num_pairs, BINS, CHUNK, STEP)
     else:
         first = (chunk - num_chunks) * BLOCKS
-        _describe_blocks(pair_ptr, expert_ptr, ends, firsts + counts, first, max_blocks, BLOCK_M, BLOCKS)
+        _describe_blocks(
+            pair_ptr, expert_ptr, ends, firsts + counts, is_shared, shared_blocks, first, max_blocks,
+            EXPERTS - SHARED, BLOCK_M, BLOCKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def block_of_program(program, shared, every):
+    """Which block of an `ExpertOrder` a program takes: one of the first `shared` after every `every` - 1 others, while
+    there are any."""
+    turn = program // every
+    is_first = (program % every == 0) & (turn < shared)
+    return tl.where(is_first, turn, shared + program - tl.minimum(turn + 1, shared))
 
 
 @dataclass(frozen=True)
@@ -140,12 +171,17 @@ class ExpertOrder:
 
     pairs: [blocks * block_m] int32, row * slots + slot; NOBODY (`workers.layers.kernels.experts.route`) where a block
         has fewer. Of blocks without an expert nothing is written.
-    experts: [blocks] int32, whose block it is, ascending; NOBODY after the last.
+    experts: [blocks] int32, whose block it is: first those of shared experts, then those of the others, both ascending;
+        NOBODY after the last.
+    shared: how many of the first blocks may be shared experts'.
+    every: at how many programs' distance these are taken.
     """
 
     pairs: Tensor
     experts: Tensor
     block_m: int
+    shared: int
+    every: int
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -153,8 +189,9 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
-def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrder:
-    """chosen: [rows, slots] int32, contiguous, NOBODY for padding rows. An expert's pairs stay in their order.
+def order_by_expert(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> ExpertOrder:
+    """chosen: [rows, slots] int32, contiguous, NOBODY for padding rows. num_shared: of the experts, the last ones. An
+    expert's pairs stay in their order.
 
     Reference: `torch.sort(chosen.flatten(), stable=True)`.
     """
@@ -177,6 +214,7 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         num_pairs,
         blocks,
         EXPERTS=num_experts,
+        SHARED=num_shared,
         BINS=bins,
         BLOCK_M=block_m,
         CHUNK=chunk,
@@ -186,7 +224,9 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         num_warps=8,
         **wait,
     )
-    return ExpertOrder(pairs, experts, block_m)
+    shared = num_shared * triton.cdiv(chosen.shape[0], block_m)
+    usual = max(min(num_experts, num_pairs), num_pairs // block_m)  # blocks, when rows choose evenly
+    return ExpertOrder(pairs, experts, block_m, shared, max(1, usual // max(1, shared)))
 
 
 def few_of(num_pairs: int) -> int:

@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 
 from workers.layers.kernels.experts.gate_products import add_gates, scales_of_gates, times_channels
+from workers.layers.kernels.experts.order import block_of_program
 from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shared", "every"])
 def gate_up_of_short_blocks(
     x_ptr,
     w_desc,
@@ -19,6 +20,8 @@ def gate_up_of_short_blocks(
     hidden_scales_ptr,
     pair_ptr,
     expert_ptr,
+    shared,
+    every,
     row_step,
     group_step,
     WIDTH: tl.constexpr,
@@ -36,7 +39,7 @@ def gate_up_of_short_blocks(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block, tile = tl.program_id(0), tl.program_id(1)
+    block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, every)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
@@ -74,7 +77,7 @@ def gate_up_of_short_blocks(
         tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], hidden.to(hidden_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shared", "every"])
 def down_of_short_blocks(
     hidden_desc,
     w_desc,
@@ -84,6 +87,8 @@ def down_of_short_blocks(
     weight_ptr,
     pair_ptr,
     expert_ptr,
+    shared,
+    every,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -100,7 +105,8 @@ def down_of_short_blocks(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    start, tile = tl.program_id(0) * (BLOCKS * BLOCK_N), tl.program_id(1)
+    start = tl.program_id(0) * (BLOCKS * BLOCK_N)
+    tile = block_of_program(tl.program_id(1), shared, every)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return

@@ -9,12 +9,13 @@ next are on their way while one is multiplied and written.
 import triton
 import triton.language as tl
 
+from workers.layers.kernels.experts.order import block_of_program
 from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 
 MIN_ROWS = 64  # of a block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shared", "every"])
 def gate_up_of_tall_blocks(
     x_ptr,
     w_desc,
@@ -24,6 +25,8 @@ def gate_up_of_tall_blocks(
     hidden_scales_ptr,
     pair_ptr,
     expert_ptr,
+    shared,
+    every,
     row_step,
     group_step,
     WIDTH: tl.constexpr,
@@ -42,7 +45,7 @@ def gate_up_of_tall_blocks(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block, tile = tl.program_id(0), tl.program_id(1)
+    block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, every)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
@@ -104,7 +107,7 @@ def gate_up_of_tall_blocks(
         tl.store(to, hidden.to(hidden_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "shared", "every"])
 def down_of_tall_blocks(
     hidden_desc,
     w_desc,
@@ -114,6 +117,8 @@ def down_of_tall_blocks(
     weight_ptr,
     pair_ptr,
     expert_ptr,
+    shared,
+    every,
     first,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
@@ -133,7 +138,8 @@ def down_of_tall_blocks(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    start, tile = tl.program_id(0) * (BLOCKS * BLOCK_N), tl.program_id(1)
+    start = tl.program_id(0) * (BLOCKS * BLOCK_N)
+    tile = block_of_program(tl.program_id(1), shared, every)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return

@@ -172,9 +172,11 @@ def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
     small, narrow, wide = WIDE_TILES
     twice = 2 * MULTIPROCESSORS
     if small.count(rows, n) <= twice and (rows <= MAX_ROWS or small.count(rows, n) > MULTIPROCESSORS and rows <= 256):
-        return _split(small, rows, n, k, twice)
+        return _spread(_split(small, rows, n, k, twice), rows, n)
     fewer_waves = triton.cdiv(narrow.count(rows, n), twice) < triton.cdiv(wide.count(rows, n), MULTIPROCESSORS)
-    return _split(narrow, rows, n, k, MULTIPROCESSORS) if rows <= 512 or fewer_waves else wide
+    if rows <= 512 or fewer_waves:
+        return _spread(_split(narrow, rows, n, k, MULTIPROCESSORS), rows, n)
+    return wide
 
 
 def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
@@ -183,6 +185,16 @@ def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8
     while 2 * splits * count <= programs and groups % (2 * splits) == 0 and groups >= 20 * splits:
         splits *= 2
     return replace(tiles, splits=splits)
+
+
+def _spread(tiles: Fp8WideTiles, rows: int, n: int) -> Fp8WideTiles:
+    """With as many stages that a multiprocessor has room for one program, where there are no more programs than
+    multiprocessors. They begin where programs of the kernel before have ended, and where there is room for two, two do
+    while another multiprocessor, which ends a little later, gets none."""
+    if tiles.count(rows, n) * tiles.splits > MULTIPROCESSORS:
+        return tiles
+    stage_bytes = (tiles.block_m + tiles.block_n) * GROUP
+    return replace(tiles, stages=max(tiles.stages, SHARED_BYTES // 2 // stage_bytes + 1))
 
 
 def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
