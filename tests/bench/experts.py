@@ -119,28 +119,30 @@ class Pass:
         self.inputs = quantize_rows(self.x, by_group=True) if self.model.fp8 else self.x
         self.out = torch.empty_like(self.x)
         self.all_logits = [layer.logits(rows) for layer in layers]
-        needs = [(0, 1)]
+        needs = [(0, layers[0].weights.num_experts)]
         if rows <= MAX_FEW_ROWS:
             needs.append(partial_sizes(rows, sizes, self.tiles))
         cells, tickets = (max(each) for each in zip(*needs, strict=True))
         self.workspace = Workspace.of_size(cells, tickets, torch.device("cuda"))
+        self.other_tickets = torch.zeros_like(self.workspace.tickets)
         self.all_routed: list[Routed] = []
         self.orders: list[ExpertOrder] = []
         self.inners: list[InnerRows] = []
 
-    def _route(self, layer: Layer, logits: Tensor) -> Routed:
+    def _route(self, layer: Layer, logits: Tensor, tickets: Tensor | None = None) -> Routed:
+        """tickets: for who does not multiply by experts after it, which puts zeros there."""
         router = RouterLogits(logits, layer.bias, self.model.routing)
-        return route(router, self.model.num_shared, self.workspace.tickets)
+        return route(router, self.model.num_shared, self.workspace.tickets if tickets is None else tickets)
 
     def _multiply(self, layer: Layer, routed: Routed, inputs: object) -> None:
         if self.rows <= MAX_FEW_ROWS:
             few_row_experts(inputs, routed, layer.weights, self.workspace, self.tiles, self.out)  # type: ignore[arg-type]
         else:
-            many_row_experts(inputs, routed.chosen, routed.weight, layer.weights, self.tiles, self.out)  # type: ignore[arg-type]
+            many_row_experts(inputs, routed, layer.weights, self.tiles, self.out)  # type: ignore[arg-type]
 
     def routing(self) -> None:
         for layer, logits in zip(self.layers, self.all_logits, strict=True):
-            self._route(layer, logits)
+            self._route(layer, logits, self.other_tickets)
 
     def experts(self) -> None:
         for layer, logits in zip(self.layers, self.all_logits, strict=True):
@@ -154,11 +156,14 @@ class Pass:
 
     def prepare(self) -> None:
         """Before `gates` and `downs`."""
-        self.all_routed = [self._route(layer, one) for layer, one in zip(self.layers, self.all_logits, strict=True)]
+        self.all_routed = [
+            self._route(layer, one, torch.zeros_like(self.other_tickets))
+            for layer, one in zip(self.layers, self.all_logits, strict=True)
+        ]
         if self.rows > MAX_FEW_ROWS:
             weights, block_m = self.layers[0].weights, self.tiles.block_m
             num, shared = weights.num_experts, weights.num_shared
-            self.orders = [order_by_expert(routed.chosen, num, block_m, shared) for routed in self.all_routed]
+            self.orders = [order_by_expert(routed, num, block_m, shared) for routed in self.all_routed]
         self.gates()
 
     def gates(self) -> None:
@@ -179,12 +184,15 @@ class Pass:
                 few.down_projected(inner, routed, weights, self.workspace, tiles, self.out)
             else:
                 order = self.orders[i]
-                many.down_projected(inner, routed.chosen, routed.weight, order, weights, tiles, self.out)
+                many.down_projected(inner, routed, order, weights, tiles, self.out)
 
     def distinct(self) -> float:
         """Experts that some row goes to, in the mean of the layers."""
-        found = [self._route(layer, logits).chosen for layer, logits in zip(self.layers, self.all_logits, strict=True)]
-        return sum(int(chosen.unique().numel()) for chosen in found) / len(found)
+        chosen = (
+            self._route(layer, logits, torch.zeros_like(self.other_tickets)).chosen
+            for layer, logits in zip(self.layers, self.all_logits, strict=True)
+        )
+        return sum(int(one.unique().numel()) for one in chosen) / len(self.layers)
 
 
 def table(rows: int, sizes: ExpertSizes) -> ExpertTiles:

@@ -48,8 +48,8 @@ SMALL = Routing(12, 3, "sigmoid", 4, 2, 2, has_bias=True, normalise=True, scale=
 PAGE = 16
 
 
-def ticket() -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=DEVICE)
+def tickets() -> Tensor:
+    return torch.zeros(512, dtype=torch.int32, device=DEVICE)
 
 
 def token_slots(is_live: Tensor) -> TokenSlots:
@@ -63,7 +63,7 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
     if INTERPRETED and rows > 5 and name != "Kimi-K2":
         pytest.skip("interpreting takes seconds")
     routing, generator = ROUTINGS[name], torch.Generator().manual_seed(rows)
-    experts, k, shared, used_up = routing.num_experts, routing.experts_per_token, 2, ticket()
+    experts, k, shared, used_up = routing.num_experts, routing.experts_per_token, 2, tickets()
     logits = (torch.randn(rows, experts, generator=generator) * 2).to(DEVICE)
     bias = (torch.randn(experts, generator=generator) - 2).to(DEVICE) if routing.has_bias else None
     is_live = torch.arange(rows) % 3 != 1
@@ -79,9 +79,12 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)  # float32, exp of another library
         assert found.chosen[row, k:].tolist() == [experts, experts + 1] and (found.weight[row, k:] == 1).all()
     if rows > MAX_LISTED:
-        assert found.used is None and found.num_used is None
+        assert found.used is None and found.num_used is None and found.rank is not None and found.count is not None
+        for expert in range(experts + shared):
+            ranks = found.rank[found.chosen == expert]
+            assert sorted(ranks.tolist()) == list(range(int(found.count[expert])))
         return
-    assert found.used is not None and found.num_used is not None and int(used_up) == 0
+    assert found.used is not None and found.num_used is not None and found.rank is None and not used_up.any()
     used = sorted({expert for row in found.chosen.tolist() for expert in row} - {NOBODY})
     assert int(found.num_used) == len(used)
     assert found.used.tolist() == used + [NOBODY] * (len(found.used) - len(used))
@@ -97,8 +100,8 @@ def test_a_routers_parts_are_added_up_in_their_order(deterministic: bool) -> Non
     assert parts.shape == (4, rows, 12)
     torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
     bias, total = torch.zeros(12, device=DEVICE), parts[0] + parts[1] + parts[2] + parts[3]
-    found = route(RouterLogits(parts, bias, SMALL), 1, ticket())
-    expected = route(RouterLogits(total, bias, SMALL), 1, ticket())
+    found = route(RouterLogits(parts, bias, SMALL), 1, tickets())
+    expected = route(RouterLogits(total, bias, SMALL), 1, tickets())
     assert torch.equal(found.chosen, expected.chosen) and torch.equal(found.weight, expected.weight)
     if deterministic:
         alone = router_gemm(x[1:2], weight, Workspace.of_size(1, 1, DEVICE), deterministic)
@@ -118,10 +121,10 @@ def test_a_router_of_few_rows_reads_all_of_its_weight_ahead() -> None:
 
 def test_equal_preferences_choose_the_first_and_no_row_nobody() -> None:
     logits, routing = torch.zeros(2, 8, device=DEVICE), ROUTINGS["Qwen3"]
-    found = route(RouterLogits(logits, None, routing), 0, ticket())
+    found = route(RouterLogits(logits, None, routing), 0, tickets())
     assert found.chosen.tolist() == [[0, 1], [0, 1]] and found.weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    assert route(RouterLogits(logits[:0], None, routing), 0, ticket()).chosen.shape == (0, 2)
-    none = route(RouterLogits(logits, None, routing, token_slots(torch.zeros(2) > 0)), 1, ticket())
+    assert route(RouterLogits(logits[:0], None, routing), 0, tickets()).chosen.shape == (0, 2)
+    none = route(RouterLogits(logits, None, routing, token_slots(torch.zeros(2) > 0)), 1, tickets())
     assert none.num_used is not None and int(none.num_used) == 0
 
 
@@ -130,42 +133,51 @@ def test_a_row_of_nan_lists_experts_that_there_are(spoilt: int) -> None:
     """Kernels read the weights of whatever is listed."""
     logits = torch.linspace(-1, 1, 12, device=DEVICE).unsqueeze(0)
     logits[0, :spoilt] = float("nan")
-    found = route(RouterLogits(logits, torch.zeros(12, device=DEVICE), SMALL), 1, ticket())
+    found = route(RouterLogits(logits, torch.zeros(12, device=DEVICE), SMALL), 1, tickets())
     assert found.used is not None and found.num_used is not None
     used, count = found.used.tolist(), int(found.num_used)
     assert used[:count] == sorted({*found.chosen[0].tolist()}) and used[count:] == [NOBODY] * (len(used) - count)
     assert all(0 <= expert < 13 for expert in used[:count])
 
 
-def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> None:
-    order = order_by_expert(chosen.to(DEVICE), num_experts, block_m, num_shared)
-    pairs, experts = order.pairs.cpu().view(-1, block_m), order.experts.cpu()
-    assert len(experts) == max_blocks(chosen.numel(), num_experts, block_m)
+def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0, ranked: bool = False) -> None:
+    """ranked: as routing ranks pairs, in any order."""
     live = (chosen.flatten() != NOBODY).nonzero().flatten()
     ordered = live[torch.sort(chosen.flatten()[live], stable=True).indices]
     counts = torch.bincount(chosen.flatten()[live], minlength=num_experts)
+    groups, routed = list(ordered.split(counts.tolist())), Routed(chosen.to(DEVICE), torch.empty(0))
+    if ranked:
+        groups = [mine[torch.randperm(len(mine))] for mine in groups]
+        rank = torch.full_like(chosen, 1 << 20)
+        for mine in groups:
+            rank.view(-1)[mine] = torch.arange(len(mine), dtype=torch.int32)
+        routed = replace(routed, rank=rank.to(DEVICE), count=counts.int().to(DEVICE))
+    order = order_by_expert(routed, num_experts, block_m, num_shared)
+    pairs, experts = order.pairs.cpu().view(-1, block_m), order.experts.cpu()
+    assert len(experts) == max_blocks(chosen.numel(), num_experts, block_m)
     num_blocks = (counts + block_m - 1) // block_m
     numbers = torch.arange(num_experts).roll(num_shared)  # shared experts first
     used = numbers.repeat_interleave(num_blocks[numbers])
     assert experts.tolist() == used.tolist() + [NOBODY] * (len(experts) - len(used))
-    for expert, mine in enumerate(ordered.split(counts.tolist())):
+    for expert, mine in enumerate(groups):
         expected = mine.tolist() + [NOBODY] * (-len(mine) % block_m)
         assert pairs[experts == expert].flatten().tolist() == expected
 
 
+@pytest.mark.parametrize("ranked", [False, True])
 @pytest.mark.parametrize("num_shared", [0, 2])
 @pytest.mark.parametrize(("block_m", "rows"), [(16, 1), (16, 41), (64, 41), (64, 1500)])
-def test_pairs_are_ordered_by_expert(block_m: int, rows: int, num_shared: int) -> None:
-    """Of few rows by one launch, of many by two."""
+def test_pairs_are_ordered_by_expert(block_m: int, rows: int, num_shared: int, ranked: bool) -> None:
     chosen = torch.randint(-1, 6, (rows, 3), generator=torch.Generator().manual_seed(block_m), dtype=torch.int32)
     chosen[chosen == 4] = NOBODY  # nobody's expert
-    check_order(chosen, 7, block_m, num_shared)
+    check_order(chosen, 7, block_m, num_shared, ranked)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1100, 1), (300, 9)])
 @pytest.mark.parametrize("expert", [0, 256, NOBODY])
 def test_pairs_of_one_expert_and_of_none_are_ordered(shape: tuple[int, int], expert: int) -> None:
-    check_order(torch.full(shape, expert, dtype=torch.int32), 257, 64, num_shared=1)
+    for ranked in (False, True):
+        check_order(torch.full(shape, expert, dtype=torch.int32), 257, 64, 1, ranked)
 
 
 @pytest.mark.parametrize("most", [1, 3, 200])
@@ -189,7 +201,7 @@ def test_every_block_has_a_program_and_shared_experts_are_spread(
     rows: int, slots: int, num_shared: int, block_m: int
 ) -> None:
     chosen = torch.full((rows, slots), NOBODY, dtype=torch.int32, device=DEVICE)
-    order = order_by_expert(chosen, 256 + num_shared, block_m, num_shared)
+    order = order_by_expert(Routed(chosen, torch.empty(0)), 256 + num_shared, block_m, num_shared)
     assert order.shared == num_shared * -(-rows // block_m)
     out = torch.empty_like(order.experts)
     _blocks_of_programs[(len(out),)](out, order.shared, order.every)
@@ -205,7 +217,7 @@ def test_every_block_has_a_program_and_shared_experts_are_spread(
 def test_pairs_of_prompts_are_ordered_by_expert(rows: int) -> None:
     chosen = torch.randint(0, 256, (rows, 9), generator=torch.Generator().manual_seed(rows), dtype=torch.int32)
     chosen[:, 8], chosen[rows - 5 :] = 256, NOBODY
-    check_order(chosen, 257, 64, num_shared=1)
+    check_order(chosen, 257, 64, 1, ranked=rows <= 256)
 
 
 def weights_of(kind: str, num_experts: int, num_shared: int, seed: int) -> tuple[ExpertWeights, Tensor, Tensor]:
@@ -259,7 +271,9 @@ def many(tiles: ExpertTiles | None = None) -> Multiply:
     def multiply(x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, out: Tensor) -> Tensor:
         rows, slots = routed.chosen.shape
         chosen = tiles or many_row_tiles(rows, weights.sizes(slots))
-        return many_row_experts(x, routed.chosen, routed.weight, weights, chosen, out)
+        many_row_experts(x, routed, weights, chosen, out)
+        assert routed.count is None or not routed.count.any()
+        return out
 
     return multiply
 
@@ -274,7 +288,7 @@ def check(kind: str, multiply: Multiply, rows: int, seed: int, routing: Routing 
         values[~is_live.to(DEVICE)] = float("nan")
     logits = (torch.randn(rows, routing.num_experts, generator=generator) * 2).to(DEVICE)
     bias = torch.randn(routing.num_experts, generator=generator).to(DEVICE)
-    routed = route(RouterLogits(logits, bias, routing, token_slots(is_live)), shared, ticket())
+    routed = route(RouterLogits(logits, bias, routing, token_slots(is_live)), shared, tickets())
     out = torch.full((rows, weights.size), float("nan"), dtype=OUT, device=DEVICE)
     multiply(x, routed, weights, out)
     expected = experts_one_by_one(meant, routed.chosen.long(), routed.weight, gate_up, down)
@@ -303,7 +317,7 @@ def test_experts_of_one_row_that_are_read_ahead(kind: str) -> None:
     x, _ = rows_for(weights, 1, torch.Generator().manual_seed(1))
     nobody = token_slots(torch.zeros(1) > 0)
     routed = route(
-        RouterLogits(torch.zeros(1, 12, device=DEVICE), torch.zeros(12, device=DEVICE), SMALL, nobody), 1, ticket()
+        RouterLogits(torch.zeros(1, 12, device=DEVICE), torch.zeros(12, device=DEVICE), SMALL, nobody), 1, tickets()
     )
     out = torch.full((1, weights.size), float("nan"), dtype=OUT, device=DEVICE)
     assert not few(tiles)(x, routed, weights, out).any()
@@ -386,7 +400,7 @@ def test_a_row_of_many_depends_on_nothing_else(kind: str) -> None:
     def part(first: int, count: int, multiply: Multiply) -> Tensor:
         span = slice(first, first + count)
         mine = Fp8Rows(x.values[span], x.scales[span]) if isinstance(x, Fp8Rows) else x[span]
-        routed = route(RouterLogits(logits[span], None, replace(SMALL, has_bias=False)), 1, ticket())
+        routed = route(RouterLogits(logits[span], None, replace(SMALL, has_bias=False)), 1, tickets())
         return multiply(mine, routed, weights, torch.empty(count, weights.size, dtype=OUT, device=DEVICE))
 
     def tiles(count: int) -> ExpertTiles:
@@ -405,9 +419,9 @@ def test_a_rows_routing_depends_on_nothing_else(name: str) -> None:
     routing, rows = ROUTINGS[name], 5 if INTERPRETED else 600
     logits = (torch.randn(rows, routing.num_experts, generator=torch.Generator().manual_seed(1)) * 2).to(DEVICE)
     bias = torch.zeros(routing.num_experts, device=DEVICE) if routing.has_bias else None
-    whole = route(RouterLogits(logits, bias, routing), 1, ticket(), list_used=False)
+    whole = route(RouterLogits(logits, bias, routing), 1, tickets(), list_used=False)
     for first, count in ((1, 1), (2, 3)) if INTERPRETED else ((1, 1), (3, 17), (99, 64), (5, 300)):
-        part = route(RouterLogits(logits[first : first + count], bias, routing), 1, ticket(), list_used=False)
+        part = route(RouterLogits(logits[first : first + count], bias, routing), 1, tickets(), list_used=False)
         assert part.used is None and part.num_used is None
         assert torch.equal(part.chosen, whole.chosen[first : first + count])
         assert torch.equal(part.weight, whole.weight[first : first + count])
@@ -429,14 +443,14 @@ def test_a_replayed_graph_goes_to_the_experts_that_are_chosen_then(kind: str, ro
     num_slots = routing.experts_per_token + shared
     sizes = weights.sizes(num_slots)
     few_tiles = few_row_tiles(rows, sizes) if rows <= MAX_LISTED else None
-    size = (1, 1) if few_tiles is None else partial_sizes(rows, sizes, few_tiles)
-    workspace = Workspace.of_size(*size, DEVICE)
+    cells, num_tickets = (1, 1) if few_tiles is None else partial_sizes(rows, sizes, few_tiles)
+    workspace = Workspace.of_size(cells, max(num_tickets, routing.num_experts + shared), DEVICE)
 
     def step() -> None:
         rows_in = quantize_rows(x, weights.by_group) if weights.in_fp8 else x
         routed = route(RouterLogits(logits, bias, routing, TokenSlots(slots, PAGE)), shared, workspace.tickets)
         if few_tiles is None:
-            many_row_experts(rows_in, routed.chosen, routed.weight, weights, many_row_tiles(rows, sizes), out)
+            many_row_experts(rows_in, routed, weights, many_row_tiles(rows, sizes), out)
         else:
             few_row_experts(rows_in, routed, weights, workspace, few_tiles, out)
 
@@ -475,7 +489,7 @@ def test_routing_to_experts_of_other_ranks_is_to_nobody() -> None:
     routing, rows = ROUTINGS["Qwen3"], 5
     logits = (torch.randn(rows, 8, generator=torch.Generator().manual_seed(2)) * 2).to(DEVICE)
     router = RouterLogits(logits, None, routing, token_slots(torch.arange(rows) != 1))
-    everywhere, here = route(router, 1, ticket()), route(router, 1, ticket(), held=Span(3, 6, 8))
+    everywhere, here = route(router, 1, tickets()), route(router, 1, tickets(), held=Span(3, 6, 8))
     chosen, is_here = everywhere.chosen.cpu(), (everywhere.chosen.cpu() >= 3) & (everywhere.chosen.cpu() < 6)
     assert is_here[:, :2].any() and not is_here[:, :2].all()
     expected = torch.where(is_here, chosen - 3, NOBODY)

@@ -111,4 +111,4 @@ class FusedExperts:
         from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles
 
         tiles = many_row_tiles(rows, weights.sizes(slots), self.deterministic)
-        return many_row_experts(x, routed.chosen, routed.weight, weights, tiles, out)
+        return many_row_experts(x, routed, weights, tiles, out)

@@ -19,7 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.experts.order import ExpertOrder, order_by_expert
+from workers.layers.kernels.experts.order import ExpertOrder, bins_of, order_by_expert
+from workers.layers.kernels.experts.route import Routed
 from workers.layers.kernels.experts.short_blocks import down_of_short_blocks, gate_up_of_short_blocks
 from workers.layers.kernels.experts.tall_blocks import MIN_ROWS as TALL
 from workers.layers.kernels.experts.tall_blocks import down_of_tall_blocks, gate_up_of_tall_blocks
@@ -112,45 +113,44 @@ def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: Pr
 
 
 def many_row_experts(
-    x: Tensor | Fp8Rows, chosen: Tensor, weight: Tensor, weights: ExpertWeights, tiles: ExpertTiles, out: Tensor
+    x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, tiles: ExpertTiles, out: Tensor
 ) -> Tensor:
     """out [rows, size] = the weighted sum of each row's experts, zeros for those that go to none, for
     instance padding rows; contiguous.
 
-    x: as `workers.layers.kernels.experts.few_rows.few_row_experts` takes it, scales in any order. chosen,
-    weight: of `workers.layers.kernels.experts.route`. tiles: any of `many_row_tiles`. Memory beside x: rows * slots
+    x: as `workers.layers.kernels.experts.few_rows.few_row_experts` takes it, scales in any order.
+    routed: of `workers.layers.kernels.experts.route`. tiles: any of `many_row_tiles`. Memory beside x: rows * slots
     results in out's type, or as many columns of them as fit 256 MB; and as many inner activations, and those of the
     free places in experts' last blocks.
 
     Reference: `workers.layers.experts.experts_one_by_one`.
     """
-    rows, slots = chosen.shape
+    rows, slots = routed.chosen.shape
     if rows == 0:
         return out
     assert out.shape == (rows, weights.size) and out.is_contiguous()
-    order = order_by_expert(chosen, weights.num_experts, tiles.block_m, weights.num_shared)
+    order = order_by_expert(routed, weights.num_experts, tiles.block_m, weights.num_shared)
     inner = inner_rows(x, order, weights, tiles, slots)
-    return down_projected(inner, chosen, weight, order, weights, tiles, out)
+    return down_projected(inner, routed, order, weights, tiles, out)
 
 
 def down_projected(
     inner: InnerRows,
-    chosen: Tensor,
-    weight: Tensor,
+    routed: Routed,
     order: ExpertOrder,
     weights: ExpertWeights,
     tiles: ExpertTiles,
     out: Tensor,
 ) -> Tensor:
     """out [rows, size]: their down-projections, weighted and summed."""
-    rows, slots = chosen.shape
+    rows, slots = routed.chosen.shape
     span = columns_at_once(rows * slots * out.element_size(), weights.size, tiles)
     for first in range(0, weights.size, span):
         parts = torch.empty((rows * slots, span), dtype=out.dtype, device=out.device)
-        down_projections(inner, weight, order, weights, tiles, first, parts)
+        down_projections(inner, routed.weight, order, weights, tiles, first, parts)
         _sum_slots[(rows, triton.cdiv(span, _SUM_COLUMNS))](
             parts,
-            chosen,
+            routed.chosen,
             out,
             first // span,
             SIZE=weights.size,
@@ -194,10 +194,13 @@ def inner_rows(
         factors,
         order.pairs,
         order.experts,
+        order.count,
         order.shared,
         order.every,
         0 if x_scales is None else x_scales.stride(0),
         0 if x_scales is None else x_scales.stride(1),
+        EXPERTS=weights.num_experts,
+        BINS=bins_of(weights.num_experts),
         WIDTH=width,
         SIZE=weights.size,
         SLOTS=slots,

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Which rows each expert has, in one or two launches: for products whose programs each have rows of one expert.
 
-A stable counting sort, parallel over chunks of pairs: each chunk's pairs of each expert are counted, then each chunk
-finds its pairs' places by the counts of the chunks before it. Of few pairs every program counts all by itself.
+A counting sort. Few pairs the routing has counted: a pair's place is its rank behind its expert's first. Of more it is
+parallel over chunks of pairs: each chunk's pairs of each expert are counted, then each chunk finds its pairs' places by
+the counts of the chunks before it.
 
 Blocks of shared experts come first, and programs take one of them after every few others (`block_of_program`). All but
 one find their weights in L2, and are done soon: among themselves, or as the last ones, they would let memory rest.
@@ -16,21 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
+from workers.layers.kernels.experts.route import Routed
 
 _STEP = 256  # pairs that are compared with each other
 _MAX_CHUNKS = 144  # where a chunk may have more pairs than _STEP: each program reads the counts of all
 _BLOCKS = 32  # that a program describes
-_FEW_PAIRS = 1024, 4096  # up to so many, which every program counts by itself: a launch costs more
-_FEW_STEP = 64  # of so few
-
-
-@triton.jit
-def _counts_of(chosen_ptr, first, end, num_pairs, SIZE: tl.constexpr, BINS: tl.constexpr):
-    """[BINS] int32: how many of the pairs first .. end - 1 each expert has, at most SIZE. The atomic additions of
-    `tl.histogram` are of integers, whose sums have no order."""
-    pair = first + tl.arange(0, SIZE)
-    chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1)
-    return tl.histogram(chosen, BINS, mask=(chosen >= 0) & (pair < end))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -39,7 +30,9 @@ def _count(chosen_ptr, count_ptr, num_pairs, BINS: tl.constexpr, CHUNK: tl.const
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
-    counts = _counts_of(chosen_ptr, chunk * CHUNK, num_pairs, num_pairs, CHUNK, BINS)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1)
+    counts = tl.histogram(chosen, BINS, mask=chosen >= 0)  # by atomic additions of integers, whose sums have no order
     tl.store(count_ptr + chunk * BINS + tl.arange(0, BINS), counts.to(tl.int16))
 
 
@@ -116,6 +109,7 @@ def _describe_blocks(
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def _order(
     chosen_ptr,
+    rank_ptr,
     count_ptr,
     pair_ptr,
     expert_ptr,
@@ -128,32 +122,45 @@ def _order(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     BLOCKS: tl.constexpr,
-    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs of chunks, then programs of BLOCKS blocks. FEW: at least num_pairs where count_ptr is None."""
+    """Programs of chunks, then programs of BLOCKS blocks. rank_ptr: None where counts are those of chunks."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     chunk, num_chunks = tl.program_id(0), tl.cdiv(num_pairs, CHUNK)
-    if count_ptr is None:
-        counts = _counts_of(chosen_ptr, 0, num_pairs, num_pairs, FEW, BINS)
-        before = _counts_of(chosen_ptr, 0, chunk * CHUNK, num_pairs, FEW, BINS)
-    else:
+    if rank_ptr is None:
         counts, before = _table_sums(count_ptr, chunk, num_chunks, EXPERTS, BINS)
+    else:
+        counts = tl.load(count_ptr + tl.arange(0, BINS), mask=tl.arange(0, BINS) < EXPERTS, other=0)
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     is_shared = tl.arange(0, BINS) >= EXPERTS - SHARED
     shared_blocks = tl.sum(tl.where(is_shared, blocks, 0), 0)
     ends = tl.cumsum(blocks, 0) + shared_blocks - tl.where(is_shared, tl.sum(blocks, 0), 0)
     firsts = (ends - blocks) * BLOCK_M
     if chunk < num_chunks:
-        _place_pairs(chosen_ptr, pair_ptr, firsts + before, chunk * CHUNK, num_pairs, BINS, CHUNK, STEP)
+        if rank_ptr is None:
+            _place_pairs(chosen_ptr, pair_ptr, firsts + before, chunk * CHUNK, num_pairs, BINS, CHUNK, STEP)
+        else:
+            pair = chunk * CHUNK + tl.arange(0, CHUNK)
+            chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1)
+            rank = tl.load(rank_ptr + pair, mask=chosen >= 0, other=0)
+            place = tl.gather(firsts, tl.maximum(chosen, 0), 0) + rank
+            tl.store(pair_ptr + place, pair, mask=chosen >= 0)
     else:
         first = (chunk - num_chunks) * BLOCKS
         _describe_blocks(
             pair_ptr, expert_ptr, ends, firsts + counts, is_shared, shared_blocks, first, max_blocks,
             EXPERTS - SHARED, BLOCK_M, BLOCKS,
         )  # fmt: skip
+
+
+@triton.jit
+def clear_counts(count_ptr, BINS: tl.constexpr, EXPERTS: tl.constexpr):
+    """For a kernel after `_order`, which is the last to read them."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        number = tl.arange(0, BINS)
+        tl.store(count_ptr + number, tl.zeros([BINS], tl.int32), mask=number < EXPERTS)
 
 
 @triton.jit
@@ -175,6 +182,7 @@ class ExpertOrder:
         NOBODY after the last.
     shared: how many of the first blocks may be shared experts'.
     every: at how many programs' distance these are taken.
+    count: of `Routed`, which `clear_counts` puts zeros into; None if it has none.
     """
 
     pairs: Tensor
@@ -182,6 +190,7 @@ class ExpertOrder:
     block_m: int
     shared: int
     every: int
+    count: Tensor | None
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -189,25 +198,26 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
-def order_by_expert(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> ExpertOrder:
-    """chosen: [rows, slots] int32, contiguous, NOBODY for padding rows. num_shared: of the experts, the last ones. An
-    expert's pairs stay in their order.
+def order_by_expert(routed: Routed, num_experts: int, block_m: int, num_shared: int = 0) -> ExpertOrder:
+    """routed: of `workers.layers.kernels.experts.route`. num_shared: of the experts, the last ones. An expert's pairs
+    stand in the order of their ranks, or in their own.
 
-    Reference: `torch.sort(chosen.flatten(), stable=True)`.
+    Reference: `torch.sort(routed.chosen.flatten(), stable=True)`.
     """
-    assert chosen.is_contiguous()
+    chosen, rank, counts = routed.chosen, routed.rank, routed.count
+    assert chosen.is_contiguous() and (rank is None) == (counts is None)
     num_pairs, blocks = chosen.numel(), max_blocks(chosen.numel(), num_experts, block_m)
     pairs = torch.empty(blocks * block_m, dtype=torch.int32, device=chosen.device)
     experts = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
-    bins, chunk = max(32, triton.next_power_of_2(num_experts)), chunk_of(num_pairs)
+    bins, chunk = bins_of(num_experts), chunk_of(num_pairs)
     num_chunks = triton.cdiv(num_pairs, chunk)
     wait = pdl_wait(supports_pdl(chosen.device))
-    counts, few = None, few_of(num_pairs)
-    if not few:
+    if counts is None:
         counts = torch.empty((num_chunks, bins), dtype=torch.int16, device=chosen.device)
         _count[(num_chunks,)](chosen, counts, num_pairs, BINS=bins, CHUNK=chunk, num_warps=8, **wait)
     _order[(num_chunks + triton.cdiv(blocks, _BLOCKS),)](
         chosen,
+        rank,
         counts,
         pairs,
         experts,
@@ -218,26 +228,23 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int, num_shared: 
         BINS=bins,
         BLOCK_M=block_m,
         CHUNK=chunk,
-        STEP=min(_STEP, chunk),
+        STEP=_STEP,
         BLOCKS=_BLOCKS,
-        FEW=few,
         num_warps=8,
         **wait,
     )
     shared = num_shared * triton.cdiv(chosen.shape[0], block_m)
     usual = max(min(num_experts, num_pairs), num_pairs // block_m)  # blocks, when rows choose evenly
-    return ExpertOrder(pairs, experts, block_m, shared, max(1, usual // max(1, shared)))
+    return ExpertOrder(pairs, experts, block_m, shared, max(1, usual // max(1, shared)), routed.count)
 
 
-def few_of(num_pairs: int) -> int:
-    """Places of a program that counts all pairs by itself; 0 where there are too many for that."""
-    return next((few for few in _FEW_PAIRS if num_pairs <= few), 0)
+def bins_of(num_experts: int) -> int:
+    """Counts of so many, as kernels have them."""
+    return max(32, int(triton.next_power_of_2(num_experts)))
 
 
 def chunk_of(num_pairs: int) -> int:
     """Pairs of a chunk."""
-    if few_of(num_pairs):
-        return _FEW_STEP
     steps = triton.cdiv(num_pairs, _STEP * _MAX_CHUNKS)
     chunk: int = _STEP * triton.next_power_of_2(max(1, steps))
     assert chunk < 1 << 15, "counts of a chunk have 16 bits"

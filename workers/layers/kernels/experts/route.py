@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Which experts a row goes to, in one launch after the router's product; for few rows also which experts are used at
-all. `workers.layers.routing.route` is its reference and says what is computed."""
+all, for more of them how many rows each has. `workers.layers.routing.route` is its reference and says what is computed.
+"""
 
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from workers.layers.routing import RouterLogits
 
 NOBODY = -1  # in place of an expert: of padding rows, and where another rank has it
 MAX_LISTED = 16  # rows whose experts are listed
+MAX_COUNTED = 4096  # pairs of rows and experts that are counted: of more, what all go to would be counted for too long
 
 
 LEAST = tl.constexpr(-(1 << 31))  # before all that `_ordered` gives but for a NaN's
@@ -66,6 +68,8 @@ def _route(
     used_ptr,
     num_used_ptr,
     ticket_ptr,
+    rank_ptr,
+    count_ptr,
     rows,
     most,
     first_slot,
@@ -87,6 +91,7 @@ def _route(
     HAS_LIVE: tl.constexpr,
     SLOTS_PADDED: tl.constexpr,
     LIST: tl.constexpr,
+    COUNT: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
     BINS: tl.constexpr,
     PDL: tl.constexpr,
@@ -153,6 +158,9 @@ def _route(
         weight = tl.where(alive, weight, 0.0)
     tl.store(chosen_ptr + row * slots + slot, chosen, mask=slot < slots)
     tl.store(weight_ptr + row * slots + slot, weight, mask=slot < slots)
+    if COUNT:
+        pair, there = row * slots + slot, (slot < slots) & (chosen >= 0)
+        tl.store(rank_ptr + pair, tl.atomic_add(count_ptr + chosen, 1, mask=there, sem="relaxed"), mask=there)
     if LIST and ROWS_PADDED == 1:
         _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots)
     elif LIST:
@@ -182,20 +190,28 @@ class Routed:
     weight: [rows, slots] float32, 1 for shared experts, 0 for nobody.
     used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None where they are not listed.
     num_used: [1] int32, how many those are.
+    rank: [rows, slots] int32, of each row among those of its expert, in no order that can be relied on; undefined for
+        nobody. None where rows are not counted.
+    count: [experts] int32, rows that each has; to be zero again before the next launch.
     """
 
     chosen: Tensor
     weight: Tensor
-    used: Tensor | None
-    num_used: Tensor | None
+    used: Tensor | None = None
+    num_used: Tensor | None = None
+    rank: Tensor | None = None
+    count: Tensor | None = None
 
 
 def route(
-    router: RouterLogits, num_shared: int, ticket: Tensor, list_used: bool = True, held: Span | None = None
+    router: RouterLogits, num_shared: int, tickets: Tensor, list_used: bool = True, held: Span | None = None
 ) -> Routed:
-    """num_shared: experts that every row goes to. ticket: [1] int32, zero between launches. list_used: of at most
-    MAX_LISTED rows list the experts that are used. Without it any number of rows is computed alike, so that a row's
-    result is a function of that row. held: the routed experts that this rank has; None if all.
+    """num_shared: experts that every row goes to. tickets: int32, zero between launches, one for each expert that this
+    rank has. list_used: of at most MAX_LISTED rows list the experts that are used, in place of counting rows. Without
+    it any number of rows is computed alike, so that a row's result is a function of that row. held: the routed experts
+    that this rank has; None if all.
+
+    Where rows are counted, it is in `tickets`, and who orders them by their experts puts zeros there again.
 
     Of equal preferences the lowest number is chosen.
 
@@ -215,8 +231,11 @@ def route(
     if listed:
         used = torch.empty(most, dtype=torch.int32, device=logits.device)
         num_used = torch.empty(1, dtype=torch.int32, device=logits.device)
+    rank = count = None
+    if not listed and rows * slots <= MAX_COUNTED:
+        rank, count = torch.empty_like(chosen), tickets[: held.size + num_shared]
     if rows == 0:
-        return Routed(chosen, weight, used, num_used)
+        return Routed(chosen, weight, used, num_used, rank, count)
     size = experts // routing.num_groups
     _route[(rows,)](
         logits,
@@ -226,7 +245,9 @@ def route(
         weight,
         used,
         num_used,
-        ticket,
+        tickets,
+        rank,
+        count,
         rows,
         most,
         0 if live is None else live.first,
@@ -248,9 +269,10 @@ def route(
         HAS_LIVE=live is not None,
         SLOTS_PADDED=triton.next_power_of_2(slots),
         LIST=listed,
+        COUNT=count is not None,
         ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
         BINS=triton.next_power_of_2(held.size + num_shared + 1),
         num_warps=4 if listed and rows > 8 else 1,
         **pdl_wait(supports_pdl(logits.device)),
     )
-    return Routed(chosen, weight, used, num_used)
+    return Routed(chosen, weight, used, num_used, rank, count)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from workers.layers.kernels.experts.gate_products import add_gates, scales_of_gates, times_channels
-from workers.layers.kernels.experts.order import block_of_program
+from workers.layers.kernels.experts.order import block_of_program, clear_counts
 from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 
 
@@ -20,10 +20,13 @@ def gate_up_of_short_blocks(
     hidden_scales_ptr,
     pair_ptr,
     expert_ptr,
+    count_ptr,
     shared,
     every,
     row_step,
     group_step,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -39,6 +42,8 @@ def gate_up_of_short_blocks(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if count_ptr is not None:
+        clear_counts(count_ptr, BINS, EXPERTS)
     block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, every)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:

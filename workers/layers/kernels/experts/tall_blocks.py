@@ -9,7 +9,7 @@ next are on their way while one is multiplied and written.
 import triton
 import triton.language as tl
 
-from workers.layers.kernels.experts.order import block_of_program
+from workers.layers.kernels.experts.order import block_of_program, clear_counts
 from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 
 MIN_ROWS = 64  # of a block
@@ -25,10 +25,13 @@ def gate_up_of_tall_blocks(
     hidden_scales_ptr,
     pair_ptr,
     expert_ptr,
+    count_ptr,
     shared,
     every,
     row_step,
     group_step,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -45,6 +48,8 @@ def gate_up_of_tall_blocks(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if count_ptr is not None:
+        clear_counts(count_ptr, BINS, EXPERTS)
     block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, every)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:

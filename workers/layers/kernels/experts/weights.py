@@ -174,9 +174,10 @@ def _fits_one_load(sizes: ExpertSizes) -> bool:
 
 
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
-    """Float32 cells and tickets of a `Workspace` for `few_row_tiles` of any number of rows."""
+    """Float32 cells and tickets of a `Workspace` for `few_row_tiles` of any number of rows, and for the routing."""
     each = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_FEW_ROWS + 1)]
-    return max(cells for cells, _ in each), max(tickets for _, tickets in each)
+    experts = sizes.num_routed + sizes.num_shared
+    return max(cells for cells, _ in each), max(experts, *(tickets for _, tickets in each))
 
 
 def partial_sizes(rows: int, sizes: ExpertSizes, tiles: ExpertTiles) -> tuple[int, int]:
