@@ -239,15 +239,17 @@ def attend_decode(
         **pdl_wait(early),
     )
     if plan.apart:
-        merge_apart(out, batch, plan, shape, part_m)
+        merge_apart(out, batch, plan, shape, part_m, workspace.part)
     return out
 
 
-def merge_apart(out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int) -> None:
-    """Launches the kernel that merges the partials of requests that were cut, into out."""
+def merge_apart(
+    out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int, part: Tensor
+) -> None:
+    """Launches the kernel that merges the partials `part` of requests that were cut, into out."""
     workspace, head_dim = plan.workspace, shape["D"]
     merge_rows[(batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)](
-        workspace.part,
+        part,
         workspace.lse,
         out,
         plan.items.requests,

@@ -162,6 +162,8 @@ def _attend_latent(
         tl.store(tl.expand_dims(out, TOKENS) + d, acc.to(out_ptr.dtype.element_ty), mask=stored)
     else:
         part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
+        if part_ptr.dtype.element_ty == tl.float16:
+            acc = tl.clamp(acc, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(tl.expand_dims(part_ptr + part_row.to(tl.int64) * D, TOKENS) + d, acc, mask=stored)
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(lse_ptr + part_row, lse, mask=live)
@@ -203,6 +205,7 @@ def attend_latent(
     out = torch.empty((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
     columns = -(-packed_rows // tiles.block_m)
     part_m = partial_rows(tiles, packed_rows) if plan.fixed else tiles.block_m
+    part = plan.partials(out.dtype)
     _attend_latent[(columns, plan.items.items.shape[0])](
         q,
         kv.rows,
@@ -212,7 +215,7 @@ def attend_latent(
         batch.prefix_len,
         batch.page_table,
         plan.items.items,
-        workspace.part,
+        part,
         workspace.lse,
         workspace.tickets,
         scale * LOG2_E,
@@ -247,7 +250,7 @@ def attend_latent(
     )
     if plan.apart:
         shape = {"ROWS": batch.rows, "GROUP": heads, "KV_HEADS": 1, "D": latent, "COLUMNS": columns}
-        merge_apart(out, batch, plan, shape, part_m)
+        merge_apart(out, batch, plan, shape, part_m, part)
     return out
 
 

@@ -100,6 +100,19 @@ def test_tiles_of_half_types(mode: Mode, rows: int, suffix_len: int, heads: int)
     check(mode, rows, suffix_len, [130, 0, 300], heads, 16, torch.bfloat16)
 
 
+def test_partial_results_beyond_float16_stay_finite() -> None:
+    """Those of bfloat16 rows are kept in float16 where another kernel merges them."""
+    kv = random_layer(40, 16, 32, 16, torch.bfloat16)
+    kv.rows.fill_(1e6)
+    batch = random_decode(Mode.DECODE, 1, 1, [300], 16, 40)
+    q = torch.zeros(1, 16, 48, dtype=torch.bfloat16, device=DEVICE)
+    prepared = TritonBackend().prepare(batch)
+    assert ((prepared.forward(q, kv, SCALE).float() - 65504.0).abs() < 256.0).all()
+    if not INTERPRETED:  # NumPy's maximum of nothing else is an error
+        kv.rows.fill_(float("nan"))
+        assert prepared.forward(q, kv, SCALE).isnan().all()
+
+
 def test_a_fixed_plan_in_float64s_neighbourhood() -> None:
     check(Mode.VERIFY, 3, 3, [5, 300], 5, 16, torch.bfloat16, span=128)
 

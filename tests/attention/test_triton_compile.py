@@ -199,9 +199,10 @@ def test_latent_attention_fits_hopper(
 ) -> None:
     tiles = latent_decode.latent_tiles(rows * heads, 2, density)
     constants = latent_constants(rows, heads, page_size, tiles) | {"APART": density <= 1, "WINDOW": window}
+    pointers = LATENT_POINTERS | {"part_ptr": "fp16" if density <= 1 else "fp32"}
     maps = latent_maps(page_size, tiles.block_n)[1]
     spills, shared, ptx = compiled(
-        latent_decode._attend_latent, tmp_path, LATENT_POINTERS, constants, tiles.warps, tiles.stages, maps
+        latent_decode._attend_latent, tmp_path, pointers, constants, tiles.warps, tiles.stages, maps
     )
     assert spills <= 64  # of what is set aside before the loop
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
