@@ -119,7 +119,10 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
     while splits * tiles <= doubled and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
         splits *= 2
     ahead = _ahead(block_m, 64, groups // splits)
-    return Fp8GemmTiles(block_m, 64, splits, ahead, stages={16: 10, 32: 8}.get(block_m, 6), warps=4)
+    # Of few rows two have room, since what they read ahead of the wait is read beside the product before. Of more each
+    # is alone: see `_spread`.
+    stages = 10 if block_m == 16 else max(6, _stages_alone(block_m + 64))
+    return Fp8GemmTiles(block_m, 64, splits, ahead, stages, warps=4)
 
 
 def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
@@ -193,8 +196,12 @@ def _spread(tiles: Fp8WideTiles, rows: int, n: int) -> Fp8WideTiles:
     while another multiprocessor, which ends a little later, gets none."""
     if tiles.count(rows, n) * tiles.splits > MULTIPROCESSORS:
         return tiles
-    stage_bytes = (tiles.block_m + tiles.block_n) * GROUP
-    return replace(tiles, stages=max(tiles.stages, SHARED_BYTES // 2 // stage_bytes + 1))
+    return replace(tiles, stages=max(tiles.stages, _stages_alone(tiles.block_m + tiles.block_n)))
+
+
+def _stages_alone(rows: int) -> int:
+    """The fewest stages of GROUP columns of so many rows that leave no room for another such program."""
+    return SHARED_BYTES // 2 // (rows * GROUP) + 1
 
 
 def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
