@@ -365,6 +365,23 @@ def test_short_blocks_of_several_columns(
     check(kind, many(ExpertTiles(16, *products)), 5 if INTERPRETED else 100, 7)
 
 
+def test_rows_that_were_counted_for_nobody_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next routing begins at zero where there was no memory to multiply."""
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    rows, counts = MAX_LISTED + 4, tickets()
+    weights, _, _ = weights_of("half", 13, 1, 1)
+    x, _ = rows_for(weights, rows, torch.Generator().manual_seed(1))
+    routed = route(RouterLogits(torch.zeros(rows, 12, device=DEVICE), torch.zeros(12, device=DEVICE), SMALL), 1, counts)
+    assert int(counts.sum()) == rows * 4
+    monkeypatch.setattr(many_row_module, "inner_rows", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        many()(x, routed, weights, torch.empty(rows, weights.size, dtype=OUT, device=DEVICE))
+    assert not counts.any()
+
+
 @pytest.mark.parametrize("partly", [False, True])
 def test_sums_leave_out_what_nobody_wrote(partly: bool) -> None:
     """All parts of a padding row, some of a row whose experts other ranks have; of the second span of columns."""

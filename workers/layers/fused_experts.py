@@ -101,10 +101,11 @@ class FusedExperts:
         weights = self.weights
         if isinstance(x, Tensor) and weights.in_fp8:
             x = quantize_rows(x, weights.by_group)
-        routed = route(router, weights.num_shared, self.workspace.tickets, not self.deterministic, weights.held)
-        rows, slots = routed.chosen.shape
+        rows = router.values.shape[-2]
         if out is None:
-            out = torch.empty((rows, weights.size), dtype=self.dtype, device=routed.chosen.device)
+            out = torch.empty((rows, weights.size), dtype=self.dtype, device=router.values.device)
+        routed = route(router, weights.num_shared, self.workspace.tickets, not self.deterministic, weights.held)
+        slots = routed.chosen.shape[1]
         if routed.used is not None and rows <= MAX_FEW_ROWS:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)

@@ -129,8 +129,12 @@ def many_row_experts(
     if rows == 0:
         return out
     assert out.shape == (rows, weights.size) and out.is_contiguous()
-    order = order_by_expert(routed, weights.num_experts, tiles.block_m, weights.num_shared)
-    inner = inner_rows(x, order, weights, tiles, slots)
+    try:
+        order = order_by_expert(routed, weights.num_experts, tiles.block_m, weights.num_shared)
+        inner = inner_rows(x, order, weights, tiles, slots)
+    except BaseException:  # no memory, as a rule; the engine goes on without this step
+        routed.forget()
+        raise
     return down_projected(inner, routed, order, weights, tiles, out)
 
 

@@ -3,6 +3,7 @@
 all, for more of them how many rows each has. `workers.layers.routing.route` is its reference and says what is computed.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -201,6 +202,13 @@ class Routed:
     num_used: Tensor | None = None
     rank: Tensor | None = None
     count: Tensor | None = None
+
+    def forget(self) -> None:
+        """Puts zeros into `count` where nobody will read it: ranks of the next launch that begin at others would be
+        those of places that are not there."""
+        if self.count is not None:
+            with contextlib.suppress(RuntimeError):  # of a capture that has failed, in which nothing was counted
+                self.count.zero_()
 
 
 def route(
