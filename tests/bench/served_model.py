@@ -52,6 +52,11 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     args["cache"] = {"memory_gb": arguments.memory_gb}
     args["scheduler"] = {"max_running": arguments.max_running, "max_waiting": 4096}
     args["ingress"] = {"max_concurrent_requests": 4096}
+    if arguments.model in deepseek_rank.CONFIGS:  # as its model is served
+        served = located(find_config("deepseek-v3"))["applications"][0]["args"]
+        args["graph_capture"] = served["graph_capture"]
+        args["cache"]["page_size"] = served["cache"]["page_size"]
+        args["scheduler"]["max_step_tokens"] = served["scheduler"]["max_step_tokens"]
     del args["speculative"]
     tree = SHAPES[arguments.shape]
     if tree is not None:
