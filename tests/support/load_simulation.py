@@ -76,6 +76,36 @@ TREE_H200 = CostTable(
 )
 
 
+def deepseek_rank() -> CostTable:
+    """One of eight ranks of DeepSeek-V3 on an H200, MTP 3/1/4, 64 slots: 2.5 ms of what is read by any row, 22 of all
+    experts, of which few rows read few, and what a row takes, as rounds and prompts alone were measured
+    (tests/bench/RESULTS.md); from 768 prompt tokens on keys and values of 8,192 tokens."""
+    requests, tokens = (1, 8, 32, 64), (16, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192)
+    per_kv = 61 * 1152 / 4.0e12 * 1e3
+
+    def forward(rows: int) -> float:
+        experts = 256 * (1.0 - (31 / 32) ** rows) + 1
+        each = float(np.interp(rows, (1, 256, 1024, 4096, 8192), (0.0165, 0.0165, 0.0185, 0.0235, 0.0265)))
+        return 2.5 + 22.0 * experts / 257 + rows * each
+
+    def chain(count: int, chunk: int) -> float:
+        beside = 0.0 if chunk == 0 else 5.5 if chunk >= 768 else 0.003 * chunk
+        return forward(4 * count + chunk) + 0.7 + 0.008 * count + beside
+
+    beside = (0, *requests)
+    return CostTable(
+        rounds=(
+            RoundCosts(requests, tuple(forward(count) for count in requests), (per_kv,) * 4),
+            RoundCosts(requests, tuple(chain(count, 0) for count in requests), (per_kv,) * 4),
+        ),
+        chunk_requests=beside,
+        chunk_tokens=tokens,
+        chunk_ms=tuple(tuple(chain(count, chunk) for chunk in tokens) for count in beside),
+        default=1,
+        ms_per_chunk_kv=1e-5,
+    )
+
+
 def two_to_four(shape: int, rng: random.Random) -> int:
     """Tokens of a round, whatever its shape."""
     return rng.randint(2, 4)
@@ -322,9 +352,9 @@ def _count(outputs: Iterable[RequestOutput], served: list[Served], now: float) -
         request.num_tokens += len(output.tokens)
 
 
-def policies(target_ms: float | None) -> dict[str, Policy]:
+def policies(target_ms: float | None, config: SchedulerConfig = Policy.config) -> dict[str, Policy]:
     """Each with one element more than the one before; the last is what is served. target_ms: kept whatever waits."""
-    config = replace(Policy.config, itl_target_ms="auto" if target_ms is None else target_ms)
+    config = replace(config, itl_target_ms="auto" if target_ms is None else target_ms)
     return {
         "eager steps with prompts": Policy(None, config=config, extra_ms=eager_ms, just_in_time=False),
         "captured": Policy(None, config=config, just_in_time=False),
@@ -343,13 +373,19 @@ def main() -> None:
     parser.add_argument("--prompt-mean", type=int, default=1024)
     parser.add_argument("--prompt-sigma", type=float, default=0.8)
     parser.add_argument("--targets", type=float, nargs="*", help="only the last policy, with these itl_target_ms")
+    parser.add_argument(
+        "--deepseek-rank", action="store_true", help="costs of a rank of DeepSeek-V3, not Llama-3.1-8B's"
+    )
     parser.add_argument("--buckets", type=int, nargs="*", default=TOKEN_BUCKETS, help="that steps are padded to")
     parser.add_argument("--http-ms", type=float, default=8.0, help="added to every first token")
     args = parser.parse_args()
-    chosen = policies(None)
+    costs, config = H200, Policy.config
+    if args.deepseek_rank:
+        costs, config = deepseek_rank(), replace(config, max_running=64, max_step_tokens=8192)
+    chosen = policies(None, config)
     if args.targets:
-        chosen = {f"itl_target_ms {ms:g}": [*policies(ms).values()][-1] for ms in args.targets}
-    costs = padded(H200, args.buckets) if args.buckets else H200
+        chosen = {f"itl_target_ms {ms:g}": [*policies(ms, config).values()][-1] for ms in args.targets}
+    costs = padded(costs, args.buckets) if args.buckets else costs
     print("| req/s | policy | TTFT p50 / p99 | TPOT p50 / p99 | ITL p50 / p99 | device idle |")
     print("| --- | --- | --- | --- | --- | --- |")
     for rate in args.rates:

@@ -84,14 +84,14 @@ def test_the_default_target_lets_a_chunk_run_beside_half_a_batch_and_stays_above
         == pytest.approx(6.2 + 15.0 + 0.2 / 3)
     )
     slow = msgspec.structs.replace(TABLE, rounds=(PLAIN, msgspec.structs.replace(CHAIN, ms=(5.0, 5.4, 20.0))))
-    assert default_itl_target_ms(slow) == pytest.approx(1.5 * 20.0)
+    assert default_itl_target_ms(slow) == pytest.approx(2.0 * 20.0)
 
 
 def test_the_default_target_stays_above_the_larger_shape_of_a_few_requests() -> None:
     """Beside prompts eight requests run a tree and more of them a chain, whose rounds are quicker."""
     tree = RoundCosts((1, 8, 32), (18.0, 19.0, 40.0), (0.0, 0.0, 0.0))
     table = msgspec.structs.replace(TABLE, rounds=(PLAIN, CHAIN, tree), default=2, beside=(2, 2, 1))
-    assert default_itl_target_ms(table) == pytest.approx(1.5 * 19.0)
+    assert default_itl_target_ms(table) == pytest.approx(2.0 * 19.0)
 
 
 def test_a_chunk_pays_for_attention_over_what_comes_before_it() -> None:

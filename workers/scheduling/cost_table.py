@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 TARGET_CHUNK_TOKENS = 768
-TARGET_ROUNDS = 1.5
+TARGET_ROUNDS = 2.0
 
 
 class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
@@ -119,8 +119,10 @@ def default_itl_target_ms(costs: CostTable) -> float:
     What `TARGET_CHUNK_TOKENS` prompt tokens, or the most that a step may have, take beside half of the requests that
     may run: so many tokens keep a GPU's products busy, so that smaller chunks would cost prompts more than they save
     running requests. And at least `TARGET_ROUNDS` times the slowest round that runs beside prompts, that of all
-    requests or the larger shape of a few, so that any engine still has a third of a step for prompts. An H200 with
-    Llama-3.1-8B's dimensions, chain 3/1/4: 26 ms with 128 slots.
+    requests or the larger shape of a few, so that any engine still has half of a step for prompts: with less, prompts
+    of a large mixture of experts, whose rounds are slow from eight requests on, keep more requests waiting than run,
+    rounds grow with them, and gaps too. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 26 ms with 128 slots; with
+    one of eight ranks of DeepSeek-V3, MTP 3/1/4: 51 ms with 64.
     """
     shape = costs.shape_beside(len(costs.chunk_requests) - 1)
     rounds = costs.rounds[shape]
