@@ -2,8 +2,8 @@
 space, which makes each pair of a row and a token three times as dear, keys and values are made by heads again, once for
 all tokens that the chunks look at. That pays where a token is looked at by many rows.
 
-Memory for that must be there before the chunks are known: a captured step has room for so many tokens, makes keys and
-values of all of that, and runs if its chunks look at no more.
+Memory for that must be there before the chunks are known: a captured step has room for so many tokens, and runs if its
+chunks look at no more. Of how many keys and values are made the device finds out.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from attention.metadata import ChunkLists, PrefillBatch
 from attention.slot_mapping import row_places
-from attention.views import LatentKV
 
 if TYPE_CHECKING:
     from attention.kernels.expanded_prefill import ExpandedKV
@@ -54,18 +53,19 @@ class ExpandedChunks:
         return PrefillBatch(indptr, torch.zeros_like(seen), batch.page_table, batch.seen_limit, lists=None)
 
     @cached_property
-    def _tokens(self) -> Tensor:
+    def tokens(self) -> Tensor:
         """[tokens] int64, token indices of the pool: the first chunk's, then the next one's, then the dummy page's."""
         return row_places(self._whole, self.page_size)[1]
+
+    @property
+    def ends(self) -> Tensor:
+        """[C + 1] int32: 0, and where each chunk's tokens end; the last is how many there are."""
+        return self._whole.qo_indptr
 
     @property
     def first(self) -> Tensor:
         """[C] int32: where each chunk's tokens begin."""
         return self._whole.qo_indptr[:-1]
-
-    def latent_rows(self, kv: LatentKV) -> Tensor:
-        """[tokens, latent + rotated] of a layer whose rows of this pass are kept."""
-        return kv.rows.view(-1, kv.rows.shape[2]).index_select(0, self._tokens)
 
     def attend(
         self,

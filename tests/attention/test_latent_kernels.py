@@ -28,6 +28,7 @@ from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.kernels import head_products as head_kernels  # noqa: E402
 from workers.layers.kernels import latent as layer_kernels  # noqa: E402
 from workers.layers.kernels.fp8.rows import Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
+from workers.layers.kernels.latent_expansion import expand_latents  # noqa: E402
 from workers.layers.kernels.latent_values import fits_values, latent_values  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
@@ -429,6 +430,22 @@ def test_a_captured_layer_expands_chunks(starts: tuple[int, int, int], limit: in
         results.append((out[: sum(counts)], pool.tensors[0][0][0, 1:]))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("latent,rotated", [(32, 16), (48, 32)] if INTERPRETED else [(512, 64), (48, 32)])
+def test_latent_rows_become_keys_and_values(latent: int, rotated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many tokens as the device knows of, in any pages; beyond them nothing is written."""
+    generator = torch.Generator().manual_seed(latent)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    kv = random_layer(30, 16, latent, rotated, dtype)
+    weight = torch.randn(5 * 16, latent, generator=generator).to(DEVICE, dtype) / latent**0.5
+    tokens = torch.randint(0, 480, (300,), generator=generator).to(DEVICE)
+    ends = torch.tensor([0, 50, 50, 170], dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, 7.0, **options))
+    found, turned = expand_latents(kv.rows, tokens, ends, weight)
+    rows = kv.rows.view(-1, latent + rotated)[tokens[:170]]
+    close(found[:170], torch.nn.functional.linear(rows[:, :latent], weight), dtype)
+    assert torch.equal(turned[:170], rows[:, latent:]) and (found[170:] == 7.0).all() and (turned[170:] == 7.0).all()
 
 
 def check_expanded(

@@ -5,6 +5,7 @@ import pytest
 from workers.config import PLAIN, RoundShape, RoundShapes
 from workers.runner.graphs.graph_keys import (
     CHUNK_NEEDS,
+    EXPANDED_SEEN,
     EXPANDED_TOKENS,
     MASKED_CHUNK_NEEDS,
     TOKEN_BUCKETS,
@@ -39,7 +40,7 @@ def test_whatever_runs_beside_prompts_is_captured(name: str, max_running: int) -
 
 
 @pytest.mark.parametrize("max_running", [1, 12, 64])
-def test_many_prompt_tokens_are_expanded_by_the_graph_with_room_for_what_they_look_at(max_running: int) -> None:
+def test_many_prompt_tokens_are_expanded_by_graphs_with_room_for_what_they_look_at(max_running: int) -> None:
     shapes, sizes = SHAPES["chains"], bucket_sizes(max_running)
     keys, plain = (GraphKeys(shapes, sizes, TOKEN_BUCKETS, expands) for expands in (True, False))
     captured = keys.wanted()
@@ -47,19 +48,19 @@ def test_many_prompt_tokens_are_expanded_by_the_graph_with_room_for_what_they_lo
     for count in range(max_running + 1):
         shape = shapes.beside_chunks(count, False)[0] if count else shapes.default
         for tokens in TOKEN_BUCKETS:
-            alone, more, most, too_many = (
-                keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, seen) for seen in (tokens, tokens + 1, 8192, 8193)
+            alone, most, too_many = (
+                keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, seen)
+                for seen in (tokens, EXPANDED_SEEN, EXPANDED_SEEN + 1)
             )
-            absorbed = plain.of_chunks(shape, count, tokens, CHUNK_NEEDS, 8193)
+            absorbed = plain.of_chunks(shape, count, tokens, CHUNK_NEEDS, EXPANDED_SEEN + 1)
             assert absorbed is not None and absorbed.seen == 0
             if tokens < EXPANDED_TOKENS:
-                assert alone == more == most == too_many == absorbed and absorbed in captured
+                assert alone == most == too_many == absorbed and absorbed in captured
                 continue
-            assert alone in captured and more in captured and more == most and too_many is None
-            assert (alone.seen, more.seen) == (tokens, 8192)
-            assert serves(more, alone) and not serves(alone, more) and not serves(absorbed, alone)
-            assert keys.stand_in(alone, captured) == alone and keys.stand_in(alone, [more]) == more
-            masked = keys.of_chunks(shape, count, tokens, MASKED_CHUNK_NEEDS, 8193)
+            assert alone in captured and alone == most and too_many is None
+            assert alone.seen == EXPANDED_SEEN and not serves(absorbed, alone) and not serves(alone, absorbed)
+            assert keys.stand_in(alone, captured) == alone
+            masked = keys.of_chunks(shape, count, tokens, MASKED_CHUNK_NEEDS, EXPANDED_SEEN + 1)
             assert masked in captured and masked.seen == 0
 
 

@@ -18,6 +18,7 @@ from workers.layers.kernels import (
     argmax,
     head_products,
     latent,
+    latent_expansion,
     latent_values,
     norm_activation,
     skinny_gemm,
@@ -272,6 +273,18 @@ LATENTS_FP8: tuple[dict[str, str], dict[str, Any]] = (
     NORMED_LATENTS[0] | {"q_ptr": "fp8e4nv", "q_scales_ptr": "fp32"},
     {name: value for name, value in NORMED_LATENTS[1].items() if name != "q_scales_ptr"} | {"BY_GROUP": True},
 )
+
+
+def test_latent_rows_are_expanded_by_the_matrix_unit(tmp_path: Path) -> None:
+    """Two programs to a multiprocessor, with tiles on their way."""
+    pointers = dict.fromkeys(("rows_ptr", "kv_ptr", "turned_ptr"), "bf16") | {"token_ptr": "i64"}
+    constants = {"N": 4096, "LATENT": 512, "ROTATED": 64, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
+    constants |= {"UPCAST": False}
+    kernel, blocks = latent_expansion._expand_latents, {"w_desc": (128, 64)}
+    spills, shared, ptx = compiled(kernel, tmp_path, pointers, constants, 8, 3, descriptors=blocks)
+    assert spills == 0 and 2 * shared <= SHARED_PER_SM
+    assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx and "cp.async.bulk.tensor" in ptx
+
 
 GUIDES = {"STATES": 64, "EDGES": 256}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {

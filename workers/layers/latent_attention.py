@@ -5,7 +5,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention.expansion import ExpandedChunks
@@ -52,11 +51,6 @@ class LatentUpProjection(ColumnParallelLinear):
     def absorb_keys(self, q: Tensor) -> Tensor:
         """[rows, heads, latent]: what is to be multiplied with latent rows, of q [rows, heads, key_dim]."""
         return torch.bmm(q.transpose(0, 1), self.keys).transpose(0, 1)
-
-    def expand(self, latent: Tensor) -> Tensor:
-        """[rows, heads, key_dim + value_dim]: keys and values of latent rows [rows, latent]."""
-        both = F.linear(latent, self.keys_and_values)
-        return both.view(latent.shape[0], self.num_heads, self.key_dim + self.value_dim)
 
     def make_values(self, latent: Tensor) -> Tensor:
         """[rows, heads, value_dim] of weighted sums of latent rows [rows, heads, latent]."""
@@ -202,10 +196,11 @@ class LatentAttention(AttentionLayer):
     ) -> None:
         """out [rows of chunks, heads, value_dim], of q that is not turned yet."""
         from attention.kernels.expanded_prefill import ExpandedKV
+        from workers.layers.kernels.latent_expansion import expand_latents
 
-        kept = expanded.latent_rows(context.pool.layer(self.layer))
-        kv = self.kv_b_proj.expand(kept[:, : self.latent])
-        made = ExpandedKV(kv, kept[:, self.latent :], expanded.first, self.key_dim)
+        rows, up = context.pool.layer(self.layer).rows, self.kv_b_proj
+        kv, turned = expand_latents(rows, expanded.tokens, expanded.ends, up.keys_and_values)
+        made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), turned, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]
         expanded.attend(q, made, angles.cos, angles.sin, angles.index, self.scale, out)
 
 

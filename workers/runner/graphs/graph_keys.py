@@ -20,8 +20,8 @@ from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-EXPANDED_TOKENS = 768  # from which on chunks cost noticeably less expanded
-EXPANDED_SEEN = 8192  # tokens that chunks of the second graph look at: their keys and values take 0.06 ms a layer
+EXPANDED_TOKENS = 384  # from which on chunks after others cost noticeably less expanded, and those that begin no more
+EXPANDED_SEEN = 16384  # tokens that chunks look at, for whose keys and values memory is kept
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
 RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
@@ -129,11 +129,9 @@ class GraphKeys:
         rare = [key for key in rounds if not is_always_captured(key)]
         return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
 
-    def _seen_of(self, tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """For how many tokens that they look at steps with so many prompt tokens are captured, ascending."""
-        if not self._expands or tokens < EXPANDED_TOKENS or needs.masked:
-            return (0,)
-        return tuple(sorted({tokens, max(tokens, EXPANDED_SEEN)}))
+    def _seen_of(self, tokens: int, needs: SamplingNeeds) -> int:
+        """Room of steps with so many prompt tokens for what these look at; 0 where they are absorbed."""
+        return EXPANDED_SEEN if self._expands and tokens >= EXPANDED_TOKENS and not needs.masked else 0
 
     def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
         """The kinds of sampling that rounds of a shape are captured for."""
@@ -146,13 +144,13 @@ class GraphKeys:
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
         """Steps with prompt chunks: alone, and beside rounds of the shapes that run there. Those with filters serve all
         but penalties and log-probabilities."""
-        sizes = [(tokens, seen) for tokens in self._tokens_of(needs) for seen in self._seen_of(tokens, needs)][::-1]
-        alone = [GraphKey(0, self._shapes.default, 0, needs, *size) for size in sizes]
+        sizes = self._tokens_of(needs)[::-1]
+        alone = [GraphKey(0, self._shapes.default, 0, needs, size, self._seen_of(size, needs)) for size in sizes]
         return [
-            GraphKey(shape, shape, bucket, needs, tokens, seen)
+            GraphKey(shape, shape, bucket, needs, tokens, self._seen_of(tokens, needs))
             for bucket in reversed(powers_of_two(self.buckets))
             for shape in reversed(self._shapes.beside_chunks(bucket, needs.masked))
-            for tokens, seen in sizes
+            for tokens in sizes
             if bucket in self._buckets_beside(tokens, needs)
         ] + alone
 
@@ -205,9 +203,8 @@ class GraphKeys:
         if tokens is None or not kind.covers(needs):
             return None
         bucket = _fitting((0, *self._buckets_beside(tokens, kind)), num_requests)
-        all_seen = self._seen_of(tokens, kind)
-        seen = 0 if all_seen == (0,) else _fitting(all_seen, num_seen)
-        if bucket is None or seen is None:
+        seen = self._seen_of(tokens, kind)
+        if bucket is None or 0 < seen < num_seen:
             return None
         return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, seen)
 
