@@ -3,7 +3,7 @@ space, which makes each pair of a row and a token three times as dear, keys and 
 all tokens that the chunks look at. That pays where a token is looked at by many rows.
 
 Memory for that must be there before the chunks are known: a captured step has room for so many tokens, and runs if its
-chunks look at no more. Of how many keys and values are made the device finds out.
+chunks look at no more. The device reads how many tokens that is, and makes keys and values of those alone.
 """
 
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class ExpandedChunks:
     @property
     def first(self) -> Tensor:
         """[C] int32: where each chunk's tokens begin."""
-        return self._whole.qo_indptr[:-1]
+        return self.ends[:-1]
 
     def attend(
         self,

@@ -105,12 +105,6 @@ class DecodePlan:
     pdl: bool
     fixed: bool = False
 
-    def partials(self, dtype: torch.dtype) -> Tensor:
-        """The workspace's, for results of `dtype`, of programs that round to it: where a second kernel merges what has
-        8 bits in the end, float16's 11 are kept, in half the bytes."""
-        part = self.workspace.part
-        return part.view(torch.float16) if dtype == torch.bfloat16 and self.apart and not self.fixed else part
-
 
 def partial_rows(tiles: DecodeTiles, packed_rows: int) -> int:
     """Rows that programs store of a partial if none are kept that are not there, for packed_rows = rows x group of a

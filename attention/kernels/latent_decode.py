@@ -205,7 +205,7 @@ def attend_latent(
     out = torch.empty((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
     columns = -(-packed_rows // tiles.block_m)
     part_m = partial_rows(tiles, packed_rows) if plan.fixed else tiles.block_m
-    part = plan.partials(out.dtype)
+    part = _partials(plan, out.dtype)
     _attend_latent[(columns, plan.items.items.shape[0])](
         q,
         kv.rows,
@@ -252,6 +252,13 @@ def attend_latent(
         shape = {"ROWS": batch.rows, "GROUP": heads, "KV_HEADS": 1, "D": latent, "COLUMNS": columns}
         merge_apart(out, batch, plan, shape, part_m, part)
     return out
+
+
+def _partials(plan: DecodePlan, dtype: torch.dtype) -> Tensor:
+    """Where partial results are kept that become `dtype`: where a second kernel merges them and bfloat16's 8 bits are
+    what is left in the end, float16's 11 are kept, in half the bytes."""
+    part = plan.workspace.part
+    return part.view(torch.float16) if dtype == torch.bfloat16 and plan.apart and not plan.fixed else part
 
 
 def token_axis(tiles: DecodeTiles) -> int:

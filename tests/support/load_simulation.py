@@ -77,11 +77,12 @@ TREE_H200 = CostTable(
 
 
 def deepseek_rank() -> CostTable:
-    """One of eight ranks of DeepSeek-V3 on an H200, MTP 3/1/4, 64 slots: 2.5 ms of what is read by any row, 22 of all
-    experts, of which few rows read few, and what a row takes, as rounds and prompts alone were measured
-    (tests/bench/RESULTS.md); from 768 prompt tokens on keys and values of 8,192 tokens."""
+    """One of eight ranks of DeepSeek-V3 on an H200, MTP 3/1/4, 64 slots, after rounds and prompts alone that were
+    measured (tests/bench/RESULTS.md). A step takes 2.5 ms for weights that every row reads, 22 for all experts, of
+    which few rows read few, and what each row takes; from 768 prompt tokens on 5.5 more, of keys and values of 8,192
+    tokens, which steps made when that was measured."""
     requests, tokens = (1, 8, 32, 64), (16, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192)
-    per_kv = 61 * 1152 / 4.0e12 * 1e3
+    per_kv = 61 * 1152 / 4.0e12 * 1e3  # ms: 1,152 bytes of each layer at 4.0 TB/s
 
     def forward(rows: int) -> float:
         experts = 256 * (1.0 - (31 / 32) ** rows) + 1

@@ -191,8 +191,8 @@ def test_pairs_are_ordered_in_chunks_of_any_size(most: int, monkeypatch: pytest.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _blocks_of_programs(out_ptr, shared, every):  # type: ignore[no-untyped-def]
-    tl.store(out_ptr + tl.program_id(0), block_of_program(tl.program_id(0), shared, every))
+def _blocks_of_programs(out_ptr, shared, stride):  # type: ignore[no-untyped-def]
+    tl.store(out_ptr + tl.program_id(0), block_of_program(tl.program_id(0), shared, stride))
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
@@ -204,10 +204,10 @@ def test_every_block_has_a_program_and_shared_experts_are_spread(
     order = order_by_expert(Routed(chosen, torch.empty(0)), 256 + num_shared, block_m, num_shared)
     assert order.shared == num_shared * -(-rows // block_m)
     out = torch.empty_like(order.experts)
-    _blocks_of_programs[(len(out),)](out, order.shared, order.every)
+    _blocks_of_programs[(len(out),)](out, order.shared, order.stride)
     assert sorted(out.tolist()) == list(range(len(out)))
     programs = [program for program, block in enumerate(out.tolist()) if block < order.shared]
-    assert programs == [order.every * i for i in range(order.shared)]
+    assert programs == [order.stride * i for i in range(order.shared)]
     if rows == 256 and block_m == 16:  # over the 272 blocks of rows that choose evenly, the last of them excepted
         assert 230 <= programs[-1] <= 262
 

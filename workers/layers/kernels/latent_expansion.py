@@ -57,11 +57,11 @@ def _expand_latents(
 
 
 def expand_latents(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the pool's tokens `tokens`: latent rows times `weight`, [tokens, N], and what is turned of them, [tokens,
-    rotated], both of the rows' type. Beyond the number that is there nothing is written.
+    """Of the pool's tokens `tokens`: latent rows times `weight`, [T, N], and their rotated parts, [T, rotated], both of
+    the rows' type. Of tokens beyond the last of `ends` nothing is written.
 
     rows: [pages, page, latent + rotated], contiguous; rotated a power of two, latent a multiple of 16.
-    tokens: [T] int64, indices into all pages' tokens. ends: int32, whose last number of them is there.
+    tokens: [T] int64, indices into all pages' tokens. ends: of `ExpandedChunks`.
     weight: [N, latent], contiguous.
 
     Reference: `torch.nn.functional.linear`.

@@ -20,8 +20,8 @@ from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-EXPANDED_TOKENS = 384  # from which on chunks after others cost noticeably less expanded, and those that begin no more
-EXPANDED_SEEN = 16384  # tokens that chunks look at, for whose keys and values memory is kept
+EXPANDED_TOKENS = 384  # from which on a chunk behind others is estimated to cost less expanded, and a first one as much
+EXPANDED_SEEN = 16384  # tokens that the chunks of a step look at, at most: there is memory for their keys and values
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
 RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
@@ -32,8 +32,8 @@ MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
 @dataclass(frozen=True)
 class GraphKey:
     """What one graph serves: batches of up to `bucket` requests in a round that verifies `shape` and drafts
-    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer. seen: tokens
-    that these look at together at most, which are expanded; 0: absorbed, of any number."""
+    `next_shape`, and of up to `tokens` prompt tokens beside them, with these needs or fewer. seen: EXPANDED_SEEN where
+    chunks are expanded, the tokens that they may look at together; 0: absorbed, of any number."""
 
     shape: int
     next_shape: int
@@ -95,8 +95,7 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
         and captured.bucket >= key.bucket
         and captured.tokens >= key.tokens
         and (captured.tokens > 0) == (key.tokens > 0)
-        and captured.seen >= key.seen
-        and (captured.seen > 0) == (key.seen > 0)
+        and captured.seen == key.seen
         and captured.needs.masked == key.needs.masked
         and captured.needs.covers(key.needs)
     )
@@ -212,10 +211,10 @@ class GraphKeys:
         """The one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
         return min((each for each in captured if serves(each, key)), key=self._work, default=None)
 
-    def _work(self, key: GraphKey) -> tuple[int, int, int]:
+    def _work(self, key: GraphKey) -> tuple[int, int]:
         """What a graph's rows take beside another's that serve the same batch."""
         rows = key.bucket * self._shapes[key.shape].width + key.tokens
-        return rows, key.seen, CAPTURED_NEEDS.index(key.needs)
+        return rows, CAPTURED_NEEDS.index(key.needs)
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int | None:

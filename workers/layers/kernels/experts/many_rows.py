@@ -200,7 +200,7 @@ def inner_rows(
         order.experts,
         order.count,
         order.shared,
-        order.every,
+        order.stride,
         0 if x_scales is None else x_scales.stride(0),
         0 if x_scales is None else x_scales.stride(1),
         EXPERTS=weights.num_experts,
@@ -259,7 +259,7 @@ def down_projections(
         order.pairs,
         order.experts,
         order.shared,
-        order.every,
+        order.stride,
     )
     assert down.splits == 1 and span % (down.block_n * down.blocks) == 0
     grid = (span // (down.block_n * down.blocks), order.experts.shape[0])

@@ -5,8 +5,9 @@ A counting sort. Few pairs the routing has counted: a pair's place is its rank b
 parallel over chunks of pairs: each chunk's pairs of each expert are counted, then each chunk finds its pairs' places by
 the counts of the chunks before it.
 
-Blocks of shared experts come first, and programs take one of them after every few others (`block_of_program`). All but
-one find their weights in L2, and are done soon: among themselves, or as the last ones, they would let memory rest.
+Blocks of shared experts come first in the order, and programs take one of them after every few others
+(`block_of_program`): all but the first block of an expert find its weights in L2, and programs of such blocks, side by
+side or last, would leave the memory's bandwidth unused.
 """
 
 from dataclasses import dataclass
@@ -77,6 +78,15 @@ def _place_pairs(
 
 
 @triton.jit
+def _place_ranked_pairs(chosen_ptr, rank_ptr, pair_ptr, firsts, first, num_pairs, CHUNK: tl.constexpr):
+    """Of one chunk. firsts: [BINS], each expert's first place."""
+    pair = first + tl.arange(0, CHUNK)
+    chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1)
+    rank = tl.load(rank_ptr + pair, mask=chosen >= 0, other=0)
+    tl.store(pair_ptr + tl.gather(firsts, tl.maximum(chosen, 0), 0) + rank, pair, mask=chosen >= 0)
+
+
+@triton.jit
 def _describe_blocks(
     pair_ptr,
     expert_ptr,
@@ -142,11 +152,7 @@ def _order(
         if rank_ptr is None:
             _place_pairs(chosen_ptr, pair_ptr, firsts + before, chunk * CHUNK, num_pairs, BINS, CHUNK, STEP)
         else:
-            pair = chunk * CHUNK + tl.arange(0, CHUNK)
-            chosen = tl.load(chosen_ptr + pair, mask=pair < num_pairs, other=-1)
-            rank = tl.load(rank_ptr + pair, mask=chosen >= 0, other=0)
-            place = tl.gather(firsts, tl.maximum(chosen, 0), 0) + rank
-            tl.store(pair_ptr + place, pair, mask=chosen >= 0)
+            _place_ranked_pairs(chosen_ptr, rank_ptr, pair_ptr, firsts, chunk * CHUNK, num_pairs, CHUNK)
     else:
         first = (chunk - num_chunks) * BLOCKS
         _describe_blocks(
@@ -164,11 +170,11 @@ def clear_counts(count_ptr, BINS: tl.constexpr, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def block_of_program(program, shared, every):
-    """Which block of an `ExpertOrder` a program takes: one of the first `shared` after every `every` - 1 others, while
-    there are any."""
-    turn = program // every
-    is_first = (program % every == 0) & (turn < shared)
+def block_of_program(program, shared, stride):
+    """Which block of an `ExpertOrder` a program takes: every `stride`-th program one of the first `shared`, while there
+    are any."""
+    turn = program // stride
+    is_first = (program % stride == 0) & (turn < shared)
     return tl.where(is_first, turn, shared + program - tl.minimum(turn + 1, shared))
 
 
@@ -181,15 +187,16 @@ class ExpertOrder:
     experts: [blocks] int32, whose block it is: first those of shared experts, then those of the others, both ascending;
         NOBODY after the last.
     shared: how many of the first blocks may be shared experts'.
-    every: at how many programs' distance these are taken.
-    count: of `Routed`, which `clear_counts` puts zeros into; None if it has none.
+    stride: how many programs apart those are taken.
+    count: of `Routed`; the kernel that reads the order first puts zeros there again (`clear_counts`). None if rows were
+        not counted.
     """
 
     pairs: Tensor
     experts: Tensor
     block_m: int
     shared: int
-    every: int
+    stride: int
     count: Tensor | None
 
 
@@ -200,12 +207,13 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 def order_by_expert(routed: Routed, num_experts: int, block_m: int, num_shared: int = 0) -> ExpertOrder:
     """routed: of `workers.layers.kernels.experts.route`. num_shared: of the experts, the last ones. An expert's pairs
-    stand in the order of their ranks, or in their own.
+    stand in the order of their ranks if it has such, else in their own.
 
     Reference: `torch.sort(routed.chosen.flatten(), stable=True)`.
     """
     chosen, rank, counts = routed.chosen, routed.rank, routed.count
     assert chosen.is_contiguous() and (rank is None) == (counts is None)
+    assert counts is None or counts.shape == (num_experts,)
     num_pairs, blocks = chosen.numel(), max_blocks(chosen.numel(), num_experts, block_m)
     pairs = torch.empty(blocks * block_m, dtype=torch.int32, device=chosen.device)
     experts = torch.empty(blocks, dtype=torch.int32, device=chosen.device)

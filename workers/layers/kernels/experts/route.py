@@ -17,7 +17,7 @@ from workers.layers.routing import RouterLogits
 
 NOBODY = -1  # in place of an expert: of padding rows, and where another rank has it
 MAX_LISTED = 16  # rows whose experts are listed
-MAX_COUNTED = 4096  # pairs of rows and experts that are counted: of more, what all go to would be counted for too long
+MAX_COUNTED = 4096  # rows x slots: those of a shared expert are counted one after the other
 
 
 LEAST = tl.constexpr(-(1 << 31))  # before all that `_ordered` gives but for a NaN's
@@ -204,8 +204,8 @@ class Routed:
     count: Tensor | None = None
 
     def forget(self) -> None:
-        """Puts zeros into `count` where nobody will read it: ranks of the next launch that begin at others would be
-        those of places that are not there."""
+        """Puts zeros into `count` where nobody will order the rows: ranks of the next launch, which go on from what is
+        there, would be beyond the places that there are."""
         if self.count is not None:
             with contextlib.suppress(RuntimeError):  # of a capture that has failed, in which nothing was counted
                 self.count.zero_()
@@ -219,7 +219,8 @@ def route(
     it any number of rows is computed alike, so that a row's result is a function of that row. held: the routed experts
     that this rank has; None if all.
 
-    Where rows are counted, it is in `tickets`, and who orders them by their experts puts zeros there again.
+    Rows are counted in `tickets`: they are zero again once the experts' first product has begun (`ExpertOrder.count`),
+    or after `Routed.forget`.
 
     Of equal preferences the lowest number is chosen.
 

@@ -10,7 +10,7 @@ from workers.layers.kernels.experts.order import block_of_program, clear_counts
 from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 
 
-@triton.jit(do_not_specialize=["shared", "every"])
+@triton.jit(do_not_specialize=["shared", "stride"])
 def gate_up_of_short_blocks(
     x_ptr,
     w_desc,
@@ -22,7 +22,7 @@ def gate_up_of_short_blocks(
     expert_ptr,
     count_ptr,
     shared,
-    every,
+    stride,
     row_step,
     group_step,
     EXPERTS: tl.constexpr,
@@ -44,7 +44,7 @@ def gate_up_of_short_blocks(
         tl.extra.cuda.gdc_wait()
     if count_ptr is not None:
         clear_counts(count_ptr, BINS, EXPERTS)
-    block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, every)
+    block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, stride)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
@@ -82,7 +82,7 @@ def gate_up_of_short_blocks(
         tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], hidden.to(hidden_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["shared", "every"])
+@triton.jit(do_not_specialize=["shared", "stride"])
 def down_of_short_blocks(
     hidden_desc,
     w_desc,
@@ -93,7 +93,7 @@ def down_of_short_blocks(
     pair_ptr,
     expert_ptr,
     shared,
-    every,
+    stride,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -111,7 +111,7 @@ def down_of_short_blocks(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     start = tl.program_id(0) * (BLOCKS * BLOCK_N)
-    tile = block_of_program(tl.program_id(1), shared, every)
+    tile = block_of_program(tl.program_id(1), shared, stride)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return

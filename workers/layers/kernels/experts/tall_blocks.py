@@ -15,7 +15,7 @@ from workers.layers.kernels.fp8.rows import scale_of, to_fp8
 MIN_ROWS = 64  # of a block
 
 
-@triton.jit(do_not_specialize=["shared", "every"])
+@triton.jit(do_not_specialize=["shared", "stride"])
 def gate_up_of_tall_blocks(
     x_ptr,
     w_desc,
@@ -27,7 +27,7 @@ def gate_up_of_tall_blocks(
     expert_ptr,
     count_ptr,
     shared,
-    every,
+    stride,
     row_step,
     group_step,
     EXPERTS: tl.constexpr,
@@ -50,7 +50,7 @@ def gate_up_of_tall_blocks(
         tl.extra.cuda.gdc_wait()
     if count_ptr is not None:
         clear_counts(count_ptr, BINS, EXPERTS)
-    block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, every)
+    block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, stride)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
@@ -112,7 +112,7 @@ def gate_up_of_tall_blocks(
         tl.store(to, hidden.to(hidden_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first", "shared", "every"])
+@triton.jit(do_not_specialize=["first", "shared", "stride"])
 def down_of_tall_blocks(
     hidden_desc,
     w_desc,
@@ -123,7 +123,7 @@ def down_of_tall_blocks(
     pair_ptr,
     expert_ptr,
     shared,
-    every,
+    stride,
     first,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
@@ -144,7 +144,7 @@ def down_of_tall_blocks(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     start = tl.program_id(0) * (BLOCKS * BLOCK_N)
-    tile = block_of_program(tl.program_id(1), shared, every)
+    tile = block_of_program(tl.program_id(1), shared, stride)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return

@@ -120,7 +120,7 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
         splits *= 2
     ahead = _ahead(block_m, 64, groups // splits)
     # Of few rows two have room, since what they read ahead of the wait is read beside the product before. Of more each
-    # is alone: see `_spread`.
+    # is alone: see `_split`.
     stages = 10 if block_m == 16 else max(6, _stages_alone(block_m + 64))
     return Fp8GemmTiles(block_m, 64, splits, ahead, stages, warps=4)
 
@@ -175,28 +175,23 @@ def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
     small, narrow, wide = WIDE_TILES
     twice = 2 * MULTIPROCESSORS
     if small.count(rows, n) <= twice and (rows <= MAX_ROWS or small.count(rows, n) > MULTIPROCESSORS and rows <= 256):
-        return _spread(_split(small, rows, n, k, twice), rows, n)
+        return _split(small, rows, n, k, twice)
     fewer_waves = triton.cdiv(narrow.count(rows, n), twice) < triton.cdiv(wide.count(rows, n), MULTIPROCESSORS)
-    if rows <= 512 or fewer_waves:
-        return _spread(_split(narrow, rows, n, k, MULTIPROCESSORS), rows, n)
-    return wide
+    return _split(narrow, rows, n, k, MULTIPROCESSORS) if rows <= 512 or fewer_waves else wide
 
 
 def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
-    """Columns are shared while there are no more programs than that, each with ten steps at least."""
-    groups, splits, count = k // GROUP, 1, tiles.count(rows, n)
+    """Columns are shared while there are no more programs than that, each with ten steps at least.
+
+    Where there are then no more programs than multiprocessors, each has so many stages that no other has room beside
+    it. Programs begin where those of the kernel before have ended: were there room for two, some multiprocessors would
+    get two, and others, which end a little later, none."""
+    groups, splits, count, stages = k // GROUP, 1, tiles.count(rows, n), tiles.stages
     while 2 * splits * count <= programs and groups % (2 * splits) == 0 and groups >= 20 * splits:
         splits *= 2
-    return replace(tiles, splits=splits)
-
-
-def _spread(tiles: Fp8WideTiles, rows: int, n: int) -> Fp8WideTiles:
-    """With as many stages that a multiprocessor has room for one program, where there are no more programs than
-    multiprocessors. They begin where programs of the kernel before have ended, and where there is room for two, two do
-    while another multiprocessor, which ends a little later, gets none."""
-    if tiles.count(rows, n) * tiles.splits > MULTIPROCESSORS:
-        return tiles
-    return replace(tiles, stages=max(tiles.stages, _stages_alone(tiles.block_m + tiles.block_n)))
+    if splits * count <= MULTIPROCESSORS:
+        stages = max(stages, _stages_alone(tiles.block_m + tiles.block_n))
+    return replace(tiles, splits=splits, stages=stages)
 
 
 def _stages_alone(rows: int) -> int:
