@@ -47,6 +47,18 @@ def test_chunks_beside_rounds(shape: int, num_requests: int, chunk_tokens: int, 
     assert TABLE.step_ms(shape, num_requests, 0, chunk_tokens) == pytest.approx(ms)
 
 
+def test_a_few_requests_of_a_mixture_of_experts_add_little_beside_a_chunk() -> None:
+    """Alone, their rounds read many experts; beside a chunk, all are read anyway."""
+    mixture = RoundCosts((1, 8, 32), (6.0, 18.0, 26.0), (0.0, 0.0, 1e-4))
+    steps = ((25.0, 36.0, 44.0), (29.0, 40.0, 48.0))
+    table = CostTable((PLAIN, mixture), (0, 32), (16, 512, 1024), steps, default=1)
+    assert [table.step_ms(1, count, 0, 512) for count in (0, 8, 16, 32, 40)] == pytest.approx(
+        [36.0, 37.0, 38.0, 40.0, 40.0 + 8.0 / 3]
+    )
+    assert table.step_ms(1, 16, 8000, 512) == pytest.approx(38.0 + 8000 * 1e-4 / 3)
+    assert table.chunk_tokens_within(37.0, 1, 8, 0, 4096) == 512
+
+
 @pytest.mark.parametrize(("limit_ms", "tokens"), [(5.0, 0), (15.4, 512), (20.4, 768), (1000.0, 4096)])
 def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
     assert TABLE.chunk_tokens_within(limit_ms, 1, 8, 0, most=4096) == pytest.approx(tokens, abs=1)

@@ -67,15 +67,13 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         """A round of `shape` and `chunk_tokens` prompt tokens beside it. context_tokens: of their requests before the
         chunks, a mean over `chunk_tokens`."""
         alone = self.round_ms(shape, num_requests, kv_tokens)
-        return alone if chunk_tokens == 0 else alone + self.chunk_added_ms(num_requests, chunk_tokens, context_tokens)
-
-    def chunk_added_ms(self, num_requests: int, chunk_tokens: int, context_tokens: float = 0.0) -> float:
-        """What `chunk_tokens` > 0 prompt tokens add to a step in which `num_requests` run a round."""
-        added = _interpolated(self.chunk_tokens, self._added(num_requests), chunk_tokens)
-        return added + self.chunk_kv_ms(chunk_tokens, context_tokens)
+        if chunk_tokens == 0:
+            return alone
+        added = _interpolated(self.chunk_tokens, self._added(shape, num_requests), chunk_tokens)
+        return alone + added + self.chunk_kv_ms(chunk_tokens, context_tokens)
 
     def chunk_kv_ms(self, chunk_tokens: int, context_tokens: float) -> float:
-        """Of that, what attention over `context_tokens` before the chunk takes."""
+        """What attention over `context_tokens` before the chunk adds to a step."""
         return self.ms_per_chunk_kv * chunk_tokens * context_tokens
 
     def chunk_tokens_within(
@@ -89,7 +87,7 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     ) -> int:
         """The most prompt tokens, at most `most`, that keep a step within `limit_ms`; 0 if not even one does."""
         room_ms = limit_ms - self.round_ms(shape, num_requests, kv_tokens)
-        added, at = self._added(num_requests), self.chunk_tokens
+        added, at = self._added(shape, num_requests), self.chunk_tokens
         after = [ms + self.chunk_kv_ms(tokens, context_tokens) for ms, tokens in zip(added, at, strict=True)]
         # a chunk smaller than the smallest costs as much, but for its context
         sizes, costs = (0, *at), (added[0], *after)
@@ -100,15 +98,23 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         rise = (costs[left + 1] - costs[left]) / (sizes[left + 1] - sizes[left])
         return most if rise == 0.0 else min(most, int(sizes[left] + (room_ms - costs[left]) / rise))
 
-    def _added(self, num_requests: int) -> list[float]:
-        """By `chunk_tokens`: milliseconds that a chunk adds beside so many requests."""
+    def _added(self, shape: int, num_requests: int) -> list[float]:
+        """By `chunk_tokens`: milliseconds that a chunk adds to a round of `shape` of so many requests.
+
+        Between numbers of requests that were measured, whole steps are interpolated, or what chunks add to rounds,
+        whichever is less: a large mixture of experts reads nearly all experts for a chunk, and a few requests' round
+        beside it adds far less than the round takes alone.
+        """
         at = self.chunk_requests
         right = min(bisect_left(at, num_requests), len(at) - 1)
-        left = max(right - 1, 0)
+        left = max(right - 1, 0) if num_requests < at[right] else right
         share = 0.0 if left == right else (num_requests - at[left]) / (at[right] - at[left])
         low_ms, high_ms = (self.round_ms(self.shape_beside(index), at[index]) for index in (left, right))
+        rounds_ms = low_ms + share * (high_ms - low_ms)
+        if left != right:
+            rounds_ms = max(rounds_ms, self.round_ms(shape, num_requests))
         return [
-            max(0.0, low - low_ms) + share * (max(0.0, high - high_ms) - max(0.0, low - low_ms))
+            max(0.0, low + share * (high - low) - rounds_ms)
             for low, high in zip(self.chunk_ms[left], self.chunk_ms[right], strict=True)
         ]
 

@@ -130,15 +130,14 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         chunks(most, tokens[:1]),
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
-        # captured steps tell little of eager ones, which may do more at once for less
-        PointGroup(chunks(0, eager[1:] or eager).points, required=1),
-        chunks(most, [t for t in beside if t != tokens[0]]),
         reading([default]),
+        # captured steps tell little of eager ones, which are launched one by one, but may do more at once for less
+        PointGroup(chunks(0, eager).points, required=1),
+        chunks(most, [t for t in beside if t != tokens[0]]),
         rounds(others, between),
         *(chunks(n, [tokens[0], *beside]) for n in sorted({1, extent.middle} - {most})),
         PointGroup((Point(default, 0, long, before),) if before > 0 else ()),
         reading(others),
-        chunks(0, eager[:1]),
     ]
     return [group for group in groups if group.points]
 

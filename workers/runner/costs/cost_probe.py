@@ -24,7 +24,7 @@ from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.cost_table import CostTable
 from workers.slots.slot_table import SlotTable
 
-LIMIT_S = {"cuda": 1.3, "cpu": 0.6}
+LIMIT_S = {"cuda": 2.0, "cpu": 0.6}
 KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests of a step: enough to tell reading them from noise
 PASSES = 3  # at most; of a point's runs the fastest counts
 _NEEDS = SamplingNeeds(random=True)  # of most requests
