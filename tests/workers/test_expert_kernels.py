@@ -15,7 +15,6 @@ import triton.language as tl  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.experts import experts_one_by_one  # noqa: E402
 from workers.layers.kernels.experts import many_rows as many_row_module  # noqa: E402
-from workers.layers.kernels.experts import order as expert_order  # noqa: E402
 from workers.layers.kernels.experts.few_rows import few_row_experts  # noqa: E402
 from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles  # noqa: E402
 from workers.layers.kernels.experts.order import block_of_program, max_blocks, order_by_expert  # noqa: E402
@@ -140,18 +139,16 @@ def test_a_row_of_nan_lists_experts_that_there_are(spoilt: int) -> None:
     assert all(0 <= expert < 13 for expert in used[:count])
 
 
-def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0, ranked: bool = False) -> None:
-    """ranked: as routing ranks pairs, in any order."""
+def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> None:
+    """Of pairs that are ranked as routing does it, in any order."""
     live = (chosen.flatten() != NOBODY).nonzero().flatten()
     ordered = live[torch.sort(chosen.flatten()[live], stable=True).indices]
     counts = torch.bincount(chosen.flatten()[live], minlength=num_experts)
-    groups, routed = list(ordered.split(counts.tolist())), Routed(chosen.to(DEVICE), torch.empty(0))
-    if ranked:
-        groups = [mine[torch.randperm(len(mine))] for mine in groups]
-        rank = torch.full_like(chosen, 1 << 20)
-        for mine in groups:
-            rank.view(-1)[mine] = torch.arange(len(mine), dtype=torch.int32)
-        routed = replace(routed, rank=rank.to(DEVICE), count=counts.int().to(DEVICE))
+    groups = [mine[torch.randperm(len(mine))] for mine in ordered.split(counts.tolist())]
+    rank = torch.full_like(chosen, 1 << 20)
+    for mine in groups:
+        rank.view(-1)[mine] = torch.arange(len(mine), dtype=torch.int32)
+    routed = Routed(chosen.to(DEVICE), torch.empty(0), rank=rank.to(DEVICE), count=counts.to(DEVICE, torch.int32))
     order = order_by_expert(routed, num_experts, block_m, num_shared)
     pairs, experts = order.pairs.cpu().view(-1, block_m), order.experts.cpu()
     assert len(experts) == max_blocks(chosen.numel(), num_experts, block_m)
@@ -164,28 +161,23 @@ def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int 
         assert pairs[experts == expert].flatten().tolist() == expected
 
 
-@pytest.mark.parametrize("ranked", [False, True])
 @pytest.mark.parametrize("num_shared", [0, 2])
 @pytest.mark.parametrize(("block_m", "rows"), [(16, 1), (16, 41), (64, 41), (64, 1500)])
-def test_pairs_are_ordered_by_expert(block_m: int, rows: int, num_shared: int, ranked: bool) -> None:
+def test_pairs_are_ordered_by_expert(block_m: int, rows: int, num_shared: int) -> None:
     chosen = torch.randint(-1, 6, (rows, 3), generator=torch.Generator().manual_seed(block_m), dtype=torch.int32)
     chosen[chosen == 4] = NOBODY  # nobody's expert
-    check_order(chosen, 7, block_m, num_shared, ranked)
+    check_order(chosen, 7, block_m, num_shared)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1100, 1), (300, 9)])
 @pytest.mark.parametrize("expert", [0, 256, NOBODY])
 def test_pairs_of_one_expert_and_of_none_are_ordered(shape: tuple[int, int], expert: int) -> None:
-    for ranked in (False, True):
-        check_order(torch.full(shape, expert, dtype=torch.int32), 257, 64, 1, ranked)
+    check_order(torch.full(shape, expert, dtype=torch.int32), 257, 64, 1)
 
 
-@pytest.mark.parametrize("most", [1, 3, 200])
-def test_pairs_are_ordered_in_chunks_of_any_size(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many pairs as the step that is compared at once, and of several steps; with padding rows at the end, and as
-    DeepSeek-V3 chooses: the last expert is everybody's."""
-    monkeypatch.setattr(expert_order, "_MAX_CHUNKS", most)
-    chosen = torch.randint(0, 256, (613, 9), generator=torch.Generator().manual_seed(most), dtype=torch.int32)
+def test_pairs_are_ordered_as_deepseek_chooses() -> None:
+    """The last expert is everybody's; with padding rows at the end."""
+    chosen = torch.randint(0, 256, (613, 9), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     chosen[:, 8], chosen[500:] = 256, NOBODY
     check_order(chosen, 257, 128, num_shared=1)
 
@@ -201,7 +193,9 @@ def test_every_block_has_a_program_and_shared_experts_are_spread(
     rows: int, slots: int, num_shared: int, block_m: int
 ) -> None:
     chosen = torch.full((rows, slots), NOBODY, dtype=torch.int32, device=DEVICE)
-    order = order_by_expert(Routed(chosen, torch.empty(0)), 256 + num_shared, block_m, num_shared)
+    count = torch.zeros(256 + num_shared, dtype=torch.int32, device=DEVICE)
+    routed = Routed(chosen, torch.empty(0), rank=torch.empty_like(chosen), count=count)
+    order = order_by_expert(routed, 256 + num_shared, block_m, num_shared)
     assert order.shared == num_shared * -(-rows // block_m)
     out = torch.empty_like(order.experts)
     _blocks_of_programs[(len(out),)](out, order.shared, order.stride)
@@ -215,9 +209,17 @@ def test_every_block_has_a_program_and_shared_experts_are_spread(
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 114, 256, 2048, 4096, 8192])
 def test_pairs_of_prompts_are_ordered_by_expert(rows: int) -> None:
-    chosen = torch.randint(0, 256, (rows, 9), generator=torch.Generator().manual_seed(rows), dtype=torch.int32)
-    chosen[:, 8], chosen[rows - 5 :] = 256, NOBODY
-    check_order(chosen, 257, 64, 1, ranked=rows <= 256)
+    """As many as a step may have, counted and ranked by the routing."""
+    routing, generator = ROUTINGS["V3"], torch.Generator(DEVICE).manual_seed(rows)
+    logits, bias = torch.randn(rows, 256, device=DEVICE, generator=generator), torch.zeros(256, device=DEVICE)
+    live = token_slots(torch.arange(rows) < rows - 5)
+    routed = route(RouterLogits(logits, bias, routing, live), 1, tickets())
+    order = order_by_expert(routed, 257, 64, 1)
+    pairs, chosen = order.pairs.view(-1, 64)[order.experts >= 0], routed.chosen.flatten()
+    owners = order.experts[order.experts >= 0, None].expand_as(pairs)[pairs >= 0]
+    found = pairs[pairs >= 0].long()
+    assert torch.equal(found.sort().values, (chosen != NOBODY).nonzero().flatten())
+    assert torch.equal(chosen[found], owners)
 
 
 def weights_of(kind: str, num_experts: int, num_shared: int, seed: int) -> tuple[ExpertWeights, Tensor, Tensor]:
@@ -272,14 +274,22 @@ def many(tiles: ExpertTiles | None = None) -> Multiply:
         rows, slots = routed.chosen.shape
         chosen = tiles or many_row_tiles(rows, weights.sizes(slots))
         many_row_experts(x, routed, weights, chosen, out)
-        assert routed.count is None or not routed.count.any()
+        assert routed.count is not None and not routed.count.any()
         return out
 
     return multiply
 
 
-def check(kind: str, multiply: Multiply, rows: int, seed: int, routing: Routing = SMALL, shared: int = 1) -> None:
-    """Padding rows, which have NaN in them, get zeros and touch nobody."""
+def check(
+    kind: str,
+    multiply: Multiply,
+    rows: int,
+    seed: int,
+    routing: Routing = SMALL,
+    shared: int = 1,
+    list_used: bool = False,
+) -> None:
+    """Padding rows, which have NaN in them, get zeros and touch nobody. list_used: for products of few rows."""
     generator = torch.Generator().manual_seed(seed)
     weights, gate_up, down = weights_of(kind, routing.num_experts + shared, shared, seed)
     x, meant = rows_for(weights, rows, generator)
@@ -288,7 +298,7 @@ def check(kind: str, multiply: Multiply, rows: int, seed: int, routing: Routing 
         values[~is_live.to(DEVICE)] = float("nan")
     logits = (torch.randn(rows, routing.num_experts, generator=generator) * 2).to(DEVICE)
     bias = torch.randn(routing.num_experts, generator=generator).to(DEVICE)
-    routed = route(RouterLogits(logits, bias, routing, token_slots(is_live)), shared, tickets())
+    routed = route(RouterLogits(logits, bias, routing, token_slots(is_live)), shared, tickets(), list_used)
     out = torch.full((rows, weights.size), float("nan"), dtype=OUT, device=DEVICE)
     multiply(x, routed, weights, out)
     expected = experts_one_by_one(meant, routed.chosen.long(), routed.weight, gate_up, down)
@@ -303,7 +313,7 @@ def check(kind: str, multiply: Multiply, rows: int, seed: int, routing: Routing 
 @pytest.mark.parametrize("kind", ["group", "channel", "half"])
 @pytest.mark.parametrize("rows", [1, 3, MAX_LISTED] if INTERPRETED else [1, 3, 8, 13, MAX_LISTED])
 def test_experts_of_few_rows(kind: str, rows: int) -> None:
-    check(kind, few(), rows, rows)
+    check(kind, few(), rows, rows, list_used=True)
 
 
 @pytest.mark.parametrize("kind", ["group", "channel"])
@@ -313,7 +323,7 @@ def test_experts_of_one_row_that_are_read_ahead(kind: str) -> None:
     tiles = few_row_tiles(1, weights.sizes(4))
     assert tiles.down.ahead and tiles.down.splits == 4
     for seed in range(3):
-        check(kind, few(tiles), 1, seed)
+        check(kind, few(tiles), 1, seed, list_used=True)
     x, _ = rows_for(weights, 1, torch.Generator().manual_seed(1))
     nobody = token_slots(torch.zeros(1) > 0)
     routed = route(
@@ -338,7 +348,7 @@ def test_any_tiles_are_right(block_n: int, splits: int) -> None:
         replace(tiles.gate_up, block_n=block_n, splits=splits),
         replace(tiles.down, block_n=block_n, splits=splits),
     )
-    check("group", few(tiles), 3, 3)
+    check("group", few(tiles), 3, 3, list_used=True)
     if splits == 1:
         check("group", many(tiles), 7, 7)
         check("half", many(replace(tiles, block_m=32)), 7, 7)
@@ -402,7 +412,7 @@ def test_sums_leave_out_what_nobody_wrote(partly: bool) -> None:
 
 
 def test_routed_experts_alone() -> None:
-    check("group", few(), 5, 1, shared=0)
+    check("group", few(), 5, 1, shared=0, list_used=True)
     check("half", many(), 9, 1, shared=0)
 
 
@@ -417,7 +427,7 @@ def test_a_row_of_many_depends_on_nothing_else(kind: str) -> None:
     def part(first: int, count: int, multiply: Multiply) -> Tensor:
         span = slice(first, first + count)
         mine = Fp8Rows(x.values[span], x.scales[span]) if isinstance(x, Fp8Rows) else x[span]
-        routed = route(RouterLogits(logits[span], None, replace(SMALL, has_bias=False)), 1, tickets())
+        routed = route(RouterLogits(logits[span], None, replace(SMALL, has_bias=False)), 1, tickets(), list_used=False)
         return multiply(mine, routed, weights, torch.empty(count, weights.size, dtype=OUT, device=DEVICE))
 
     def tiles(count: int) -> ExpertTiles:

@@ -95,7 +95,7 @@ class FusedExperts:
         """See `ExpertsMethod.multiply`; x may be in FP8 already where the weights are."""
         from workers.layers.kernels.experts.few_rows import few_row_experts
         from workers.layers.kernels.experts.route import route
-        from workers.layers.kernels.experts.weights import MAX_FEW_ROWS, few_row_tiles
+        from workers.layers.kernels.experts.weights import few_row_tiles
         from workers.layers.kernels.fp8.rows import quantize_rows
 
         weights = self.weights
@@ -106,7 +106,7 @@ class FusedExperts:
             out = torch.empty((rows, weights.size), dtype=self.dtype, device=router.values.device)
         routed = route(router, weights.num_shared, self.workspace.tickets, not self.deterministic, weights.held)
         slots = routed.chosen.shape[1]
-        if routed.used is not None and rows <= MAX_FEW_ROWS:
+        if routed.used is not None:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)
         from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles

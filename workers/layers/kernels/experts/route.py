@@ -17,7 +17,6 @@ from workers.layers.routing import RouterLogits
 
 NOBODY = -1  # in place of an expert: of padding rows, and where another rank has it
 MAX_LISTED = 16  # rows whose experts are listed
-MAX_COUNTED = 4096  # rows x slots: those of a shared expert are counted one after the other
 
 
 LEAST = tl.constexpr(-(1 << 31))  # before all that `_ordered` gives but for a NaN's
@@ -92,7 +91,6 @@ def _route(
     HAS_LIVE: tl.constexpr,
     SLOTS_PADDED: tl.constexpr,
     LIST: tl.constexpr,
-    COUNT: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
     BINS: tl.constexpr,
     PDL: tl.constexpr,
@@ -159,7 +157,7 @@ def _route(
         weight = tl.where(alive, weight, 0.0)
     tl.store(chosen_ptr + row * slots + slot, chosen, mask=slot < slots)
     tl.store(weight_ptr + row * slots + slot, weight, mask=slot < slots)
-    if COUNT:
+    if not LIST:
         pair, there = row * slots + slot, (slot < slots) & (chosen >= 0)
         tl.store(rank_ptr + pair, tl.atomic_add(count_ptr + chosen, 1, mask=there, sem="relaxed"), mask=there)
     if LIST and ROWS_PADDED == 1:
@@ -192,8 +190,8 @@ class Routed:
     used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None where they are not listed.
     num_used: [1] int32, how many those are.
     rank: [rows, slots] int32, of each row among those of its expert, in no order that can be relied on; undefined for
-        nobody. None where rows are not counted.
-    count: [experts] int32, rows that each has; to be zero again before the next launch.
+        nobody. None where experts are listed.
+    count: [experts] int32, rows that each has; to be zero again before the next launch. None as before.
     """
 
     chosen: Tensor
@@ -236,12 +234,11 @@ def route(
     held = held or Span.whole(experts)
     assert held.total == experts
     most = min(held.size, rows * routing.experts_per_token) + num_shared
-    used = num_used = None
+    used = num_used = rank = count = None
     if listed:
         used = torch.empty(most, dtype=torch.int32, device=logits.device)
         num_used = torch.empty(1, dtype=torch.int32, device=logits.device)
-    rank = count = None
-    if not listed and rows * slots <= MAX_COUNTED:
+    else:
         rank, count = torch.empty_like(chosen), tickets[: held.size + num_shared]
     if rows == 0:
         return Routed(chosen, weight, used, num_used, rank, count)
@@ -278,7 +275,6 @@ def route(
         HAS_LIVE=live is not None,
         SLOTS_PADDED=triton.next_power_of_2(slots),
         LIST=listed,
-        COUNT=count is not None,
         ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
         BINS=triton.next_power_of_2(held.size + num_shared + 1),
         num_warps=4 if listed and rows > 8 else 1,

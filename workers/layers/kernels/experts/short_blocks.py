@@ -42,8 +42,7 @@ def gate_up_of_short_blocks(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if count_ptr is not None:
-        clear_counts(count_ptr, BINS, EXPERTS)
+    clear_counts(count_ptr, BINS, EXPERTS)
     block, tile = tl.program_id(0), block_of_program(tl.program_id(1), shared, stride)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
