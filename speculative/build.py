@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.config import DraftAttention
+from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
 from attention.metadata import Mode
@@ -50,11 +51,12 @@ class EngineSpec:
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes on each rank of GPUs. target, draft: weights; of a draft whose checkpoint may lack an embedding or a
-    vocabulary head, with them. token: of the KV of one."""
+    vocabulary head, with them. token: of the KV of one. latent: whether layers of the target keep latent rows."""
 
     target: int
     draft: int
     token: int
+    latent: bool
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,10 @@ def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:
     family, speculation = family_of(target.architecture, f"model {source.path}"), _speculation(spec, target)
     names = family.weight_names(target)
     weights = weight_bytes(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, multiplies_fp8)
-    groups = [*target.kv_groups(ranks, dtype), *speculation.kv_groups(dtype)]
-    return RankMemory(weights, speculation.weight_bytes(ranks, dtype, multiplies_fp8), bytes_per_page(groups, 1))
+    groups = target.kv_groups(ranks, dtype)
+    token = bytes_per_page([*groups, *speculation.kv_groups(dtype)], 1)
+    latent = any(isinstance(group.layout, LatentLayout) for group in groups)
+    return RankMemory(weights, speculation.weight_bytes(ranks, dtype, multiplies_fp8), token, latent)
 
 
 def plan_layout(spec: EngineSpec) -> EngineLayout:

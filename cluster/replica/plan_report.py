@@ -13,6 +13,8 @@ from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 if TYPE_CHECKING:
     from speculative.build import RankMemory
 
+LATENT_PAGE_SIZE = 64  # as many tokens as a tile of attention over latent rows has: a tensor map brings it whole
+
 
 def plan_lines(
     config: AerieConfig,
@@ -32,7 +34,7 @@ def plan_lines(
         f"{' with whole experts' if parallel.expert_parallel else ''} on {placement.device}, "
         f"{placement.strategy}: {each}",
         *([] if memory is None else [_weights_line(memory)]),
-        *_memory_lines(config, placement, bytes_per_slot),
+        *_memory_lines(config, placement, bytes_per_slot, memory),
         f"scheduler   {_slots(config, placement)} running, {scheduler.max_waiting} waiting, "
         f"{scheduler.resolved(placement.device).step_token_limit} prompt tokens per step, {_target(scheduler)}",
         f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
@@ -122,7 +124,9 @@ def _slots(config: AerieConfig, placement: Placement) -> str:
     return "{} to {} (auto)".format(*AUTO_SLOTS[placement.device]) if most == "auto" else f"{most}"
 
 
-def _memory_lines(config: AerieConfig, placement: Placement, bytes_per_slot: int) -> list[str]:
+def _memory_lines(
+    config: AerieConfig, placement: Placement, bytes_per_slot: int, memory: "RankMemory | None"
+) -> list[str]:
     """What each rank sets aside beside the weights, as far as that is known before they are loaded."""
     cache, limits = config.cache, config.graph_capture
     if cache.num_pages is not None:
@@ -133,8 +137,11 @@ def _memory_lines(config: AerieConfig, placement: Placement, bytes_per_slot: int
         pages = f"what is left of {cache.memory_share:g} of each GPU's free memory"
     else:
         pages = f"{HOST_SHARE:g} of the free memory that is left, at most {HOST_LIMIT_BYTES / 1e9:g} GB per rank"
+    size = f"{cache.page_size} tokens per page"
+    if memory is not None and memory.latent and cache.page_size < LATENT_PAGE_SIZE:
+        size += f" (latent rows are read faster by pages of {LATENT_PAGE_SIZE}: set cache.page_size)"
     lines = [
-        f"KV cache    {pages}, {cache.page_size} tokens per page, prefix cache {'on' if cache.prefix_cache else 'off'}",
+        f"KV cache    {pages}, {size}, prefix cache {'on' if cache.prefix_cache else 'off'}",
         f"slots       {_slots(config, placement)}, {bytes_per_slot / 1e6:.2f} MB each per rank: page tables, token "
         "counts and biases of running requests",
     ]

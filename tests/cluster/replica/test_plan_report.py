@@ -21,7 +21,7 @@ def test_costs_are_one_line_with_the_target_and_where_it_is_from() -> None:
     layout = Layout(RoundShapes((PLAIN, CHAIN), default=1), 10, 100, 1, SchedulerConfig(32, 512))
     line = cost_line(layout, COSTS)
     assert line.startswith("ms of a round of 1 / 8 / 32: plain 4.2 / 4.4 / 5.1, 3/1/4 4.9 / 5.35 / 6.9; ")
-    assert "of 512 prompt tokens 13; " in line and line.endswith("itl_target_ms 17.9 (auto)")  # 5.87 + 12.05
+    assert "of 512 prompt tokens 13; " in line and line.endswith("itl_target_ms 15.5 (auto)")  # half way from 13 to 18
     chosen = dataclasses.replace(layout, scheduler=SchedulerConfig(3, 512, itl_target_ms=25))
     assert "of 1 / 3: plain 4.2 / 4.26, " in cost_line(chosen, COSTS)
     assert cost_line(chosen, COSTS).endswith("itl_target_ms 25")
