@@ -190,13 +190,14 @@ class GraphCapture:
     limit_s: seconds that a start may spend on more than the first graphs.
     limit_gb: GB (10^9 bytes) of GPU memory for all but greedy and plainly random rounds, which are captured whatever
         that takes. What does not fit stays without a graph.
-    busy_interval_s: seconds from the end of one capture to the next while requests run, which wait for it meanwhile;
-        an engine that has been idle for half a second captures all the time.
+    busy_interval_s: seconds at least from the end of one capture to the next while requests run, which wait for it
+        meanwhile; it comes once steps without that graph have lost as much time. An engine that has been idle for half
+        a second captures all the time.
     """
 
     limit_s: float = 0.0
     limit_gb: float = 2.0
-    busy_interval_s: float = 5.0
+    busy_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("limit_s", "limit_gb", "busy_interval_s"):

@@ -83,7 +83,7 @@ def test_nothing_is_recorded_while_requests_run(pair: Pair, shape: str, limits: 
 
 
 def test_what_is_recorded_between_steps_changes_no_answer(pair: Pair) -> None:
-    """A few recordings at start; the rest while requests run, one in every interval, and while nobody is there."""
+    """A few recordings at start; then those that requests miss, one in an interval, and all while nobody is there."""
     spec: EngineSpec = pair.spec(pair.chain())
     with local_engine(spec) as engine:
         expected = answers(engine, pair.prompts)
@@ -111,7 +111,7 @@ def test_what_is_recorded_between_steps_changes_no_answer(pair: Pair) -> None:
 
         worker.submit = noted  # type: ignore[method-assign]
         assert answers(engine, pair.prompts) == expected
-        assert 5 < num_busy <= now[0] / 5.0 and engine.scheduler.stats.num_steps > 8 * num_busy
+        assert 2 < num_busy <= now[0] / 5.0 and engine.scheduler.stats.num_steps > 8 * num_busy
         assert worker.graphs.num_waiting == at_start.num_waiting - num_busy > 0
         engine.step()
         assert worker.graphs.num_waiting == at_start.num_waiting - num_busy, "somebody was there just now"

@@ -18,14 +18,16 @@ import numpy as np
 
 from attention.config import CacheConfig
 from cluster.coordinator.plan_timing import PlanTiming
+from tests.support.simulated_graphs import CAPTURE_MS, SimulatedGraphs
 from tests.support.simulation import Clock
-from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes, SchedulerConfig
 from workers.runner.graphs.graph_keys import TOKEN_BUCKETS
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.latency_budget import LatencyBudget
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
+    GraphCount,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -174,6 +176,7 @@ class SimulatedRank:
     send_s: from making a plan until the device could begin it: transport, unpacking, launch. receive_s: from a step's
     end until the coordinator has its result.
     emitted: tokens of a round of a shape.
+    graphs: told with every result, and captured when a plan says so; None: there are none to come.
     busy_s, idle_s: what the device computed, and waited for a plan while requests ran.
     """
 
@@ -185,6 +188,7 @@ class SimulatedRank:
         emitted: Callable[[int, random.Random], int] = two_to_four,
         send_s: float = 0.0005,
         receive_s: float = 0.0002,
+        graphs: SimulatedGraphs | None = None,
     ) -> None:
         self.busy_s = self.idle_s = 0.0
         self.results: deque[tuple[float, StepResult]] = deque()
@@ -192,6 +196,7 @@ class SimulatedRank:
         self._rng = random.Random(seed)
         self._emitted = emitted
         self._send_s, self._receive_s = send_s, receive_s
+        self._graphs = graphs
         self._free_s = 0.0
         self._seq_len = [0] * num_slots
         self._max_len = [0] * num_slots
@@ -201,6 +206,8 @@ class SimulatedRank:
         """Take over a plan that is made at `now`; its result is appended with the time when it can be read."""
         rounds = unpack_i32(plan.slots).tolist()
         took_s = self._step_ms(plan, sum(self._seq_len[slot] for slot in rounds)) / 1000
+        if plan.capture and self._graphs is not None:
+            self._graphs.capture()
         arrived_s = now + self._send_s
         if rounds:
             self.idle_s += max(0.0, arrived_s - self._free_s)
@@ -225,6 +232,7 @@ class SimulatedRank:
             finish=bytes(FINISH_LENGTH if end else FINISH_NONE for end in ended),
             accepted=pack_i32([max(0, n - 1) for n in counts[: len(rounds)]] + [-1] * len(last)),
             elapsed_s=self._free_s - arrived_s,
+            graphs=GraphCount() if self._graphs is None else self._graphs.count,
         )
         self.results.append((self._free_s + self._receive_s, result))
 
@@ -286,6 +294,8 @@ class Policy:
     just_in_time: hold plans back; else two are always in flight.
     noise: of a step's time, as the sigma of a lognormal factor.
     shapes: of rounds. emitted: tokens of a round of each.
+    graphs: makes those of an engine; without, steps are padded to nothing.
+    capture: how it captures while it serves.
     """
 
     costs: CostTable | None = H200
@@ -297,13 +307,18 @@ class Policy:
     noise: float = 0.02
     shapes: RoundShapes = SHAPES
     emitted: Callable[[int, random.Random], int] = two_to_four
+    graphs: Callable[[], SimulatedGraphs] | None = None
+    capture: GraphCapture = GraphCapture()  # noqa: RUF009
 
 
 def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> LoadFigures:
     """Serve `arrivals` to their end."""
     clock, rng = Clock(), random.Random(seed)
     cache = CacheConfig(page_size=16, prefix_cache=False)
-    scheduler = Scheduler(policy.config, cache, 50_000, 8192, clock, policy.shapes, 1)
+    scheduler = Scheduler(policy.config, cache, 50_000, 8192, clock, policy.shapes, 1, graph_capture=policy.capture)
+    graphs = None if policy.graphs is None else policy.graphs()
+    if graphs is not None:
+        scheduler.captures.graphs = graphs.count
     if policy.costs is not None:
         scheduler.use_costs(policy.costs)
         if not policy.by_deadline:
@@ -313,10 +328,22 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
     def step_ms(plan: StepPlan, kv_tokens: int) -> float:
         counts = [len(chunk.tokens) // 4 for chunk in plan.chunks]
         tokens, pairs = sum(counts), sum(n * chunk.start for n, chunk in zip(counts, plan.chunks, strict=True))
-        ms = policy.actual.step_ms(plan.shape, len(plan.slots) // 4, kv_tokens, tokens, pairs / max(1, tokens))
-        return ms * rng.lognormvariate(0, policy.noise) + (policy.extra_ms(tokens) if tokens else 0.0)
+        num_requests, context, extra_ms = len(plan.slots) // 4, pairs / max(1, tokens), 0.0
+        if plan.capture:
+            return CAPTURE_MS
+        if graphs is not None:
+            padded_to = graphs.padded(plan.shape, num_requests, tokens)
+            if padded_to is None:
+                extra_ms = eager_ms(tokens)
+            else:
+                num_requests, tokens = padded_to
+        elif tokens:
+            extra_ms = policy.extra_ms(tokens)
+        ms = policy.actual.step_ms(plan.shape, num_requests, kv_tokens, tokens, context)
+        return ms * rng.lognormvariate(0, policy.noise) + extra_ms
 
-    rank, timing = SimulatedRank(policy.config.max_running, step_ms, seed, policy.emitted), PlanTiming(2)
+    rank = SimulatedRank(policy.config.max_running, step_ms, seed, policy.emitted, graphs=graphs)
+    timing = PlanTiming(2)
     served = [Served(arrival) for arrival in arrivals]
     coming = deque(enumerate(arrivals))
     plan_due_s = math.inf

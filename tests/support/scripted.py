@@ -163,7 +163,8 @@ class ScriptedExecutor:
         if plan.capture:
             assert not self._pending and plan.step not in self.capture_steps
             self.capture_steps.append(plan.step)
-            self.graphs = GraphCount(self.graphs.num_captured + 1, self.graphs.num_waiting - 1)
+            count = self.graphs
+            self.graphs = GraphCount(count.num_captured + 1, count.num_waiting - 1, count.missed_rows)
         self._apply_tables(plan)
         entries: list[tuple[list[int], int, int]] = []  # tokens, FINISH_*, accepted
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}

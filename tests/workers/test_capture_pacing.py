@@ -40,11 +40,34 @@ def test_who_comes_back_soon_meets_no_capture() -> None:
     assert pacing.is_due(is_idle=True)
 
 
-def test_under_load_one_capture_comes_in_every_interval() -> None:
-    """It is neither sooner, nor does it wait for an idle moment that never comes."""
+def test_under_load_a_capture_comes_once_steps_have_lost_what_it_takes() -> None:
+    """And no sooner; without a load it does not wait for that."""
+    clock = Clock()
+    pacing = CapturePacing(1.0, clock)
+    clock.now += 2.0
+    pacing.row_ms = 0.02
+    for missed_rows, is_due in ((0, False), (1499, False), (1500, True), (9000, True)):
+        pacing.graphs = GraphCount(10, 2, missed_rows, capture_ms=30.0)
+        assert pacing.is_due(is_idle=False) == is_due
+    pacing.row_ms, pacing.graphs = None, GraphCount(10, 2, 1, 30.0)
+    assert pacing.is_due(is_idle=False), "what a row takes is not known"
+    pacing.graphs = GraphCount(10, 2, 0, 30.0)
+    assert not pacing.is_due(is_idle=False)
+    clock.now += IDLE_S
+    assert pacing.is_due(is_idle=True)
+
+
+def test_without_an_interval_captures_come_before_every_step() -> None:
+    pacing = CapturePacing(0.0, Clock())
+    pacing.graphs, pacing.row_ms = GraphCount(10, 2), 0.02
+    assert pacing.is_due(is_idle=False)
+
+
+def test_under_load_there_is_an_interval_between_captures() -> None:
+    """They do not wait for an idle moment that never comes."""
     clock = Clock()
     pacing = CapturePacing(5.0, clock)
-    pacing.graphs = GraphCount(10, 100)
+    pacing.graphs = GraphCount(10, 100, missed_rows=1)
     times = []
     for _ in range(4000):
         clock.now += 0.01
@@ -52,6 +75,6 @@ def test_under_load_one_capture_comes_in_every_interval() -> None:
             times.append(clock.now)
             pacing.in_flight = True
             clock.now += 0.1
-            pacing.has_ended(GraphCount(10, 100))
+            pacing.has_ended(GraphCount(10, 100, missed_rows=1))
     gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
     assert len(times) == 7 and all(5.1 <= gap < 5.12 for gap in gaps)

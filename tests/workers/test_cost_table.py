@@ -85,6 +85,11 @@ def test_a_budget_is_filled_to_the_last_token(num_requests: int, context_tokens:
             assert found == 0 or ms[found] <= limit_ms + 1e-9
 
 
+def test_a_row_costs_what_prompts_alone_take_for_each() -> None:
+    assert TABLE.row_ms == pytest.approx(18.0 / 1008)
+    assert msgspec.structs.replace(TABLE, chunk_tokens=(64,), chunk_ms=((5.0,), (7.0,), (9.0,))).row_ms == 0.0
+
+
 def test_it_travels_as_a_message() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(TABLE), type=CostTable) == TABLE
 

@@ -236,6 +236,28 @@ def test_the_next_larger_graph_stands_in_until_a_step_has_its_own() -> None:
     assert graphs.captured == everything.captured
 
 
+def test_what_steps_have_missed_most_is_captured_next() -> None:
+    """By rows that they were padded by; and then what is next in order."""
+    graphs, _, _ = graphed()
+    capture_few(graphs)
+    assert graphs.graphs.missed_rows == 0 and graphs.graphs.capture_ms > 0.0
+    seldom, often = (GraphKey(1, 1, count, NEEDS[1]) for count in (2, 16))
+    assert not {seldom, often} & graphs.captured
+    graphs.step(batch_of(2, 1, NEEDS[1]))
+    for size in (9, 13, 16):
+        graphs.step(batch_of(size, 1, NEEDS[1]))
+    missed_rows = graphs.graphs.missed_rows
+    assert missed_rows == 3 * graphs.shapes[1].width * (40 - 16)
+    for expected in (often, seldom):
+        before = graphs.captured
+        graphs.capture_next(SOLO)
+        assert graphs.captured - before == {expected}
+    assert graphs.graphs.missed_rows == 0
+    graphs.step(batch_of(16, 1, NEEDS[1]))
+    assert graphs.graphs.missed_rows == 0, "it has its own"
+    graphs.capture_next(SOLO)
+
+
 def test_steps_with_grammars_are_captured_once_one_has_come() -> None:
     graphs, _, _ = graphed()
     capture_few(graphs)

@@ -4,6 +4,7 @@ Sizes are such that a load takes a second; the bounds leave room for other seeds
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.support.load_simulation import (
     policies,
     simulate,
 )
+from tests.support.simulated_graphs import SimulatedGraphs
 
 TARGET_MS = 25.0
 
@@ -52,6 +54,18 @@ def test_a_queue_of_long_prompts_does_not_grow_within_20_ms():
     first = [served.times_s[0] - served.arrival.at_s for served in run.served]
     thirds = [float(np.median(part)) for part in np.array_split(first, 3)]
     assert max(thirds) < 1.0
+
+
+@pytest.mark.parametrize("rate", [12.0, 20.0])
+def test_an_engine_that_has_just_started_is_nearly_as_quick_as_later(rate: float) -> None:
+    """Three quarters of its graphs are still to come, and no idle moment does."""
+    costs, load = padded(H200), poisson_load(rate, 20.0, 0)
+    started, warm = (
+        simulate(load, Policy(costs=costs, graphs=partial(SimulatedGraphs, SHAPES, 128, 2048, warm=is_warm)))
+        for is_warm in (False, True)
+    )
+    for name in ("TTFT", "TPOT"):
+        assert started.milliseconds(8.0)[name][0] < 1.4 * warm.milliseconds(8.0)[name][0], name
 
 
 def test_a_burst_is_worked_off_in_longer_steps():

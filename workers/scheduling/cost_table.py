@@ -57,6 +57,12 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         """The shape of the rounds in `chunk_ms[index]`."""
         return self.beside[index] if self.beside else self.default
 
+    @property
+    def row_ms(self) -> float:
+        """Milliseconds that each further prompt token adds to a step of prompts alone, in the mean."""
+        ms, at = self.chunk_ms[0], self.chunk_tokens
+        return (ms[-1] - ms[0]) / max(1, at[-1] - at[0])
+
     def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
         """A step without chunks: milliseconds of a round of `shape`. kv_tokens: of all its requests together."""
         return self.rounds[shape].round_ms(num_requests, kv_tokens)

@@ -164,10 +164,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):
-    """CUDA graphs of a rank's steps: how many there are, and how many are still to be captured."""
+    """CUDA graphs of a rank's steps: how many there are, and how many are still to be captured.
+
+    missed_rows: more rows than their own graph has, of the steps so far that will have the next one.
+    capture_ms: what capturing one took, in the mean.
+    """
 
     num_captured: int = 0
     num_waiting: int = 0
+    missed_rows: int = 0
+    capture_ms: float = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -83,6 +83,7 @@ class Scheduler:
     def use_costs(self, costs: CostTable) -> None:
         """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
         self._costs = costs
+        self.captures.row_ms = costs.row_ms
         self._prefill.budget = LatencyBudget.of(self._config, costs)
         self.queues.set_deadlines(self._prefill.deadline_s)
 

@@ -12,7 +12,7 @@ def bed_with_graphs(make_bed, num_waiting, interval_s=5.0, **options):
     bed.scheduler.captures._interval_s = interval_s
     ranks = bed.new_ranks()
     for executor in ranks.executors:
-        executor.graphs = GraphCount(3, num_waiting)
+        executor.graphs = GraphCount(3, num_waiting, missed_rows=1)
     ranks.start()
     bed.coordinator.attach(ranks.endpoints, 1)
     return bed, ranks.executors

@@ -4,10 +4,11 @@
 `GraphedDecoding` wraps any `DecodingStrategy`, which it knows nothing about: what a step reads and writes lives in
 device tensors by slot, so a captured round needs two inputs, the slots and those that draft, and its outputs are
 tensors it always writes to the same place. A few graphs are captured at start, the others when a plan says so: while
-nobody is there and, under load, now and then (`workers.scheduling.capture_pacing`). Steps whose graph is not there yet
-are padded to a larger one. Steps that have none at all run eagerly: those with more prompt tokens or chunks than any
-graph has room for, chunks beside requests with penalties or log-probabilities, chunks whose own log-probabilities are
-wanted, and kinds for which the allowance for captures (`workers.config.GraphCapture`) has no memory.
+nobody is there and, under load, once they have been missed enough (`workers.scheduling.capture_pacing`). Steps whose
+graph is not there yet are padded to a larger one. Steps that have none at all run eagerly: those with more prompt
+tokens or chunks than any graph has room for, chunks beside requests with penalties or log-probabilities, chunks whose
+own log-probabilities are wanted, and kinds for which the allowance for captures (`workers.config.GraphCapture`) has no
+memory.
 """
 
 import logging
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.config import FEW_REQUESTS, GraphCapture, RoundShapes
+from workers.config import GraphCapture, RoundShapes
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.decoding import CuttableStrategy, FillMasks
 from workers.runner.graphs.capture_queue import CaptureQueue, Taken
-from workers.runner.graphs.graph_keys import CHUNK_NEEDS, RANDOM, GraphKey, GraphKeys, is_always_captured
+from workers.runner.graphs.graph_keys import GraphKey, GraphKeys, is_always_captured
 from workers.runner.graphs.kernel_compilation import CompileAhead
 from workers.runner.graphs.recorder import Recorder
 from workers.runner.graphs.step_capture import CapturedStep, StepCapture, on_any_rank
@@ -85,8 +86,9 @@ class GraphedDecoding:
         self._recorder = recorder
         self._step_capture = StepCapture(inner, slots, max_kv_len, recorder)
         self._captured: dict[GraphKey, CapturedStep] = {}
-        self._chosen: dict[GraphKey, CapturedStep | None] = {}  # what a step that wants a key runs; None: eagerly
+        self._stand_ins: dict[GraphKey, GraphKey | None] = {}  # what runs a step that has no graph; None: eagerly
         self._queue = CaptureQueue((), (), GraphCapture())
+        self._capture_s = 0.0  # of all captures
         self._warned: set[str] = set()
         self.report = CaptureReport({}, 0)
 
@@ -116,23 +118,14 @@ class GraphedDecoding:
 
     @property
     def graphs(self) -> GraphCount:
-        """How many there are, and how many are still to come."""
-        return GraphCount(len(self._captured), self._queue.num_waiting)
+        """How many there are, how many are still to come, and what speaks for the next of those."""
+        num_captured, queue = len(self._captured), self._queue
+        capture_ms = 1000 * self._capture_s / max(1, num_captured)
+        return GraphCount(num_captured, queue.num_waiting, queue.missed_rows, capture_ms)
 
     def first_graphs(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
-        """What a start waits for: the graphs of the steps that it measures, each (shape, requests that run a round,
-        prompt tokens, tokens before those), so that their costs hold from then on; and rounds of one, a few and all
-        requests with filters, which many clients send."""
-        keys, most = self._keys, self._keys.buckets[-1]
-        found = [
-            keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
-            if tokens
-            else keys.of_rounds(shape, count, RANDOM)
-            for shape, count, tokens, before in measured
-        ]
-        sizes = (1, min(FEW_REQUESTS, most), most)
-        found += [keys.of_rounds(shape, size, CHUNK_NEEDS) for shape in self.shapes.unrestricted for size in sizes]
-        return frozenset(key for key in found if key is not None)
+        """What a start waits for: see `GraphKeys.first`."""
+        return self._keys.first(measured)
 
     @torch.inference_mode()
     def rehearse(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
@@ -183,7 +176,7 @@ class GraphedDecoding:
             self._warn_once(group, _FAILED, key, error or "another rank failed")
         else:
             self._queue.took(key, _most(taken, group, self._slots.device))
-        self._chosen.clear()
+        self._stand_ins.clear()
         self._warn_of_left_out(group)
 
     def want_masked(self) -> None:
@@ -194,8 +187,9 @@ class GraphedDecoding:
         """Capture `key`; what that took on this rank."""
         since_s, since_bytes = clock(), self._recorder.used_bytes()
         self._captured[key] = self._step_capture.capture(key, group)
-        num_bytes = self._recorder.used_bytes() - since_bytes
-        return Taken(clock() - since_s, num_bytes)
+        taken = Taken(clock() - since_s, self._recorder.used_bytes() - since_bytes)
+        self._capture_s += taken.seconds
+        return taken
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
         key = self._keys.of(batch)
@@ -212,14 +206,15 @@ class GraphedDecoding:
         return _entries(captured.output, batch.num_requests, captured.bucket, num_finals)
 
     def _of_key(self, key: GraphKey) -> CapturedStep | None:
-        """The graph of `key`, or the one that stands in for it; None if there is neither. Looked for among all once
-        between two captures."""
+        """The graph of `key`, or the one that stands in for it, which is looked for among all once between two
+        captures; None if there is neither."""
         if key in self._captured:
             return self._captured[key]
-        if key not in self._chosen:
-            other = self._keys.stand_in(key, self._captured)
-            self._chosen[key] = None if other is None else self._captured[other]
-        return self._chosen[key]
+        if key not in self._stand_ins:
+            self._stand_ins[key] = self._keys.stand_in(key, self._captured)
+        used = self._stand_ins[key]
+        self._queue.missed(key, self._keys.missed_rows(key, used))
+        return None if used is None else self._captured[used]
 
     def _warn_once(self, group: TPGroup, message: str, *arguments: object) -> None:
         if group.rank == 0 and message not in self._warned:

@@ -22,6 +22,8 @@ from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
 EXPANDED_TOKENS = 384  # from which on a chunk behind others is estimated to cost less expanded, and a first one as much
 EXPANDED_SEEN = 16384  # tokens that the chunks of a step look at, at most: there is memory for their keys and values
+FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the steps with rounds beside them that a start captures
+EAGER_ROWS = 1024  # that take about as long as what launching a step kernel by kernel adds to it
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
 RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
@@ -128,6 +130,27 @@ class GraphKeys:
         rare = [key for key in rounds if not is_always_captured(key)]
         return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
 
+    def first(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
+        """What a start waits for: the graphs of the steps that it measures, each (shape, requests that run a round,
+        prompt tokens, tokens before those), so that their costs hold from then on; of steps with prompts beside rounds
+        those that most are padded to under load; and rounds of one, a few and all requests with filters, which many
+        clients send."""
+        found = [
+            self.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
+            if tokens
+            else self.of_rounds(shape, count, RANDOM)
+            for shape, count, tokens, before in measured
+        ]
+        found += [
+            self.of_chunks(self._shapes.largest_beside_chunks(count), count, tokens, CHUNK_NEEDS)
+            for tokens in FIRST_TOKENS
+            if tokens in self.tokens
+            for count in buckets_beside(FIRST_TOKENS[-1], self.buckets)
+        ]
+        sizes = (1, min(FEW_REQUESTS, self.buckets[-1]), self.buckets[-1])
+        found += [self.of_rounds(shape, size, CHUNK_NEEDS) for shape in self._shapes.unrestricted for size in sizes]
+        return frozenset(key for key in found if key is not None)
+
     def _seen_of(self, tokens: int, needs: SamplingNeeds) -> int:
         """Room of steps with so many prompt tokens for what these look at; 0 where they are absorbed."""
         return EXPANDED_SEEN if self._expands and tokens >= EXPANDED_TOKENS and not needs.masked else 0
@@ -210,6 +233,10 @@ class GraphKeys:
     def stand_in(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
         """The one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
         return min((each for each in captured if serves(each, key)), key=self._work, default=None)
+
+    def missed_rows(self, key: GraphKey, used: GraphKey | None) -> int:
+        """How many rows more than `key` the graph has that ran its step; None: it ran without one."""
+        return EAGER_ROWS if used is None else self._work(used)[0] - self._work(key)[0]
 
     def _work(self, key: GraphKey) -> tuple[int, int]:
         """What a graph's rows take beside another's that serve the same batch."""
