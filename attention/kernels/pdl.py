@@ -41,7 +41,6 @@ The rule:
     fp8_gemm_wide           triggers   nothing
     latent_values           triggers   W                              constant
     route                   triggers   nothing
-    count                   triggers   nothing
     order                   triggers   nothing
     gate_up_of_few_rows     waits      nothing                        (is a fence)
     down_of_few_rows        triggers   the list of experts            route; gate_up_of_few_rows is the fence

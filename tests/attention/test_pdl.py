@@ -136,7 +136,6 @@ ELSEWHERE = {
         "fp8_gemm_wide",
         "latent_values",
         "route",
-        "count",
         "order",
         "sum_slots",
     )

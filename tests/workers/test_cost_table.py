@@ -90,6 +90,12 @@ def test_a_row_costs_what_prompts_alone_take_for_each() -> None:
     assert msgspec.structs.replace(TABLE, chunk_tokens=(64,), chunk_ms=((5.0,), (7.0,), (9.0,))).row_ms == 0.0
 
 
+def test_where_tokens_cost_next_to_nothing_all_fit() -> None:
+    """Less than a float can divide by."""
+    flat = msgspec.structs.replace(TABLE, chunk_ms=((5.0,) * 3, (6.0,) * 3, (10.0,) * 3), ms_per_chunk_kv=5e-324)
+    assert flat.chunk_tokens_within(15.0, 1, 8, 0, 3000, context_tokens=10) == 3000
+
+
 def test_it_travels_as_a_message() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(TABLE), type=CostTable) == TABLE
 

@@ -68,19 +68,19 @@ class Watched(Simulation):
         before = self.pending()
         plan = super().schedule()
         if plan is not None:
-            self.check_budget(plan)
+            self.check_budget(plan, sum(count for _, count in before.values()))
             if self.is_roomy:
                 self.check_order(plan, before)
         return plan
 
-    def check_budget(self, plan: StepPlan) -> None:
-        """The step keeps to its limit, or carries its one token of progress."""
+    def check_budget(self, plan: StepPlan, backlog_tokens: int) -> None:
+        """The step keeps to its limit, or carries its one token of progress. backlog_tokens: that were pending."""
         budget, rounds = self.scheduler._prefill.budget, self.rounds(plan)
         assert budget is not None
         counts = [(len(chunk.tokens) // 4, chunk.start) for chunk in plan.chunks]
         tokens = sum(count for count, _ in counts)
         if tokens > 1:
-            most_ms = max(budget.limit_ms, budget.step_limit_ms(rounds, tokens))
+            most_ms = max(budget.limit_ms, budget.step_limit_ms(rounds, max(tokens, backlog_tokens)))
             context = sum(count * start for count, start in counts) / tokens
             ms = budget.costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, tokens, context)
             assert ms <= most_ms + ROUNDING_MS

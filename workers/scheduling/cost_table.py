@@ -4,6 +4,7 @@ How many prompt tokens a step takes, and which shape is drafted, are decided by 
 without a GPU. `workers.runner.costs.cost_probe` measures it.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
@@ -102,7 +103,8 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
             return 0
         left = min(num_fitting, len(costs) - 1) - 1  # after the last point as between the last two
         rise = (costs[left + 1] - costs[left]) / (sizes[left + 1] - sizes[left])
-        return most if rise == 0.0 else min(most, int(sizes[left] + (room_ms - costs[left]) / rise))
+        fitting = math.inf if rise == 0.0 else sizes[left] + (room_ms - costs[left]) / rise
+        return int(fitting) if fitting < most else most
 
     def _added(self, shape: int, num_requests: int) -> list[float]:
         """By `chunk_tokens`: milliseconds that a chunk adds to a round of `shape` of so many requests.
