@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -404,6 +405,9 @@ def main() -> None:
     parser.add_argument(
         "--deepseek-rank", action="store_true", help="costs of a rank of DeepSeek-V3, not Llama-3.1-8B's"
     )
+    parser.add_argument(
+        "--just-started", action="store_true", help="only the last policy, with all graphs and with those of a start"
+    )
     parser.add_argument("--buckets", type=int, nargs="*", default=TOKEN_BUCKETS, help="that steps are padded to")
     parser.add_argument("--http-ms", type=float, default=8.0, help="added to every first token")
     args = parser.parse_args()
@@ -413,12 +417,19 @@ def main() -> None:
     chosen = policies(None, config)
     if args.targets:
         chosen = {f"itl_target_ms {ms:g}": [*policies(ms, config).values()][-1] for ms in args.targets}
-    costs = padded(costs, args.buckets) if args.buckets else costs
+    unpadded, costs = costs, padded(costs, args.buckets) if args.buckets else costs
+    if args.just_started:
+        *_, policy = policies(None, config).values()
+        chosen = {
+            name: replace(policy, graphs=partial(SimulatedGraphs, SHAPES, config.num_slots, 2048, warm=is_warm))
+            for name, is_warm in (("all graphs", True), ("just started", False))
+        }
     print("| req/s | policy | TTFT p50 / p99 | TPOT p50 / p99 | ITL p50 / p99 | device idle |")
     print("| --- | --- | --- | --- | --- | --- |")
     for rate in args.rates:
         for name, policy in chosen.items():
-            policy = replace(policy, actual=costs, costs=policy.costs and costs)
+            actual = costs if policy.graphs is None else unpadded  # graphs pad
+            policy = replace(policy, actual=actual, costs=policy.costs and costs)
             loads = [
                 poisson_load(rate, args.seconds, seed, args.prompt_mean, 4096, args.prompt_sigma) for seed in args.seeds
             ]
