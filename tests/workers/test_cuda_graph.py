@@ -334,6 +334,25 @@ def test_ranks_capture_the_same_while_serving() -> None:
     assert len(outcomes[0]) > 8
 
 
+def test_ranks_capture_the_same_of_what_they_have_missed() -> None:
+    """Each counts by itself; all of them run the same steps."""
+
+    def run(group: TPGroup) -> list[frozenset[GraphKey]]:
+        graphs, _, _ = graphed()
+        capture_few(graphs, group)
+        each = []
+        for size in (5, 17, 3, 17, 30, 9, 3, 3):
+            graphs.step(batch_of(size, 1, NEEDS[1]))
+            if size == 3 or size == 30:
+                graphs.capture_next(group)
+                each.append(graphs.captured)
+        return each
+
+    alone = run(SOLO)
+    assert on_ranks(3, run) == [alone] * 3
+    assert all(GraphKey(1, 1, bucket, NEEDS[1]) in alone[-1] for bucket in (4, 24))
+
+
 class MissingRecorder(EagerRecorder):
     """Misses something in recordings `missing`, counted from 0, of what has not run."""
 
