@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+LATENT_PAGE_SIZE = 64  # best for latent rows: a tile of attention over them, which a tensor map then brings whole
 MAX_MEMORY_SHARE = 0.95
 MIN_WINDOW = 64  # of a draft: more than a round has columns, all of which a window then holds
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.config import DraftAttention
-from attention.kv_cache.latent import LatentLayout
+from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
 from attention.metadata import Mode
@@ -133,8 +133,8 @@ def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:
     weights = weight_bytes(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, multiplies_fp8)
     groups = target.kv_groups(ranks, dtype)
     token = bytes_per_page([*groups, *speculation.kv_groups(dtype)], 1)
-    latent = any(isinstance(group.layout, LatentLayout) for group in groups)
-    return RankMemory(weights, speculation.weight_bytes(ranks, dtype, multiplies_fp8), token, latent)
+    draft = speculation.weight_bytes(ranks, dtype, multiplies_fp8)
+    return RankMemory(weights, draft, token, keeps_latent_rows(groups))
 
 
 def plan_layout(spec: EngineSpec) -> EngineLayout:

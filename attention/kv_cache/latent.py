@@ -1,13 +1,14 @@
 """`LatentLayout`: one row for all heads, the same on every rank, as multi-head latent attention keeps it (DeepSeek-V2,
 arXiv 2405.04434, section 2.1)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from attention.kv_cache.layout import KVLayout, PerToken
+from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
 
@@ -59,3 +60,8 @@ class LatentLayout(KVLayout[LatentKV]):
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [rows, heads, latent + rotated] with its last part turned."""
         return torch.cat((x[..., : self.latent], rotate_pairs(x[..., self.latent :], cos, sin)), dim=-1)
+
+
+def keeps_latent_rows(groups: Iterable[LayerGroup]) -> bool:
+    """Whether layers of a model do, instead of keys and values by heads."""
+    return any(isinstance(group.layout, LatentLayout) for group in groups)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from attention.config import LATENT_PAGE_SIZE
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
 from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
@@ -12,8 +13,6 @@ from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
 if TYPE_CHECKING:
     from speculative.build import RankMemory
-
-LATENT_PAGE_SIZE = 64  # as many tokens as a tile of attention over latent rows has: a tensor map brings it whole
 
 
 def plan_lines(

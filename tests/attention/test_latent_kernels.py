@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 
 from attention.backends.torch_backend import TorchBackend  # noqa: E402
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
+from attention.config import LATENT_PAGE_SIZE  # noqa: E402
 from attention.expansion import ExpandedChunks  # noqa: E402
 from attention.kernels import expanded_prefill, latent_decode, latent_prefill, move_path  # noqa: E402
 from attention.kernels.expanded_prefill import ExpandedKV  # noqa: E402
@@ -99,6 +100,13 @@ def test_tiles_of_half_types_in_a_window(rows: int, heads: int) -> None:
 def test_tiles_of_half_types(mode: Mode, rows: int, suffix_len: int, heads: int) -> None:
     """Of 16 and 32 rows, whose products are turned round, and of 64, twice."""
     check(mode, rows, suffix_len, [130, 0, 300], heads, 16, torch.bfloat16)
+
+
+def test_a_tile_of_half_types_is_a_page_of_the_size_that_is_told_of() -> None:
+    for packed_rows in (16, 32, 64, 128):
+        assert {latent_decode.latent_tiles(packed_rows, 2, density).block_n for density in (0.01, 0.5, 4.0)} == {
+            LATENT_PAGE_SIZE
+        }
 
 
 def test_partial_results_beyond_float16_stay_finite() -> None:

@@ -93,8 +93,8 @@ def deepseek_rank() -> CostTable:
         return 2.5 + 22.0 * experts / 257 + rows * each
 
     def chain(count: int, chunk: int) -> float:
-        beside = 0.0 if chunk == 0 else 5.5 if chunk >= 768 else 0.003 * chunk
-        return forward(4 * count + chunk) + 0.7 + 0.008 * count + beside
+        expanding = 0.0 if chunk == 0 else 5.5 if chunk >= 768 else 0.003 * chunk
+        return forward(4 * count + chunk) + 0.7 + 0.008 * count + expanding
 
     beside = (0, *requests)
     return CostTable(
@@ -327,11 +327,11 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
             scheduler._prefill.budget = FirstComeBudget(**vars(budget))
 
     def step_ms(plan: StepPlan, kv_tokens: int) -> float:
+        if plan.capture:
+            return CAPTURE_MS
         counts = [len(chunk.tokens) // 4 for chunk in plan.chunks]
         tokens, pairs = sum(counts), sum(n * chunk.start for n, chunk in zip(counts, plan.chunks, strict=True))
         num_requests, context, extra_ms = len(plan.slots) // 4, pairs / max(1, tokens), 0.0
-        if plan.capture:
-            return CAPTURE_MS
         if graphs is not None:
             padded_to = graphs.padded(plan.shape, num_requests, tokens)
             if padded_to is None:

@@ -1,8 +1,10 @@
 """CUDA graphs of an engine that has just started, simulated: keys, queue and first graphs are the real ones; a step
 that has no graph yet is padded to the one that stands in for it, and a capture takes its time."""
 
+import math
+
 from workers.config import GraphCapture, RoundShapes
-from workers.runner.costs.cost_points import ProbeExtent, wanted
+from workers.runner.costs.cost_points import ProbeExtent, measured_steps
 from workers.runner.graphs.capture_queue import CaptureQueue, Taken
 from workers.runner.graphs.graph_keys import GraphKey, GraphKeys, bucket_sizes, token_buckets
 from workers.sampling.sampler import SamplingNeeds
@@ -21,11 +23,10 @@ class SimulatedGraphs:
         self._shapes = shapes
         self._keys = GraphKeys(shapes, bucket_sizes(max_running), tokens)
         extent = ProbeExtent(shapes, max_running, max_step_tokens, tokens, 8192, 1 << 17, growth=2, page_size=16)
-        points = [point for group in wanted(extent) for point in group.points]
-        measured = [(point.shape, point.num_requests, point.chunk_tokens, point.context) for point in points]
-        self._queue = CaptureQueue(self._keys.wanted(), self._keys.first(measured), GraphCapture())
+        first, allowance = self._keys.first(measured_steps(extent)), GraphCapture(limit_s=math.inf if warm else 0.0)
+        self._queue = CaptureQueue(self._keys.wanted(), first, allowance)
         self._captured: list[GraphKey] = []
-        while (key := self._queue.next()) and (warm or self._queue.next_at_start()):
+        while key := self._queue.next_at_start():
             self._took(key)
 
     @property
@@ -47,9 +48,8 @@ class SimulatedGraphs:
             key = self._keys.of_rounds(shape, num_requests, NEEDS)
         if key is None:
             return None
-        used = key if key in self._captured else self._keys.stand_in(key, self._captured)
-        if used != key:
-            self._queue.missed(key, self._keys.missed_rows(key, used))
+        used = self._keys.stand_in(key, self._captured)
+        self._queue.missed(key, self._keys.padding_rows(key, used))
         return None if used is None else (used.bucket, used.tokens)
 
     def _took(self, key: GraphKey) -> None:

@@ -16,7 +16,7 @@ from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
 from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
-from workers.runner.costs.cost_points import wanted
+from workers.runner.costs.cost_points import measured_steps
 from workers.runner.costs.cost_probe import probe_costs, probe_extent
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
@@ -224,11 +224,7 @@ def _first_graphs(graphed: "GraphedDecoding", parts: EngineParts) -> frozenset["
     """Of the steps whose costs are measured, which do not hang on the number of pages."""
     layout, page_size = parts.layout.with_pages(0), parts.worker.cache.page_size
     extent = probe_extent(layout, page_size, graphed.wanted_token_buckets, parts.slots.device)
-    return graphed.first_graphs(
-        (point.shape, point.num_requests, point.chunk_tokens, point.context)
-        for group in wanted(extent)
-        for point in group.points
-    )
+    return graphed.first_graphs(measured_steps(extent))
 
 
 def _compile_ahead(graphed: "GraphedDecoding", parts: EngineParts, compilers: "CompileProcesses | None") -> str:

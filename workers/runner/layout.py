@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from attention.config import CacheConfig
-from attention.kv_cache.latent import LatentLayout
+from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
 from attention.metadata import Mode
@@ -128,8 +128,8 @@ class EngineLayout:
 
     @property
     def keeps_latent_rows(self) -> bool:
-        """Whether layers of the target do, instead of keys and values by heads."""
-        return any(isinstance(group.layout, LatentLayout) for group in self.target.kv_groups(1, self.dtype))
+        """Whether layers of the target do."""
+        return keeps_latent_rows(self.target.kv_groups(1, self.dtype))
 
     @property
     def lookahead(self) -> int:

@@ -53,10 +53,8 @@ class CapturePacing:
     @property
     def _is_missed(self) -> bool:
         """Whether the next graph would have saved what capturing it takes."""
-        graphs = self.graphs
-        if self.row_ms is None:
-            return graphs.missed_rows > 0
-        return graphs.missed_rows > 0 and graphs.missed_rows * self.row_ms >= graphs.capture_ms
+        graphs, row_ms = self.graphs, self.row_ms
+        return graphs.missed_rows > 0 and (row_ms is None or graphs.missed_rows * row_ms >= graphs.capture_ms)
 
     def has_ended(self, graphs: GraphCount) -> bool:
         """A result has come, and says that there are so many graphs now. Whether it is that of a capture."""

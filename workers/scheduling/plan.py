@@ -166,7 +166,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):
     """CUDA graphs of a rank's steps: how many there are, and how many are still to be captured.
 
-    missed_rows: more rows than their own graph has, of the steps so far that will have the next one.
+    missed_rows: of padding so far, in steps that the next graph would have run.
     capture_ms: what capturing one took, in the mean.
     """
 

@@ -131,7 +131,7 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
         reading([default]),
-        # captured steps tell little of eager ones, which are launched one by one, but may do more at once for less
+        # captured steps tell little of eager ones, whose kernels are launched one by one, but may do more at once
         PointGroup(chunks(0, eager).points, required=1),
         chunks(most, [t for t in beside if t != tokens[0]]),
         rounds(others, between),
@@ -140,6 +140,12 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         reading(others),
     ]
     return [group for group in groups if group.points]
+
+
+def measured_steps(extent: ProbeExtent) -> list[tuple[int, int, int, int]]:
+    """Of each point of `wanted`: shape, requests that run a round, prompt tokens, and tokens before those."""
+    points = [point for group in wanted(extent) for point in group.points]
+    return [(point.shape, point.num_requests, point.chunk_tokens, point.context) for point in points]
 
 
 def expected_ms(point: Point, found: Mapping[Point, float]) -> float:

@@ -28,7 +28,7 @@ class CaptureQueue:
     requests need first. Those with grammars come last, and once an engine is ready only if a request has one.
 
     first: keys of `wanted`; None: all that are captured whatever they take. wanted: in the order in which graphs reuse
-    each other's memory best, which is kept within a kind.
+    each other's memory best, which is kept within a kind for what no step has missed.
     """
 
     def __init__(self, wanted: Sequence[GraphKey], first: Collection[GraphKey] | None, allowance: GraphCapture) -> None:

@@ -213,7 +213,7 @@ class GraphedDecoding:
         if key not in self._stand_ins:
             self._stand_ins[key] = self._keys.stand_in(key, self._captured)
         used = self._stand_ins[key]
-        self._queue.missed(key, self._keys.missed_rows(key, used))
+        self._queue.missed(key, self._keys.padding_rows(key, used))
         return None if used is None else self._captured[used]
 
     def _warn_once(self, group: TPGroup, message: str, *arguments: object) -> None:

@@ -7,8 +7,7 @@ are padded to powers of two, greedy ones take the graphs of random ones (0.03 ms
 none have penalties, log-probabilities or prompt chunks, where the scheduler does not choose them. For 64 requests that
 is 14 graphs a shape, beside 43 of plain decoding and of the default each. With prompt chunks there are 72 more of the
 shapes that run beside them and 48 of plain rounds, with grammars 21 of each and 28 with chunks. Of models that keep
-latent rows many prompt tokens are expanded (`attention.expansion`), by two graphs each: for chunks that look at hardly
-more than themselves, and for others.
+latent rows many prompt tokens are expanded (`attention.expansion`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -131,10 +130,9 @@ class GraphKeys:
         return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
 
     def first(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
-        """What a start waits for: the graphs of the steps that it measures, each (shape, requests that run a round,
-        prompt tokens, tokens before those), so that their costs hold from then on; of steps with prompts beside rounds
-        those that most are padded to under load; and rounds of one, a few and all requests with filters, which many
-        clients send."""
+        """What a start waits for: the graphs of the steps that it measures (`cost_points.measured_steps`), so that
+        their costs hold from then on; of steps with prompts beside rounds those that most are padded to under load; and
+        rounds of one, a few and all requests with filters, which many clients send."""
         found = [
             self.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
             if tokens
@@ -234,7 +232,7 @@ class GraphKeys:
         """The one of `captured` that runs the batches of `key` with the fewest rows; None if none can."""
         return min((each for each in captured if serves(each, key)), key=self._work, default=None)
 
-    def missed_rows(self, key: GraphKey, used: GraphKey | None) -> int:
+    def padding_rows(self, key: GraphKey, used: GraphKey | None) -> int:
         """How many rows more than `key` the graph has that ran its step; None: it ran without one."""
         return EAGER_ROWS if used is None else self._work(used)[0] - self._work(key)[0]
 

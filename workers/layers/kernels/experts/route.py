@@ -191,7 +191,7 @@ class Routed:
     num_used: [1] int32, how many those are.
     rank: [rows, slots] int32, of each row among those of its expert, in no order that can be relied on; undefined for
         nobody. None where experts are listed.
-    count: [experts] int32, rows that each has; to be zero again before the next launch. None as before.
+    count: [experts] int32, rows that each has; to be zero again before the next launch. None as `rank`.
     """
 
     chosen: Tensor
