@@ -150,6 +150,8 @@ def plan_items(
     num_items = num_requests + budget
     items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
+    # of both, powers of two that few numbers of requests differ in: each pair is a kernel of its own
+    most_requests = triton.next_power_of_2(num_requests)
     _plan_items[(1,)](
         prefix_len,
         items,
@@ -161,10 +163,10 @@ def plan_items(
         num_items,
         TILE=tile,
         MAX_SPLITS=max_splits,
-        REQUESTS=triton.next_power_of_2(num_requests),
-        ITEMS=triton.next_power_of_2(num_items),
+        REQUESTS=most_requests,
+        ITEMS=triton.next_power_of_2(most_requests + budget),
         WINDOW=window or 0,
-        num_warps=plan_warps(num_requests),
+        num_warps=plan_warps(most_requests),
     )
     return Items(items, requests)
 

@@ -1,6 +1,6 @@
 """Which kernels an engine asks Triton for in its start, and which only later, found out without a GPU.
 
-    python -m tests.support.kernel_census dsv3-rank chain [--steps 40]
+    python -m tests.support.kernel_census dsv3-rank chain [--steps 40] [--max-running 64]
 
 A rank of a real model's sizes, with few layers, is built as for an H200 and takes steps whose tensors have no memory
 (torch's fake tensors); kernels are neither compiled nor launched. Triton asks for a kernel for each set of types,
@@ -39,10 +39,17 @@ ON_A_GPU = {
     "workers.models.moe": [('device.type != "cuda"', "False")],
     "workers.runner.backends": [('self.device.type == "cuda"', "True"), ("device=self.device.type", 'device="cuda"')],
 }
-NUMPY = {torch.bool: np.bool_, torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
+NUMPY = {
+    torch.bool: np.bool_,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
 LAYERS = 8  # of which a head captures three
 LATENT_LAYERS = 4  # the last has experts
 STEPS = 40
+MAX_RUNNING = 64
 MANY_PAGES = 1 << 20
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 RANDOM: dict[str, Any] = {"temperature": 1.0}
@@ -161,7 +168,7 @@ def _facts(source: Any) -> dict[str, str]:
     return facts
 
 
-def take(model: str, shape: str, steps: int) -> dict[str, Any]:
+def take(model: str, shape: str, steps: int, max_running: int) -> dict[str, Any]:
     """What `main` prints."""
     import triton
 
@@ -171,9 +178,10 @@ def take(model: str, shape: str, steps: int) -> dict[str, Any]:
     triton.runtime.driver._active = Hopper()
     census = Census(_Unlaunched)
     with FakeTensorMode(allow_non_fake_inputs=True), _mode(census):
-        rank = Rank.built(model, shape)
+        rank = Rank.built(model, shape, max_running)
         rank.start()
         known = set(census.kernels)
+        rank.capture_rest()
         choice = random.Random(0)
         for _ in range(steps):
             counts = [_prompt_tokens(choice) for _ in range(choice.choice((1, 1, 2, 4)))]
@@ -187,16 +195,17 @@ def _prompt_tokens(choice: random.Random) -> int:
     return choice.choice((1, 2, choice.randint(3, 20), choice.randint(20, 300), choice.randint(300, 1900)))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Rank:
-    """A rank that serves up to 64 requests, and whose steps compute nothing."""
+    """A rank whose steps compute nothing. graphed: runs them once it has started."""
 
     worker: Any
     layout: Any
     page_size: int
+    graphed: Any = None
 
     @staticmethod
-    def built(model: str, shape: str) -> "Rank":
+    def built(model: str, shape: str, max_running: int) -> "Rank":
         """model, shape: of `tests.bench.round`."""
         from speculative.build import plan_layout
         from tests.bench import deepseek_rank
@@ -210,39 +219,55 @@ class Rank:
             deepseek_rank.CONFIGS[model]["num_hidden_layers"] = LATENT_LAYERS
         else:
             bench.MODELS[model] = dataclasses.replace(bench.MODELS[model], layers=LAYERS)
+        build.warm_up = lambda *_: None  # type: ignore[assignment]  # `start` does, once steps are captured
         with tempfile.TemporaryDirectory() as folder:
             bench.write_checkpoints(Path(folder), model)
-            spec = bench.engine_spec(Path(folder), shape, 64, bench.Setting(), 1, False, "triton")
+            spec = bench.engine_spec(Path(folder), shape, max_running, bench.Setting(), 1, False, "triton")
             source = dataclasses.replace(spec.worker.model, device="cpu", dtype="bfloat16")
             worker = dataclasses.replace(spec.worker, model=source, measure_costs=False)
             rank = build.build_rank(worker, plan_layout(dataclasses.replace(spec, worker=worker)), 0, "")
         return Rank(rank.worker, rank.layout, worker.cache.page_size)
 
     def start(self) -> None:
-        """What a start on a GPU runs beside what `built` has run: the largest steps, those whose costs are measured,
-        and those that are captured."""
-        from workers.runner.costs import cost_probe
+        """What a start on a GPU launches beside what `built` has: rehearsals, the largest steps, the first captures,
+        the warm-up, and the steps whose costs are measured. From then on steps run as they are captured."""
+        from tests.support.eager_graphs import EagerRecorder
+        from workers.config import GraphCapture
+        from workers.runner.costs import cost_points, cost_probe
         from workers.runner.graphs import warm_up
+        from workers.runner.graphs.cuda_graph import GraphedDecoding
         from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
+        from workers.runner.graphs.kernel_compilation import CompileAhead
 
-        worker, layout = self.worker, self.layout
+        worker, layout, slots = self.worker, self.layout, self.worker._slots
+
+        class Recorder(EagerRecorder):
+            def rehearse(self, function: Callable[[], object], ahead: object) -> None:
+                function()
+
         for _, plan in warm_up.largest_steps(layout):
             warm_up.run(worker, plan)
-        buckets = token_buckets(layout.scheduler.step_token_limit)
+        buckets, tokens = bucket_sizes(layout.scheduler.num_slots), token_buckets(layout.scheduler.step_token_limit)
         roomy, timer = layout.with_pages(MANY_PAGES), cost_probe.Timer(torch.device("cpu"))
-        extent = cost_probe.probe_extent(roomy, self.page_size, buckets, torch.device("cuda"))
-        probe = cost_probe.CostProbe(worker._strategy, worker._slots, worker._group, roomy, self.page_size, timer)
+        extent = cost_probe.probe_extent(roomy, self.page_size, tokens, torch.device("cuda"))
+        worker._strategy = self.graphed = graphed = GraphedDecoding(
+            worker._strategy, slots, buckets, layout.max_position, Recorder(), tokens, layout.keeps_latent_rows
+        )
+        probe = cost_probe.CostProbe(graphed, slots, worker._group, roomy, self.page_size, timer)
+        first = graphed.first_graphs(cost_points.measured_steps(extent))
         with torch.inference_mode():
-            for point in (point for group in cost_probe.wanted(extent) for point in group.points):
+            graphed.rehearse(first, CompileAhead(), worker._group)
+            graphed.capture(GraphCapture(), worker._group, first)
+            warm_up.warm_up(worker, layout)
+            for point in (point for group in cost_points.wanted(extent) for point in group.points):
                 probe._pretend(point.num_requests, 0 if point.chunk_tokens else point.context)
-                worker._strategy.step(probe._batch(point))
-        for sampling in SAMPLING:
-            for rounds in bucket_sizes(layout.scheduler.num_slots):
-                self.run(rounds, (), sampling=sampling)
-        for rounds in (0, 4, 16, 60):
-            for count in buckets:
-                whole, rest = divmod(count, self.longest)
-                self.run(rounds, [self.longest] * whole + [rest] * (rest > 0), sampling=FILTERED)
+                graphed.step(probe._batch(point))
+
+    def capture_rest(self) -> None:
+        """What an idle rank captures after its start, once a request has had a grammar."""
+        self.graphed.want_masked()
+        while self.graphed.graphs.num_waiting:
+            self.graphed.capture_next(self.worker._group)
 
     @property
     def longest(self) -> int:
@@ -275,9 +300,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("shape", choices=("plain", "chain", "tree"))
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--max-running", type=int, default=MAX_RUNNING, help="48 at least")
     arguments = parser.parse_args()
     stand_in_for_a_gpu()
-    print(json.dumps(take(arguments.model, arguments.shape, arguments.steps)))
+    print(json.dumps(take(arguments.model, arguments.shape, arguments.steps, arguments.max_running)))
 
 
 if __name__ == "__main__":

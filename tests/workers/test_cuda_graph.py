@@ -190,12 +190,13 @@ def capture_few(graphs: GraphedDecoding, group: TPGroup = SOLO, limits: GraphCap
     graphs.capture(limits, group, graphs.first_graphs(MEASURED))
 
 
-def test_a_start_captures_what_it_measures_and_rounds_with_filters() -> None:
+def test_a_start_captures_what_it_measures_rounds_with_filters_and_greedy_ones_of_one_request() -> None:
     graphs, _, recorder = graphed()
     capture_few(graphs)
-    random, filtered = SamplingNeeds(True), SamplingNeeds(True, filtered=True)
+    greedy, random, filtered = SamplingNeeds(False), SamplingNeeds(True), SamplingNeeds(True, filtered=True)
     expected = {GraphKey(shape, shape, count, random) for shape, count, *_ in MEASURED}
     expected |= {GraphKey(shape, shape, count, filtered) for shape in (0, 1) for count in (1, 8, 40)}
+    expected |= {GraphKey(shape, shape, 1, greedy) for shape in (0, 1)}
     assert graphs.captured == expected and recorder.num_recorded == len(expected)
     assert graphs.report.num_left_out > graphs.graphs.num_waiting > 0, "those with grammars wait for a grammar"
 
@@ -288,7 +289,7 @@ class FailingRecorder(EagerRecorder):
 
 
 def test_a_capture_that_fails_while_serving_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    num_first = 11
+    num_first = 13
     graphs, strategy, _ = graphed(recorder=FailingRecorder((num_first, num_first + 2)))
     capture_few(graphs)
     assert len(graphs.captured) == num_first
@@ -388,4 +389,4 @@ def test_a_rehearsal_of_steps_runs_nothing() -> None:
     ahead = CompileAhead(1)
     graphs.rehearse(keys, ahead, SOLO)
     ahead.close()
-    assert recorder.num_rehearsed == 1 and not strategy.ran, "the largest round; no kernel was new"
+    assert recorder.num_rehearsed == 3 and not strategy.ran, "the largest round, two with grammars; no kernel was new"

@@ -24,6 +24,7 @@ EXPANDED_SEEN = 16384  # tokens that the chunks of a step look at, at most: ther
 FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the steps with rounds beside them that a start captures
 EAGER_ROWS = 1024  # that take about as long as what launching a step kernel by kernel adds to it
 _FEW_TOKENS = 512  # up to which steps with prompt tokens are captured beside every power of two of requests
+GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)  # filters cost 0.1 ms more, a step without a graph 25
 BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # of shapes between plain decoding and the default
@@ -131,8 +132,9 @@ class GraphKeys:
 
     def first(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
         """What a start waits for: the graphs of the steps that it measures (`cost_points.measured_steps`), so that
-        their costs hold from then on; of steps with prompts beside rounds those that most are padded to under load; and
-        rounds of one, a few and all requests with filters, which many clients send."""
+        their costs hold from then on; of steps with prompts beside rounds those that most are padded to under load;
+        rounds of one, a few and all requests with filters, which many clients send; and greedy rounds of one request,
+        whose kernels are so compiled before anybody waits for them."""
         found = [
             self.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
             if tokens
@@ -146,8 +148,17 @@ class GraphKeys:
             for count in buckets_beside(FIRST_TOKENS[-1], self.buckets)
         ]
         sizes = (1, min(FEW_REQUESTS, self.buckets[-1]), self.buckets[-1])
-        found += [self.of_rounds(shape, size, CHUNK_NEEDS) for shape in self._shapes.unrestricted for size in sizes]
+        for shape in self._shapes.unrestricted:
+            found += [self.of_rounds(shape, size, CHUNK_NEEDS) for size in sizes]
+            found.append(self.of_rounds(shape, 1, GREEDY))
         return frozenset(key for key in found if key is not None)
+
+    def first_masked(self) -> list[GraphKey]:
+        """Of the steps that are captured once a request has a grammar, those that together launch every kernel that no
+        other step does."""
+        kinds = [needs for needs in CAPTURED_NEEDS if needs.masked]
+        found = (self.of_rounds(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1]))
+        return [key for key in found if key is not None]
 
     def _seen_of(self, tokens: int, needs: SamplingNeeds) -> int:
         """Room of steps with so many prompt tokens for what these look at; 0 where they are absorbed."""
