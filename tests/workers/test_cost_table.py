@@ -59,6 +59,13 @@ def test_a_few_requests_of_a_mixture_of_experts_add_little_beside_a_chunk() -> N
     assert table.chunk_tokens_within(37.0, 1, 8, 0, 4096) == 512
 
 
+def test_what_chunks_add_beside_another_shape_does_not_hang_on_how_slow_its_rounds_are() -> None:
+    """Up to eight requests run a tree beside chunks, and 32 a chain, whose steps say nothing about a tree's."""
+    tree = RoundCosts((1, 8, 32), (18.0, 19.0, 60.0), (0.0, 0.0, 0.0))
+    table = CostTable((PLAIN, CHAIN, tree), (0, 32), (16, 512), ((5.0, 13.0), (10.0, 18.0)), 2, beside=(2, 1))
+    assert table.step_ms(2, 8, 0, 16) == pytest.approx(19.0 + 0.75 * 5.0 + 0.25 * 2.2)
+
+
 @pytest.mark.parametrize(("limit_ms", "tokens"), [(5.0, 0), (15.4, 512), (20.4, 768), (1000.0, 4096)])
 def test_a_budget_is_filled_and_kept(limit_ms: float, tokens: int) -> None:
     assert TABLE.chunk_tokens_within(limit_ms, 1, 8, 0, most=4096) == pytest.approx(tokens, abs=1)
@@ -115,6 +122,19 @@ def test_the_default_target_stays_above_the_larger_shape_of_a_few_requests() -> 
     tree = RoundCosts((1, 8, 32), (18.0, 19.0, 40.0), (0.0, 0.0, 0.0))
     table = msgspec.structs.replace(TABLE, rounds=(PLAIN, CHAIN, tree), default=2, beside=(2, 2, 1))
     assert default_itl_target_ms(table) == pytest.approx(2.0 * 19.0)
+
+
+def test_the_default_target_lets_a_chunk_run_beside_the_larger_shape_of_a_few_requests() -> None:
+    """Where nearly all of a chunk's time is that of its first token, a target below it would let prompts in by the
+    fewest tokens that a step can have."""
+    small = [
+        RoundCosts((1, 8, 32), ms, (0.0, 0.0, 0.0)) for ms in ((0.2, 0.25, 0.3), (0.4, 0.4, 0.5), (0.5, 0.55, 1.0))
+    ]
+    steps = ((0.73, 0.8, 0.88), (1.07, 1.13, 1.17), (0.88, 0.94, 1.0))
+    table = CostTable(tuple(small), (0, 8, 32), (16, 17, 512), steps, default=2, beside=(2, 2, 1))
+    target_ms = default_itl_target_ms(table)
+    assert target_ms == pytest.approx(1.17)
+    assert table.chunk_tokens_within(target_ms, 2, 8, 0, 4096) >= 512
 
 
 def test_a_chunk_pays_for_attention_over_what_comes_before_it() -> None:

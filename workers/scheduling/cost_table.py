@@ -109,9 +109,9 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     def _added(self, shape: int, num_requests: int) -> list[float]:
         """By `chunk_tokens`: milliseconds that a chunk adds to a round of `shape` of so many requests.
 
-        Between numbers of requests that were measured, whole steps are interpolated, or what chunks add to rounds,
-        whichever is less: a large mixture of experts reads nearly all experts for a chunk, and a few requests' round
-        beside it adds far less than the round takes alone.
+        Between numbers of requests that were measured, whole steps are interpolated, if they are of this shape, or what
+        chunks add to rounds, whichever is less: a large mixture of experts reads nearly all experts for a chunk, and a
+        few requests' round beside it adds far less than the round takes alone.
         """
         at = self.chunk_requests
         right = min(bisect_left(at, num_requests), len(at) - 1)
@@ -119,7 +119,7 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         share = 0.0 if left == right else (num_requests - at[left]) / (at[right] - at[left])
         low_ms, high_ms = (self.round_ms(self.shape_beside(index), at[index]) for index in (left, right))
         rounds_ms = low_ms + share * (high_ms - low_ms)
-        if left != right:
+        if left != right and shape == self.shape_beside(right):
             rounds_ms = max(rounds_ms, self.round_ms(shape, num_requests))
         return [
             max(0.0, low + share * (high - low) - rounds_ms)
@@ -131,18 +131,19 @@ def default_itl_target_ms(costs: CostTable) -> float:
     """Milliseconds to which prompt chunks may stretch a step unless `SchedulerConfig.itl_target_ms` says otherwise.
 
     What `TARGET_CHUNK_TOKENS` prompt tokens, or the most that a step may have, take beside half of the requests that
-    may run: so many tokens keep a GPU's products busy, so that smaller chunks would cost prompts more than they save
-    running requests. And at least `TARGET_ROUNDS` times the slowest round that runs beside prompts, that of all
-    requests or the larger shape of a few, so that any engine still has half of a step for prompts: with less, prompts
-    of a large mixture of experts, whose rounds are slow from eight requests on, keep more requests waiting than run,
-    rounds grow with them, and gaps too. An H200 with Llama-3.1-8B's dimensions, chain 3/1/4: 26 ms with 128 slots; with
-    one of eight ranks of DeepSeek-V3, MTP 3/1/4: 51 ms with 64.
+    may run, or beside fewer that run a larger shape: so many tokens keep a GPU's products busy, so that smaller chunks
+    would cost prompts more than they save running requests. And at least `TARGET_ROUNDS` times the slowest round that
+    runs beside prompts, that of all requests or the larger shape of a few, so that any engine still has half of a step
+    for prompts: with less, prompts of a large mixture of experts, whose rounds are slow from eight requests on, keep
+    more requests waiting than run, rounds grow with them, and gaps too. An H200 with Llama-3.1-8B's dimensions, chain
+    3/1/4: 26 ms with 128 slots; with one of eight ranks of DeepSeek-V3, MTP 3/1/4: 51 ms with 64.
     """
     shape = costs.shape_beside(len(costs.chunk_requests) - 1)
     rounds = costs.rounds[shape]
     half, tokens = rounds.num_requests[-1] // 2, min(TARGET_CHUNK_TOKENS, costs.chunk_tokens[-1])
-    beside = [costs.round_ms(costs.shape_beside(index), count) for index, count in enumerate(costs.chunk_requests)]
-    return max(costs.step_ms(shape, half, 0, tokens), TARGET_ROUNDS * max(*rounds.ms, *beside))
+    measured = [(costs.shape_beside(index), count) for index, count in enumerate(costs.chunk_requests)]
+    steps = [costs.step_ms(of, count, 0, tokens) for of, count in [*measured, (shape, half)] if count <= half]
+    return max(*steps, TARGET_ROUNDS * max(*rounds.ms, *(costs.round_ms(of, count) for of, count in measured)))
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:
