@@ -33,6 +33,7 @@ from cluster.transport.listener import Listener
 
 # For a first probe to get through: an ingress that replaces another is given its requests at once.
 MEET_LIMIT_S = 5.0
+READY_PERIOD_S = 1.0  # between two looks for a ready engine, for what has time until then
 
 
 @serve.ingress()
@@ -61,6 +62,7 @@ class Ingress:
         self._tokenizer = ChatTokenizer.from_folder(config.model.path)
         self._grammars = ProcessChecker(config.model.path, self._edge.grammar_timeout_s)
         self._tracing = make_tracing(config.tracing)
+        self._begun = asyncio.create_task(self._begin_grammars())
         await self._engines.meet(MEET_LIMIT_S)
         log.done("ready")
 
@@ -68,9 +70,16 @@ class Ingress:
         # Serve adds the header X-Request-ID to every answer itself
         return build_app(self._edge, self._tokenizer, self._engines, False, self._grammars, self._tracing)
 
+    async def _begin_grammars(self) -> None:
+        """Once an engine is ready: what it computes until then is to have this machine's cores."""
+        while not any(engine.status == "ready" for engine in (await self._engines.health())[0]):
+            await asyncio.sleep(READY_PERIOD_S)
+        await self._grammars.begin()
+
     async def __del__(self) -> None:
         # Serve awaits this when it stops the replica, after its requests have ended.
         if hasattr(self, "_listener"):
+            self._begun.cancel()
             self._links.close()
             self._listener.close()
             self._grammars.close()

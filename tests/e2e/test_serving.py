@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.e2e.checkpoint import make_checkpoints
-from tests.e2e.serving import Server, engine_stats, ray_cluster, serving, wait_idle
+from tests.e2e.serving import Server, actor_pids, engine_stats, ray_cluster, serving, wait_idle
 
 # Ray leaves sockets and subprocesses to the garbage collector when it is shut down in the process that started it.
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -49,6 +50,21 @@ def test_models_and_health(server: Server, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["target"]
     status, body = server.health()
     assert status == 200 and body["engines"][0]["status"] == "ready"
+
+
+def test_what_tries_grammars_is_begun_before_the_first_of_them(server: Server) -> None:
+    """It takes seconds to start, which the first request with a grammar would wait for."""
+    (ingress,) = actor_pids("ServeReplica:aerie:Ingress")
+    deadline_s = time.monotonic() + 30.0
+    while not (found := _children(ingress, "workers.structured_output.trial")) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert len(found) == 1
+
+
+def _children(pid: int, program: str) -> list[int]:
+    """Processes that `pid` has started and whose command line contains `program`."""
+    children = psutil.Process(pid).children()
+    return [child.pid for child in children if program in " ".join(child.cmdline())]
 
 
 def test_stream_carries_the_same_text_as_the_whole_answer(client: openai.OpenAI) -> None:

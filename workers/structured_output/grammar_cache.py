@@ -1,7 +1,9 @@
 """Compiled grammars of one rank: a thread compiles them beside what runs. Used by
 `workers.structured_output.slot_grammars`."""
 
+import contextlib
 import os
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +32,17 @@ class KeptGrammar:
     grammar: Grammar
     compiled: "Future[xgrammar.CompiledGrammar]"
     endings: Endings = field(default_factory=Endings)
+
+
+def import_compiler() -> None:
+    """Begin to import what compiles grammars: a second of Python's lock, which the rounds of a rank that serves would
+    lack once the first grammar comes."""
+
+    def read() -> None:
+        with contextlib.suppress(ImportError):  # the first grammar says so
+            import workers.structured_output.compiler  # noqa: F401
+
+    threading.Thread(target=read, name="grammar compiler", daemon=True).start()
 
 
 class GrammarCache:

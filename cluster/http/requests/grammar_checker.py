@@ -1,12 +1,13 @@
 """Whether a grammar compiles, found out before its request runs: in a process of its own, off the event loop, within a
 time. Called by the routes that generate.
 
-The process starts with the first grammar (seconds, 0.4 GB: it imports torch, which the ingress does not). One that
-takes too long is killed, and its grammar refused.
+The process imports torch, which the ingress does not: it takes seconds to start, and 0.3 GB. An ingress begins it once
+an engine is ready. One that takes too long over a grammar is killed, and the grammar refused; the next begins another.
 """
 
 import asyncio
 import collections
+import contextlib
 import select
 import subprocess
 import sys
@@ -47,6 +48,12 @@ class ProcessChecker:
         self._lock = asyncio.Lock()
         self._num_waiting = 0
         self._known: collections.OrderedDict[Grammar, Verdict] = collections.OrderedDict()
+
+    async def begin(self) -> None:
+        """Start the process, so that the first grammar need not wait for it; where that fails, it will try again."""
+        async with self._lock:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._started)
 
     async def check(self, grammar: Grammar) -> None:
         found = self._known.get(grammar)
