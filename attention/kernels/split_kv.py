@@ -150,7 +150,7 @@ def plan_items(
     num_items = num_requests + budget
     items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
-    # of both, powers of two that few numbers of requests differ in: each pair is a kernel of its own
+    # both constants follow from this one, since each pair of them is a kernel of its own
     most_requests = triton.next_power_of_2(num_requests)
     _plan_items[(1,)](
         prefix_len,

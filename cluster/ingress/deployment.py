@@ -33,7 +33,7 @@ from cluster.transport.listener import Listener
 
 # For a first probe to get through: an ingress that replaces another is given its requests at once.
 MEET_LIMIT_S = 5.0
-READY_PERIOD_S = 1.0  # between two looks for a ready engine, for what has time until then
+READY_PERIOD_S = 1.0  # between two looks whether an engine is ready, for what has time until then
 
 
 @serve.ingress()

@@ -129,16 +129,19 @@ class GraphedDecoding:
 
     @torch.inference_mode()
     def rehearse(self, keys: Collection[GraphKey], ahead: CompileAhead, group: TPGroup) -> None:
-        """Let `ahead` compile what the steps of `keys`, and those of grammars, launch: a step of each kind, and unless
-        all of their kernels are in the disk cache on all ranks of `group`, all others. Nothing runs, on no rank."""
+        """Let `ahead` compile what the steps of `keys` launch: a step of each kind, and unless all of their kernels are
+        in the disk cache on all ranks of `group`, all others; and what those of grammars launch. Nothing runs, on no
+        rank."""
         ordered = [key for key in self._keys.wanted() if key in keys]
         largest = {(key.tokens > 0, key.seen > 0): key for key in reversed(ordered)}.values()
-        for key in (*largest, *self._keys.first_masked()):
+        for key in largest:
             self._step_capture.rehearse(key, ahead)
         if on_any_rank(ahead.num_missing > 0, group, self._slots.device):
             for key in (key for key in ordered if key not in largest):
                 ahead.take_done()  # what is there is not asked for again
                 self._step_capture.rehearse(key, ahead)
+        for key in self._keys.first_masked():
+            self._step_capture.rehearse(key, ahead)
         ahead.finish()
 
     def capture(
