@@ -187,7 +187,7 @@ def test_steps_that_are_captured_are_measured_as_they_are_replayed(pair: Pair, m
     spec = pair.spec(pair.tree(), scheduler=SchedulerConfig(max_running=2, max_step_tokens=70))
     layout = plan_layout(spec)
     worker = build_worker(spec, layout, 0, "")
-    capture(worker, spec.worker, layout)
+    capture(worker, layout)
     graphed, slots = worker._strategy, worker._slots
     assert isinstance(graphed, GraphedDecoding)
     before = graphed._recorder.num_replays  # type: ignore[attr-defined]

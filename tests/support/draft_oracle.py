@@ -31,8 +31,8 @@ from tests.support.eager_graphs import EagerRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO
+from workers.runner.build import graphed_strategy
 from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
 from workers.runner.layout import EngineLayout
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
@@ -224,7 +224,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
     )
     worker = build_worker(spec, layout, 0, "")
     if case.captured and spec.worker.model.device == "cpu":  # on a GPU they are graphs anyway
-        capture(worker, spec.worker, layout)
+        capture(worker, layout)
     rank = WatchedRank(worker, oracle, scheduler, shapes)
     engine = LocalEngine(scheduler, rank)
     waiting = [_request(rng, number, case.speculating, case.longer) for number in range(case.num_requests)]
@@ -242,11 +242,9 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
     return rank
 
 
-def capture(worker: Worker, config: WorkerConfig, layout: EngineLayout) -> None:
+def capture(worker: Worker, layout: EngineLayout) -> None:
     """Record the worker's steps, and replay them from now on, as `workers.runner.build` has it on a GPU."""
-    buckets = bucket_sizes(config.scheduler.num_slots)
-    tokens = token_buckets(config.scheduler.step_token_limit)
-    graphed = GraphedDecoding(worker._strategy, worker._slots, buckets, layout.max_position, EagerRecorder(), tokens)
+    graphed = graphed_strategy(worker._strategy, worker._slots, layout, EagerRecorder())
     with torch.inference_mode():
         graphed.capture(GraphCapture(limit_s=1e9), SOLO)
     worker._strategy = graphed

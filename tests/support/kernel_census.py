@@ -195,14 +195,13 @@ def _prompt_tokens(choice: random.Random) -> int:
     return choice.choice((1, 2, choice.randint(3, 20), choice.randint(20, 300), choice.randint(300, 1900)))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Rank:
-    """A rank whose steps compute nothing. graphed: runs them once it has started."""
+    """A rank whose steps compute nothing."""
 
     worker: Any
     layout: Any
     page_size: int
-    graphed: Any = None
 
     @staticmethod
     def built(model: str, shape: str, max_running: int) -> "Rank":
@@ -233,13 +232,12 @@ class Rank:
         the warm-up, and the steps whose costs are measured. From then on steps run as they are captured."""
         from tests.support.eager_graphs import EagerRecorder
         from workers.config import GraphCapture
+        from workers.runner import build
         from workers.runner.costs import cost_points, cost_probe
         from workers.runner.graphs import warm_up
-        from workers.runner.graphs.cuda_graph import GraphedDecoding
-        from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
         from workers.runner.graphs.kernel_compilation import CompileAhead
 
-        worker, layout, slots = self.worker, self.layout, self.worker._slots
+        worker, layout, slots, gpu = self.worker, self.layout, self.worker._slots, torch.device("cuda")
 
         class Recorder(EagerRecorder):
             def rehearse(self, function: Callable[[], object], ahead: object) -> None:
@@ -247,16 +245,15 @@ class Rank:
 
         for _, plan in warm_up.largest_steps(layout):
             warm_up.run(worker, plan)
-        buckets, tokens = bucket_sizes(layout.scheduler.num_slots), token_buckets(layout.scheduler.step_token_limit)
+        worker._strategy = graphed = build.graphed_strategy(worker._strategy, slots, layout, Recorder())
+        first = build.first_graphs(graphed, layout, self.page_size, gpu)
         roomy, timer = layout.with_pages(MANY_PAGES), cost_probe.Timer(torch.device("cpu"))
-        extent = cost_probe.probe_extent(roomy, self.page_size, tokens, torch.device("cuda"))
-        worker._strategy = self.graphed = graphed = GraphedDecoding(
-            worker._strategy, slots, buckets, layout.max_position, Recorder(), tokens, layout.keeps_latent_rows
-        )
+        extent = cost_probe.probe_extent(roomy, self.page_size, graphed.wanted_token_buckets, gpu)
         probe = cost_probe.CostProbe(graphed, slots, worker._group, roomy, self.page_size, timer)
-        first = graphed.first_graphs(cost_points.measured_steps(extent))
+        ahead = CompileAhead()
         with torch.inference_mode():
-            graphed.rehearse(first, CompileAhead(), worker._group)
+            graphed.rehearse(first, ahead, worker._group)
+            ahead.close()
             graphed.capture(GraphCapture(), worker._group, first)
             warm_up.warm_up(worker, layout)
             for point in (point for group in cost_points.wanted(extent) for point in group.points):
@@ -265,9 +262,10 @@ class Rank:
 
     def capture_rest(self) -> None:
         """What an idle rank captures after its start, once a request has had a grammar."""
-        self.graphed.want_masked()
-        while self.graphed.graphs.num_waiting:
-            self.graphed.capture_next(self.worker._group)
+        graphed = self.worker._strategy
+        graphed.want_masked()
+        while graphed.graphs.num_waiting:
+            graphed.capture_next(self.worker._group)
 
     @property
     def longest(self) -> int:

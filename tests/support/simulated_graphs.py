@@ -6,12 +6,10 @@ import math
 from workers.config import GraphCapture, RoundShapes
 from workers.runner.costs.cost_points import ProbeExtent, measured_steps
 from workers.runner.graphs.capture_queue import CaptureQueue, Taken
-from workers.runner.graphs.graph_keys import GraphKey, GraphKeys, bucket_sizes, token_buckets
-from workers.sampling.sampler import SamplingNeeds
+from workers.runner.graphs.graph_keys import RANDOM, GraphKey, GraphKeys, bucket_sizes, token_buckets
 from workers.scheduling.plan import GraphCount
 
 CAPTURE_MS = 30.0  # of an 8B model on an H200
-NEEDS = SamplingNeeds(random=True)
 
 
 class SimulatedGraphs:
@@ -43,9 +41,9 @@ class SimulatedGraphs:
         """Requests and prompt tokens that such a step is padded to; None: it runs eagerly."""
         if num_tokens:
             shape = shape if num_requests else self._shapes.default
-            key = self._keys.of_chunks(shape, num_requests, num_tokens, NEEDS)
+            key = self._keys.of_chunks(shape, num_requests, num_tokens, RANDOM)
         else:
-            key = self._keys.of_rounds(shape, num_requests, NEEDS)
+            key = self._keys.of_rounds(shape, num_requests, RANDOM)
         if key is None:
             return None
         used = self._keys.stand_in(key, self._captured)

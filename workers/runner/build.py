@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kv_cache.pool import KVPool
-from workers.config import GraphCapture, WorkerConfig
+from workers.config import WorkerConfig
 from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.memory_use import MemoryUse
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from workers.runner.graphs.compile_processes import CompileProcesses
     from workers.runner.graphs.cuda_graph import GraphedDecoding
     from workers.runner.graphs.graph_keys import GraphKey
+    from workers.runner.graphs.recorder import Recorder
+    from workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +92,20 @@ def build_rank(
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
         strategy = layout.speculation.strategy(parts, others, phases.done)
     eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars)
-    graphed = None
+    graphed, first = None, frozenset["GraphKey"]()
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
-        graphed = _graphed(strategy, parts, with_chunks=not deterministic and chunks_on_device(backends, others))
-        phases.done(_compile_ahead(graphed, parts, compilers))
+        from workers.runner.graphs.recorder import CudaRecorder
+
+        with_chunks = not deterministic and chunks_on_device(backends, others)
+        graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks)
+        first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)
+        phases.done(_compile_ahead(graphed, first, group, compilers))
     parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured, phases.done)
     phases.done("KV cache allocated")
     if graphed is not None:
-        with must_fit("CUDA graphs", "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"):
-            _capture(graphed, parts, memory.capture_limits(group))
+        remedy = "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"
+        with torch.inference_mode(), must_fit("CUDA graphs", remedy):
+            graphed.capture(memory.capture_limits(group), group, first)
         phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
     built = eager
     if graphed is not None:
@@ -201,40 +208,37 @@ def _backends_of_target(
     return target_backends(worker.attention, shape, layout.speculation.verified_modes, span)
 
 
-def _graphed(strategy: CuttableStrategy, parts: EngineParts, with_chunks: bool) -> "GraphedDecoding":
-    """The strategy with graphs, none of them captured yet."""
+def graphed_strategy(
+    strategy: CuttableStrategy, slots: "SlotTable", layout: EngineLayout, recorder: "Recorder", with_chunks: bool = True
+) -> "GraphedDecoding":
+    """The strategy with graphs, none of them captured yet. with_chunks: of steps with prompt tokens too."""
     from workers.runner.graphs.cuda_graph import GraphedDecoding
     from workers.runner.graphs.graph_keys import bucket_sizes, token_buckets
-    from workers.runner.graphs.recorder import CudaRecorder
 
-    layout = parts.layout
     buckets = bucket_sizes(layout.scheduler.num_slots)
     tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
-    expands = layout.keeps_latent_rows
-    return GraphedDecoding(strategy, parts.slots, buckets, layout.max_position, CudaRecorder(), tokens, expands)
+    return GraphedDecoding(strategy, slots, buckets, layout.max_position, recorder, tokens, layout.keeps_latent_rows)
 
 
-def _capture(graphed: "GraphedDecoding", parts: EngineParts, limits: GraphCapture) -> None:
-    """Capture the steps that a start waits for."""
-    with torch.inference_mode():
-        graphed.capture(limits, parts.group, _first_graphs(graphed, parts))
-
-
-def _first_graphs(graphed: "GraphedDecoding", parts: EngineParts) -> frozenset["GraphKey"]:
-    """Of the steps whose costs are measured, which do not hang on the number of pages."""
-    layout, page_size = parts.layout.with_pages(0), parts.worker.cache.page_size
-    extent = probe_extent(layout, page_size, graphed.wanted_token_buckets, parts.slots.device)
+def first_graphs(
+    graphed: "GraphedDecoding", layout: EngineLayout, page_size: int, device: torch.device
+) -> frozenset["GraphKey"]:
+    """What a start waits for: see `GraphKeys.first`. The steps whose costs are measured do not hang on the number of
+    pages."""
+    extent = probe_extent(layout.with_pages(0), page_size, graphed.wanted_token_buckets, device)
     return graphed.first_graphs(measured_steps(extent))
 
 
-def _compile_ahead(graphed: "GraphedDecoding", parts: EngineParts, compilers: "CompileProcesses | None") -> str:
+def _compile_ahead(
+    graphed: "GraphedDecoding", first: frozenset["GraphKey"], group: TPGroup, compilers: "CompileProcesses | None"
+) -> str:
     """Compile kernels on all cores before steps would compile them one after the other; how many."""
     from workers.runner.graphs.kernel_compilation import CompileAhead, report_compilations
 
     report_compilations(False)  # of an engine before this one
     ahead = CompileAhead(processes=compilers)
     try:
-        graphed.rehearse(_first_graphs(graphed, parts), ahead, parts.group)
+        graphed.rehearse(first, ahead, group)
     except RuntimeError as error:
         logger.warning("kernels could not be compiled ahead, and are where they are first launched: %s", error)
     finally:

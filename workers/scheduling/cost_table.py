@@ -143,7 +143,8 @@ def default_itl_target_ms(costs: CostTable) -> float:
     half, tokens = rounds.num_requests[-1] // 2, min(TARGET_CHUNK_TOKENS, costs.chunk_tokens[-1])
     measured = [(costs.shape_beside(index), count) for index, count in enumerate(costs.chunk_requests)]
     steps = [costs.step_ms(of, count, 0, tokens) for of, count in [*measured, (shape, half)] if count <= half]
-    return max(*steps, TARGET_ROUNDS * max(*rounds.ms, *(costs.round_ms(of, count) for of, count in measured)))
+    slowest_round_ms = max(*rounds.ms, *(costs.round_ms(of, count) for of, count in measured))
+    return max(*steps, TARGET_ROUNDS * slowest_round_ms)
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:

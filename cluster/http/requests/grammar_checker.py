@@ -50,7 +50,7 @@ class ProcessChecker:
         self._known: collections.OrderedDict[Grammar, Verdict] = collections.OrderedDict()
 
     async def begin(self) -> None:
-        """Start the process, so that the first grammar need not wait for it; where that fails, it will try again."""
+        """Start the process, so that the first grammar need not wait for it; if that fails, the first one starts it."""
         async with self._lock:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self._started)
