@@ -17,6 +17,7 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect
 
 START_LIMIT_S = 60.0
+LOAD_LIMIT_S = 30.0
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
@@ -36,11 +37,20 @@ class Tab:
             if message.get("id") == number:
                 assert "error" not in message, message
                 return dict(message["result"])
-            if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
-                self.messages.append(json.dumps(message["params"]))
+            self._noted(message)
+
+    def _noted(self, event: dict[str, Any]) -> str | None:
+        """The event's name; what it says is kept if a console would show it."""
+        if event.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            self.messages.append(json.dumps(event["params"]))
+        return event.get("method")
 
     async def open(self, url: str) -> None:
-        await self.command("Page.navigate", url=url)
+        """Navigate and return once the new document has loaded, so that nothing is read from the former one."""
+        await self.command("Page.navigate", url=url)  # answered when the new document is there, before it has loaded
+        async with asyncio.timeout(LOAD_LIMIT_S):
+            while self._noted(json.loads(await self._socket.recv())) != "Page.loadEventFired":
+                pass
 
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, a promise's included."""

@@ -170,7 +170,7 @@ async def test_key_is_asked_for_once_and_kept_for_the_tab() -> None:
         assert await tab.evaluate("sessionStorage.getItem('aerie-api-key')") == KEY
         await _ask(tab, "hi", "on")
         await tab.open(f"{url}/")
-        await tab.until("document.getElementById('model')?.textContent !== ''")
+        await tab.until("document.getElementById('model').textContent !== ''")
         assert not await tab.evaluate("document.getElementById('key-dialog').open")
 
 
