@@ -70,6 +70,14 @@ class Tab:
             await asyncio.sleep(0.05)
         return value
 
+    async def key(self, name: str) -> None:
+        """Press and release a key: "Enter", "Escape"."""
+        code = {"Enter": 13, "Escape": 27}[name]
+        text = {"text": "\r"} if name == "Enter" else {}
+        key = {"key": name, "code": name, "windowsVirtualKeyCode": code}
+        await self.command("Input.dispatchKeyEvent", type="keyDown", **key, **text)
+        await self.command("Input.dispatchKeyEvent", type="keyUp", **key)
+
     async def screenshot(self, path: Path) -> None:
         shot = await self.command("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))

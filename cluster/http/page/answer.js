@@ -1,26 +1,46 @@
-// One answer: its tokens as they come, coloured by how they came, and its figures.
+// One answer: its text, its tokens by how they came, its reasoning, its figures.
 
 import { streamChat } from "./api.js";
+import { copyButton, element } from "./element.js";
 import { acceptanceLength, perPosition, Rounds } from "./figures.js";
-
-export function element(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
+import { MarkdownView } from "./markdown.js";
 
 export class Answer {
   constructor(speculative) {
     this.speculative = speculative;
     this.content = ""; // for the history
+    this.reasoning = "";
     this.failed = false;
     this.rounds = new Rounds();
     this.node = element("article", "answer");
     this.node.dataset.speculative = String(speculative);
-    this.text = element("p", "text");
     this.figures = element("p", "figures", "…");
-    this.node.append(element("h3", "", speculative ? "Speculation on" : "Speculation off"), this.figures, this.text);
+    this.markdown = new MarkdownView();
+    this.tokens = element("p", "tokens");
+    this.thoughts = new MarkdownView();
+    this.folded = element("details", "reasoning");
+    this.folded.hidden = true;
+    this.folded.append(element("summary", "", "Reasoning"), this.thoughts.node);
+    this.text = element("div", "text");
+    this.text.append(this.folded, this.markdown.node);
+    this.actions = element("div", "actions");
+    this.actions.append(copyButton(() => this.content));
+    this.node.append(this.figures, this.text, this.tokens, this.actions);
+  }
+
+  /** An answer of the history: its text alone. */
+  static of({ content, reasoning = "" }) {
+    const answer = new Answer(true);
+    Object.assign(answer, { content, reasoning });
+    answer.node.classList.add("text-only");
+    answer.figures.remove();
+    answer.showText();
+    return answer;
+  }
+
+  /** A heading, where an answer stands beside another. */
+  head(title) {
+    this.node.prepend(element("h3", "", title));
   }
 
   /** Fetches the answer to `body` and shows it; never throws. */
@@ -30,14 +50,16 @@ export class Answer {
       for await (const chunk of streamChat({ ...body, speculative: this.speculative }, signal)) this.push(chunk);
     } catch (error) {
       this.failed = error.name !== "AbortError";
-      this.text.append(element("span", "failed", this.failed ? ` ${error.message}` : " (stopped)"));
+      this.node.append(element("p", "failed", this.failed ? error.message : "(stopped)"));
     }
+    this.showText();
     this.node.dataset.done = "true";
   }
 
   push(chunk) {
     const choice = chunk.choices[0];
-    if (choice?.delta.content) this.content += choice.delta.content;
+    this.content += choice?.delta.content ?? "";
+    this.reasoning += choice?.delta.reasoning_content ?? "";
     const origins = choice?.token_origins ?? [];
     if (origins.length) {
       this.lastMs = performance.now();
@@ -48,10 +70,21 @@ export class Answer {
     }
     for (const { text, drafted } of origins) {
       this.rounds.push(drafted);
-      this.text.append(element("span", drafted ? "token drafted" : "token target", text));
+      this.tokens.append(element("span", drafted ? "token drafted" : "token target", text));
     }
     this.metrics = chunk.metrics?.speculative_decoding ?? this.metrics;
-    this.showFigures();
+    // Once a frame, however many chunks come in one.
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = undefined;
+      this.showText();
+    });
+  }
+
+  showText() {
+    this.folded.hidden = !this.reasoning;
+    if (this.reasoning) this.thoughts.show(this.reasoning);
+    this.markdown.show(this.content);
+    if (this.startMs !== undefined) this.showFigures();
   }
 
   /** Of the text after its first event; null while there is none. */

@@ -1,7 +1,7 @@
 // The state of engines and ranks, live: /health and /metrics every two seconds.
 
 import { request } from "./api.js";
-import { element } from "./answer.js";
+import { element } from "./element.js";
 import { metric, parseMetrics } from "./figures.js";
 
 const EVERY_MS = 2000;

@@ -17,7 +17,8 @@ _TYPES = {
 # path -> file
 _FILES = {"/": "page.html"} | {
     f"/page/{name}": name
-    for name in ("page.css", "icon.svg", "page.js", "api.js", "answer.js", "engines.js", "figures.js")
+    for name in sorted(str(file.relative_to(_FOLDER)) for file in _FOLDER.rglob("*") if file.suffix in _TYPES)
+    if name != "page.html"
 }
 PAGE_ROUTES = frozenset(_FILES)
 _HEADERS = {

@@ -37,9 +37,10 @@ async def test_files_are_open_and_hold_browsers_to_a_strict_policy() -> None:
 
 
 def test_every_file_is_served_and_nothing_comes_from_elsewhere() -> None:
-    files = {path.name for path in PAGE.iterdir() if path.suffix in (".html", ".css", ".js", ".svg")}
+    files = {str(path.relative_to(PAGE)) for path in PAGE.rglob("*") if path.suffix in (".html", ".css", ".js", ".svg")}
     assert files == {path.removeprefix("/page/") for path in PAGE_ROUTES if path != "/"} | {"page.html"}
-    for name in files:
+    assert "MarkedJS. (MIT License)" in (PAGE / "vendor/marked.js").read_text()
+    for name in files - {"vendor/marked.js"}:
         text = (PAGE / name).read_text().replace("http://www.w3.org/2000/svg", "")
         assert "://" not in text and "innerHTML" not in text, name
 
@@ -188,6 +189,145 @@ async def test_failures_and_stops_are_shown_and_leave_the_history() -> None:
         await tab.until("document.querySelectorAll('.answer .token').length == 2")
         await tab.evaluate("document.getElementById('stop').click()")
         await tab.until("!document.getElementById('send').disabled")
-        assert "(stopped)" in await tab.evaluate("document.querySelectorAll('.text')[1].textContent")
+        assert "(stopped)" in await tab.evaluate("document.querySelectorAll('.answer')[1].textContent")
     assert len(engine.closed) == 1 or engine.num_active == 0
     assert "one" not in small_tokenizer().decode(engine.calls[1].prompt)
+
+
+MARKDOWN = """# Head
+
+One *two* **three** `four & <five>` [six](https://example.org/a) [seven](javascript:alert(1)) ![eight](https://example.org/b.png)
+
+<script>window.hurt = true</script><img src=x onerror="window.hurt = true">
+
+- a
+- b
+  1. c
+
+```python
+print("<b>")
+```
+
+| x | y |
+| - | -:|
+| 1 | &lt; |
+"""
+
+
+def _written(text: str) -> Iterable[Step]:
+    """`text` a few bytes at a time, each with its origin."""
+    tokens = small_tokenizer().encode(text, add_special_tokens=False).ids
+    for at in range(0, len(tokens), 7):
+        piece = tuple(tokens[at : at + 7])
+        yield TokenDelta("", piece, drafted=(False,) * len(piece))
+    yield TokenDelta("", (small_tokenizer().token_to_id(EOS),), "stop", drafted=(False,))
+
+
+@needs_browser
+async def test_markdown_is_shown_and_nothing_of_an_answer_is_run_or_loaded() -> None:
+    engine = FakeEngine(lambda prompt, sampling: _written(MARKDOWN))
+    async with served(engine, max_model_len=2048) as url, browser_tab() as tab:
+        await tab.open(f"{url}/")
+        await tab.evaluate("document.getElementById('max-tokens').value = '1024'")
+        await _ask(tab, "hi", "on")
+        shown = "document.querySelector('.text > .markdown')"
+        assert await tab.evaluate(f"{shown}.querySelector('h3').textContent") == "Head"
+        assert await tab.evaluate(f"{shown}.querySelector('.code pre').textContent") == 'print("<b>")'
+        assert await tab.evaluate(f"{shown}.querySelector('p > code').textContent") == "four & <five>"
+        links = await tab.evaluate(f"Array.from({shown}.querySelectorAll('a'), (a) => a.textContent + a.href)")
+        assert links == ["sixhttps://example.org/a", "eighthttps://example.org/b.png"]
+        assert await tab.evaluate(f"{shown}.querySelectorAll('img, script').length") == 0
+        assert "<script>" in await tab.evaluate(f"{shown}.textContent")
+        assert await tab.evaluate(f"{shown}.querySelector('ul ol li').textContent") == "c"
+        assert await tab.evaluate(f"{shown}.querySelector('td.align-right').textContent") == "<"
+        assert await tab.evaluate("window.hurt === undefined")
+        assert not tab.messages, tab.messages
+
+
+@needs_browser
+async def test_markdown_that_grows_ends_as_when_it_is_shown_at_once() -> None:
+    async with served(_engine(), max_model_len=2048) as url, browser_tab() as tab:
+        await tab.open(f"{url}/")
+        script = """import("/page/markdown.js").then(({ MarkdownView }) => {
+            const [grown, whole, text] = [new MarkdownView(), new MarkdownView(), TEXT];
+            for (let end = 0; end <= text.length; end++) grown.show(text.slice(0, end));
+            whole.show(text);
+            return [grown.node.outerHTML, whole.node.outerHTML];
+        })"""
+        grown, whole = await tab.evaluate(script.replace("TEXT", json.dumps(MARKDOWN)))
+        assert grown == whole
+
+
+@needs_browser
+async def test_settings_and_conversations_are_kept_in_the_browser() -> None:
+    engine = _engine()
+    async with served(engine, max_model_len=2048) as url, browser_tab() as tab:
+        await tab.open(f"{url}/")
+        for field, value in {"system": "be brief", "top-p": "0.5", "seed": "7", "theme": "dark"}.items():
+            await tab.evaluate(f"document.getElementById('{field}').value = {json.dumps(value)}")
+            await tab.evaluate(f"document.getElementById('{field}').dispatchEvent(new Event('change'))")
+        assert await tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(28, 25, 23)"
+        await _ask(tab, "hi", "on")
+        await tab.open(f"{url}/")
+        assert await tab.evaluate("document.getElementById('system').value") == "be brief"
+        assert await tab.evaluate("document.documentElement.dataset.theme") == "dark"
+        await tab.evaluate("document.querySelector('#conversations .open').click()")
+        assert await tab.evaluate("document.querySelector('.text > .markdown').textContent") == "hello world<b>"
+        await _ask(tab, "again", "on")
+        first, second = engine.calls
+        assert (second.sampling.top_p, second.sampling.seed) == (0.5, 7)
+        asked = small_tokenizer().decode(second.prompt, skip_special_tokens=False)
+        assert asked.startswith("<|im_start|>system\nbe brief<|im_end|>") and "hello world<b>" in asked
+        # "Regenerate" asks the last question once more, after what came before it.
+        await tab.evaluate("document.querySelector('.regenerate').click()")
+        await tab.until("!document.getElementById('send').disabled")
+        assert engine.calls[2].prompt == second.prompt
+        assert await tab.evaluate("document.querySelectorAll('.turn').length") == 2
+        await tab.evaluate("document.querySelector('#conversations [aria-label]').click()")
+        assert await tab.evaluate("document.querySelectorAll('.turn, #conversations li').length") == 0
+        assert not tab.messages, tab.messages
+
+
+@needs_browser
+async def test_reasoning_is_folded_and_kept_out_of_the_history() -> None:
+    engine = FakeEngine(lambda prompt, sampling: _written("<think>hidden</think>shown"))
+    async with served(engine, max_model_len=2048, output_parser="think") as url, browser_tab() as tab:
+        await tab.open(f"{url}/")
+        await _ask(tab, "hi", "on")
+        assert await tab.evaluate("document.querySelector('.reasoning .markdown').textContent") == "hidden"
+        assert not await tab.evaluate("document.querySelector('.reasoning').open")
+        assert await tab.evaluate("document.querySelector('.text > .markdown').textContent") == "shown"
+        await _ask(tab, "again", "on")
+        assert "hidden" not in small_tokenizer().decode(engine.calls[1].prompt, skip_special_tokens=False)
+
+
+@needs_browser
+async def test_keyboard_alone_asks_and_stops() -> None:
+    engine = FakeEngine(lambda prompt, sampling: [TokenDelta("", (64,), drafted=(False,)), 60.0])
+    async with served(engine, max_model_len=2048) as url, browser_tab() as tab:
+        await tab.open(f"{url}/")
+        await tab.until("!document.getElementById('send').disabled")
+        assert await tab.evaluate("document.activeElement.id") == "prompt"
+        await tab.command("Input.insertText", text="hi")
+        await tab.key("Enter")
+        await tab.until("document.querySelectorAll('.answer .token').length == 1")
+        await tab.key("Escape")
+        await tab.until("document.querySelector('.failed')?.textContent === '(stopped)'")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_nothing_is_wider_than_the_window(width: int) -> None:
+    wide = "```\n" + "x" * 500 + "\n```\n" + "y" * 500 + "\n\n| " + "z | " * 60 + "\n|" + "-|" * 60 + "\n"
+    engine = FakeEngine(lambda prompt, sampling: _written(wide))
+    async with served(engine, max_model_len=4096) as url, browser_tab(width) as tab:
+        await tab.open(f"{url}/")
+        await tab.evaluate("document.getElementById('max-tokens').value = '2048'")
+        await _ask(tab, "w" * 300, "both")
+        assert await tab.evaluate("document.documentElement.scrollWidth") <= width
+        send = "document.getElementById('send').getBoundingClientRect()"
+        assert await tab.evaluate(f"{send}.right <= innerWidth && {send}.bottom <= innerHeight")
+        side = "document.getElementById('side').getBoundingClientRect().width"
+        assert (await tab.evaluate(f"{side} > 0")) == (width == 1280)
+        await tab.evaluate("document.getElementById('menu').click()")
+        assert await tab.evaluate(f"{side} > 0 && {side} < innerWidth")
