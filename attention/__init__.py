@@ -1,5 +1,6 @@
 """KV memory and attention over it. Knows tensors and pages; no models, no requests, no Ray.
 
+distribution     what Aerie is installed as, for remedies that name a package
 config           what is configured: page size and memory, backends by name
 metadata         the ragged shapes of a forward pass: requests in a round, prompt chunks
 slot_mapping     where the rows of a pass write

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from attention.backend import AttentionBackend
+from attention.distribution import install_command
 from attention.limits import AttentionUse, flashinfer_refusal, torch_refusal, triton_refusal, trtllm_refusal
 from attention.metadata import Mode
 
@@ -115,7 +116,7 @@ def refusal(name: str, use: AttentionUse) -> str | None:
     facts = BACKENDS[name]
     reason = limit(facts, use)
     if reason is None and facts.package is not None and find_spec(facts.package) is None:
-        return f"the package {facts.package} is not installed: pip install 'aerie[cuda]'"
+        return f"the package {facts.package} is not installed: {install_command('cuda')}"
     return reason
 
 

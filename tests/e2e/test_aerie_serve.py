@@ -22,7 +22,8 @@ from tests.e2e.serving import free_port
 from tests.support.wheel import ROOT, environment
 
 pytestmark = pytest.mark.ray
-AERIE = [sys.executable, "-m", "deploy.cli"]
+# As the installed script does it.
+AERIE = [sys.executable, "-P", "-c", "import sys; from aerie.command import main; sys.exit(main())"]
 READY_LIMIT_S = 120.0  # twice what a laptop may take
 
 
@@ -31,8 +32,11 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
     port = free_port()
     work = tmp_path / "work"
     work.mkdir()
+    for name in ("deploy/__init__.py", "cluster.py", "json.py"):  # a user's own, which no process may import
+        (work / name).parent.mkdir(exist_ok=True)
+        (work / name).write_text(f"raise ImportError('a user\\'s {name}')")
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
-    variables = environment(installed) | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+    variables = environment(installed, "") | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
     printed = subprocess.run([*AERIE, "config"], cwd=work, env=variables, stdout=subprocess.PIPE, check=True).stdout
     content = yaml.safe_load(printed)
     content["applications"][0]["args"]["engine"]["drain_timeout_s"] = 90  # for a stream of 1,000 tokens

@@ -80,7 +80,7 @@ def test_flashinfers_kernels_in_every_phase_they_have(
     tensor_parallel: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("flashinfer", reason="the extra aerie[cuda] is not installed")
+    pytest.importorskip("flashinfer", reason="the extra aerie-serve[cuda] is not installed")
     args = {"speculative": shape, "parallel": {"tensor_parallel": tensor_parallel}, **backends}
     figures = asked(http_port, args, capsys)
     assert figures["equal_share"] >= 0.4, figures["first_unequal"]

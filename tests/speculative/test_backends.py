@@ -130,7 +130,7 @@ def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.Monke
     monkeypatch.setattr("attention.registry.find_spec", lambda package: None)
     with pytest.raises(
         ValueError,
-        match=r"flashinfer is not installed: pip install 'aerie\[cuda\]'; those that "
+        match=r"flashinfer is not installed: pip install 'aerie-serve\[cuda\]'; those that "
         r"can: torch$",
     ):
         target_backends(TargetAttention(prefill="flashinfer"), shape, {})

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("attention", "workers", "speculative", "cluster", "deploy", "pyproject.toml", "README.md", "LICENSE")
+FOLDERS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
+SOURCES = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
 
 
 def build_wheel(folder: Path) -> Path:
@@ -31,9 +32,10 @@ def install_wheel(wheel: Path, folder: Path) -> Path:
     return folder
 
 
-def environment(installed: Path) -> dict[str, str]:
-    """Variables for a process that imports Aerie from `installed`, ahead of any other."""
-    return os.environ | {"PYTHONPATH": str(installed)}
+def environment(installed: Path, *others: str) -> dict[str, str]:
+    """Variables for a process that imports Aerie from `installed`, ahead of any other. others: further entries of
+    Python's path."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join((str(installed), *others))}
 
 
 def _pip(*arguments: str) -> None:

@@ -1,10 +1,10 @@
 """What is served, and by which version."""
 
-import importlib.metadata
 import time
 
 from starlette.requests import Request
 
+from attention import distribution
 from cluster.http.endpoint import Endpoint, get
 from cluster.http.errors import model_not_found
 from cluster.http.routes.status import require_engine
@@ -33,18 +33,10 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     async def version(http: Request) -> VersionReply:
         """Of the server."""
-        return VersionReply(version=aerie_version())
+        return VersionReply(version=distribution.version())
 
     return [
         get("/v1/models", models, ModelList),
         get("/v1/models/{model:path}", model, ModelCard),
         get("/version", version, VersionReply),
     ]
-
-
-def aerie_version() -> str:
-    """Of the package that is installed."""
-    try:
-        return importlib.metadata.version("aerie")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed as a package)"

@@ -1,0 +1,32 @@
+"""The entry point of the command `aerie`: starts `deploy.cli` from any folder, whatever modules lie there."""
+
+import os
+import sys
+
+from aerie.shadows import ROOT, hidden
+
+
+def main() -> int:
+    """Run the command; returns its exit code: 2 if other modules hide Aerie's."""
+    _leave_out_current_folder()
+    if fault := hidden():
+        print(fault, file=sys.stderr)
+        return 2
+    from deploy.cli import main as run
+
+    return run()
+
+
+def _leave_out_current_folder() -> None:
+    """Take it off Python's path, here and in the processes to come, unless Aerie itself lies there. An empty entry of
+    PYTHONPATH, as `PYTHONPATH=$PYTHONPATH:/x` leaves one, means the current folder."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if os.path.realpath("") == str(ROOT):
+        return
+    sys.path[:] = [path for path in sys.path if _is_elsewhere(path)]
+    if paths := os.environ.get("PYTHONPATH"):
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths.split(os.pathsep) if _is_elsewhere(path))
+
+
+def _is_elsewhere(path: str) -> bool:
+    return os.path.realpath(path) != os.path.realpath("")
