@@ -41,7 +41,7 @@ class Walked:
     def __init__(
         self,
         schema: Any,
-        before: str,
+        before: str | bytes,
         tree: Tree,
         endings: Endings | None = None,
         num_guided: int = WIDTH,
@@ -74,6 +74,10 @@ class Walked:
 
     def after(self, *tokens: int, node: int = 0) -> str:
         """What is forced behind a node and tokens, the first of them the bonus, as far as it is."""
+        return TOKENIZER.decode(self.ids_after(*tokens, node=node), skip_special_tokens=False)
+
+    def ids_after(self, *tokens: int, node: int = 0) -> list[int]:
+        """The same as token ids."""
         states = begin(self.guides, SLOTS, torch.tensor([node]), torch.tensor(tokens[:1]))
         for token in tokens[1:]:
             states = follow(self.guides, SLOTS, states, torch.tensor([[token]]))
@@ -81,9 +85,14 @@ class Walked:
         while True:
             token = int(forced_or(self.guides, SLOTS, states, torch.tensor([[-1]])))
             if token < 0 or len(found) > 30:
-                return TOKENIZER.decode(found, skip_special_tokens=False)
+                return found
             found.append(token)
             states = follow(self.guides, SLOTS, states, torch.tensor([[token]]))
+
+
+def token_of(texts: TokenTexts, byte: int) -> int:
+    """The token of a single byte."""
+    return next(token for token in range(VOCAB) if texts[token] == bytes((byte,)))
 
 
 def ids(text: str) -> list[int]:
@@ -196,3 +205,19 @@ def test_a_tokenizer_that_writes_otherwise_is_not_believed() -> None:
 class _Spaced:
     def encode(self, text: str, add_special_tokens: bool) -> Any:
         return type("Encoding", (), {"ids": [4, 2]})
+
+
+@pytest.mark.parametrize("texts", [["да", "нет"], ["да"], ["北京", "北海"], ["é"], ["éa", "éb"], ["😀!", "😁!"]])
+def test_demanded_bytes_may_begin_and_end_inside_a_character(texts: list[str]) -> None:
+    """Where each byte has a token of its own, what is forced goes on with one of the texts."""
+    all_raw = [f'"{text}"'.encode() for text in texts]
+    for raw in all_raw:
+        for offset in range(len(raw) - 1):
+            walked = Walked({"enum": texts}, raw[:offset], ROOT)
+            forced = walked.ids_after(token_of(walked.texts, raw[offset]))
+            going_on = [other[offset + 1 :] for other in all_raw if other.startswith(raw[: offset + 1])]
+            spelt = b"".join(walked.texts[token] for token in forced if token not in eos_token_ids())
+            assert any(rest.startswith(spelt) for rest in going_on)
+            num_ways = len({other[offset] for other in all_raw if other.startswith(raw[:offset])})
+            if num_ways == 1 == len({rest[:1] for rest in going_on}):
+                assert spelt, "there is one way to go on"

@@ -5,7 +5,7 @@ import msgspec
 from attention.config import CacheConfig
 from tests.support.scripted import ScriptedExecutor
 from workers.config import RoundShapes, SchedulerConfig
-from workers.scheduling.plan import Grammar, SamplingParams, StepPlan
+from workers.scheduling.plan import Grammar, SamplingParams, StepPlan, pack_i32
 from workers.scheduling.request import FinishReason, Request
 from workers.scheduling.scheduler import Scheduler
 
@@ -81,3 +81,24 @@ def test_a_request_that_left_its_grammar_ends_with_an_error() -> None:
     _, reasons = engine.step(failed=b"\0\0\0\0")
     assert reasons == [FinishReason.ERROR] and len(request.output) == num_tokens
     assert engine.scheduler.num_running == 0
+
+
+def test_one_that_was_preempted_meanwhile_shows_nothing_of_the_step_that_left_its_grammar() -> None:
+    engine = Engine()
+    request = engine.submit("a", FIRST)
+    engine.submit("old", None)
+    engine.step()
+    engine.step()
+    num_tokens = len(request.output)
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    engine.executor.submit(plan)
+    queues = engine.scheduler.queues
+    sequence = queues.find("a")
+    assert sequence is not None
+    slot = sequence.slot
+    queues.preempt(sequence, plan.step)
+    result = msgspec.structs.replace(engine.executor.take(), failed=pack_i32([slot]))
+    outputs = [output for output in engine.scheduler.apply(result) if output.request is request]
+    assert [(output.tokens, output.finish_reason) for output in outputs] == [([], FinishReason.ERROR)]
+    assert len(request.output) == num_tokens

@@ -94,13 +94,17 @@ class RequestQueues:
     def preempt_youngest(self, builder: PlanBuilder) -> None:
         """Take the youngest's slot and pages; it goes back to the queue, keeping its output and its deadline."""
         assert len(self.active) > 1, "a request that runs alone is short of pages: submit should have refused it"
-        sequence = self.youngest
-        self._leave_slot(sequence, int(self.slot_pages.committed[sequence.slot]))
-        sequence.not_before = builder.step - 1
-        sequence.request.num_preemptions += 1
+        self.preempt(self.youngest, builder.step - 1)
         self._stats.num_preemptions += 1
-        self._wait(sequence)
         builder.preempted = True
+
+    def preempt(self, sequence: Sequence, last_step: int) -> None:
+        """Take a request's slot and pages; it goes back to the queue, keeping its output and its deadline. last_step:
+        the last that may run it."""
+        self._leave_slot(sequence, int(self.slot_pages.committed[sequence.slot]))
+        sequence.not_before = last_step
+        sequence.request.num_preemptions += 1
+        self._wait(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
         """It has ended, in whatever state. num_kept: KV tokens that the prefix cache may keep; None: all committed."""

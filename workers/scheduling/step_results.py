@@ -55,6 +55,7 @@ class StepResults:
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
         failed = set(unpack_i32(result.failed).tolist())
+        slots = step.slots.tolist()
         columns = (counts.tolist(), finish.tolist(), accepted, num_drafted)
         entries = zip(step.sequences, *columns, strict=True)
         for index, (sequence, count, finish_code, num_accepted, num_drafts) in enumerate(entries):
@@ -63,7 +64,7 @@ class StepResults:
             if count == 0 or sequence.is_finished:
                 continue
             request = sequence.request
-            if sequence.slot in failed and sequence.slot >= 0:
+            if slots[index] in failed:  # it may have lost the slot since, to an older request
                 self._queues.finish(sequence, FinishReason.ERROR, 0, now)
                 outputs.append(RequestOutput(request, [], None, FinishReason.ERROR))
                 continue

@@ -174,8 +174,12 @@ class TreeWalk:
         return text
 
     def _jump(self) -> bytes:
-        """The longest text that must come, byte by byte."""
-        text: str = self.matcher.find_jump_forward_string()
+        """The longest text that must come, byte by byte; it may begin or end inside a character. xgrammar 0.2.8 returns
+        it as a str, so that such bytes come with the error."""
+        try:
+            text: str = self.matcher.find_jump_forward_string()
+        except UnicodeDecodeError as error:
+            return error.object
         return text.encode()
 
     def _behind_whitespace(self, text: bytes) -> bytes:
