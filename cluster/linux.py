@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
@@ -42,6 +43,15 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def raise_open_files() -> int:
+    """How many files this process may have open, once its soft limit is as high as the hard one lets it be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard and hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard
+    return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
 def _prctl(option: int, value: object) -> None:

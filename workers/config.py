@@ -42,20 +42,24 @@ class SchedulerConfig:
         (`workers.runner.memory.slots_for`).
     max_step_tokens: most prompt tokens that one step computes beside the rounds; its activations take memory by it.
         "auto": `MAX_STEP_TOKENS` of the device, as `resolved` says.
-    max_waiting: queued requests before new ones are refused (HTTP 429).
+    max_waiting: queued requests before new ones are refused (HTTP 429); None: as many as `max_waiting_bytes` and
+        `engine.queue_timeout_s` allow.
     itl_target_ms: milliseconds between a running request's tokens to which prompt chunks may stretch a step. "auto":
         what `workers.scheduling.cost_table.default_itl_target_ms` takes from the measured costs.
+    max_waiting_bytes: host memory that queued requests may take before new ones are refused likewise;
+        `workers.scheduling.waiting_queue` counts it.
     """
 
     max_running: int | Auto = "auto"
     max_step_tokens: int | Auto = "auto"
-    max_waiting: int = 256
+    max_waiting: int | None = None
     itl_target_ms: float | Auto = "auto"
+    max_waiting_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_step_tokens", "max_waiting"):
+        for name in ("max_running", "max_step_tokens", "max_waiting_bytes", "max_waiting"):
             value = getattr(self, name)
-            if value != "auto" and value < 1:
+            if value not in ("auto", None) and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         if self.itl_target_ms != "auto" and not self.itl_target_ms > 0:
             raise ValueError(f"itl_target_ms={self.itl_target_ms}: must be above 0 milliseconds; or auto")

@@ -2,7 +2,9 @@
 `cluster.coordinator.request_streams`."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+
+from workers.scheduling.waiting_queue import QueueLoad
 
 WINDOW_S = 30.0
 _MOST_ENDS = 512
@@ -27,9 +29,9 @@ class QueueSpeed:
             return
         self._ends.append((self._clock(), num_prompt + num_output, num_output))
 
-    def wait_s(self, waiting: Iterable[tuple[int, int]]) -> float | None:
-        """Seconds until what waits has been worked off; None while the speed is not known. waiting: prompt tokens and
-        most answer tokens of each; an answer is taken to be as long as the last ones were."""
+    def wait_s(self, load: QueueLoad) -> float | None:
+        """Seconds until what waits has been worked off; None while the speed is not known. Answers are taken to be as
+        long as the last ones were, or as they may be at most."""
         now = self._clock()
         while self._ends and self._ends[0][0] < now - WINDOW_S:
             self._ends.popleft()
@@ -39,10 +41,10 @@ class QueueSpeed:
         # The first end opens the span; its tokens were computed before it.
         per_second = (sum(tokens for _, tokens, _ in self._ends) - self._ends[0][1]) / span_s
         usual_output = sum(output for _, _, output in self._ends) / len(self._ends)
-        work = sum(prompt + min(most, usual_output) for prompt, most in waiting)
+        work = load.prompt_tokens + min(load.max_output_tokens, load.num_requests * usual_output)
         return work / per_second if per_second > 0 else None
 
-    def retry_after_s(self, waiting: Iterable[tuple[int, int]]) -> float:
-        """What to advise who found the queue full: when half of it is worked off, so that it never runs dry."""
-        wait_s = self.wait_s(waiting)
+    def retry_after_s(self, load: QueueLoad) -> float:
+        """What to advise where the queue is full: when half of it is worked off, so that it never runs dry."""
+        wait_s = self.wait_s(load)
         return UNKNOWN_S if wait_s is None else min(max(wait_s / 2, 1.0), LONGEST_S)

@@ -5,7 +5,8 @@ Used by `cluster.coordinator.loop`, in its thread.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 
 from cluster.coordinator.publisher import Stream, TokenPublisher
 from cluster.coordinator.queue_speed import QueueSpeed
@@ -18,6 +19,7 @@ from cluster.transport.sockets import Transport
 from workers.scheduling.plan import unpack_i32
 from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestOutput
 from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.waiting_queue import QueueLoad
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +159,7 @@ class RequestStreams:
         """Queue a request, or say why not. Nothing that one request holds may end the loop."""
         if self.is_draining:
             return Refusal("leaving" if self.is_leaving else "not_ready", "the engine is draining")
-        wait_s = None if message.resumed else self._speed.wait_s(self._waiting())
+        wait_s = None if message.resumed else self._speed.wait_s(self._waiting)
         if wait_s is not None and wait_s > self._queue_timeout_s:
             return self._queue_full(
                 f"what waits takes {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}"
@@ -165,7 +167,7 @@ class RequestStreams:
         try:
             request = Request(
                 message.request_id,
-                unpack_i32(message.prompt).tolist(),
+                array("i", message.prompt),
                 message.sampling,
                 output=unpack_i32(message.output).tolist(),
             )
@@ -202,15 +204,14 @@ class RequestStreams:
 
     def slot_wait_s(self) -> float:
         """Until what waits has been worked off, as far as it is known."""
-        return (self._speed.wait_s(self._waiting()) or 0.0) if self._scheduler.num_waiting else 0.0
+        return (self._speed.wait_s(self._waiting) or 0.0) if self._scheduler.num_waiting else 0.0
 
-    def _waiting(self) -> Iterator[tuple[int, int]]:
-        """Prompt tokens and most answer tokens of each request that waits."""
-        for sequence in self._scheduler.queues.waiting:
-            yield len(sequence.request.prompt), sequence.request.sampling.max_tokens
+    @property
+    def _waiting(self) -> QueueLoad:
+        return self._scheduler.queues.waiting.load
 
     def _queue_full(self, message: str) -> Refusal:
-        return Refusal("queue_full", message, self._speed.retry_after_s(self._waiting()))
+        return Refusal("queue_full", message, self._speed.retry_after_s(self._waiting))
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         """End a request in whatever state; an unknown one has ended already."""

@@ -1,41 +1,91 @@
-"""How many generations one ingress carries at a time; more are refused at once (429) and never queued here."""
+"""How much one ingress carries at a time; more is refused at once (429) and never queued here.
 
+A generation costs little, so the bound is memory: bodies being read, prompts, streams.
+"""
+
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cluster.http.errors import overloaded, unavailable
 
+# Of a generation in flight, measured with 2,000 streams at once (`tests/cluster/http/test_admission.py`): its tasks,
+# its connection and its buffers; and of a prompt's token, an int in a list and four bytes for the engine.
+STREAM_BYTES = 48 * 1024
+TOKEN_BYTES = 44
+
 
 class Admission:
-    """Counts generations.
+    """Counts generations and memory.
 
-    limit: at a time.
+    max_generations: at a time.
+    max_bytes: of bodies, prompts and streams.
     draining: set it to refuse all new work with 503 while running work ends.
     engine_seen: whether an engine has been ready since this ingress started.
+    num_active: generations now.
+    num_bytes: memory now.
     """
 
-    def __init__(self, limit: int, retry_after_s: float) -> None:
-        self._limit = limit
+    def __init__(self, max_generations: float = math.inf, max_bytes: int = 2**30, retry_after_s: float = 1.0) -> None:
+        self._max_generations = max_generations
+        self._max_bytes = max_bytes
         self._retry_after_s = retry_after_s
         self.draining = False
         self.engine_seen = False
         self.num_active = 0
+        self.num_bytes = 0
 
-    def check(self, num_generations: int = 1) -> None:
-        """Whether so many would be admitted now, for refusing before the work of reading a request. Raises ApiError."""
+    def check(self, num_generations: int = 1, num_bytes: int = 0) -> None:
+        """Whether so much would be admitted now, for refusing before the work of reading a request. Raises ApiError."""
         if self.draining:
             raise unavailable("The server is shutting down; another one will answer", self._retry_after_s)
-        if self.num_active + num_generations > self._limit:
+        if self.num_active + num_generations > self._max_generations:
             raise overloaded(
-                f"The server is busy: {self.num_active} of {self._limit} generations are in flight", self._retry_after_s
+                f"The server is busy: {self.num_active} of {self._max_generations} generations are in flight",
+                self._retry_after_s,
             )
+        self._check_bytes(num_bytes)
 
     @contextmanager
-    def enter(self, num_generations: int) -> Iterator[None]:
-        """Hold places for so many generations. Raises ApiError."""
-        self.check(num_generations)
+    def enter(self, num_generations: int, num_tokens: int = 0) -> Iterator[None]:
+        """Hold places for so many generations, of so many prompt tokens in all. Raises ApiError."""
+        num_bytes = num_generations * STREAM_BYTES + num_tokens * TOKEN_BYTES
+        self.check(num_generations, num_bytes)
         self.num_active += num_generations
+        self.num_bytes += num_bytes
         try:
             yield
         finally:
             self.num_active -= num_generations
+            self.num_bytes -= num_bytes
+
+    @contextmanager
+    def reading(self) -> Iterator["Reading"]:
+        """Memory for a body until its request has been read and checked."""
+        share = Reading(self)
+        try:
+            yield share
+        finally:
+            self.num_bytes -= share.num_bytes
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
+            raise overloaded(
+                f"The server is busy: bodies and prompts of {self.num_active} generations in flight take "
+                f"{self.num_bytes} of {self._max_bytes} bytes",
+                self._retry_after_s,
+            )
+
+
+class Reading:
+    """num_bytes: of a body, so far."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.num_bytes = 0
+        self._admission = admission
+
+    def add(self, num_bytes: int) -> None:
+        """More of the body has come. Raises ApiError."""
+        self._admission._check_bytes(num_bytes)
+        self.num_bytes += num_bytes
+        self._admission.num_bytes += num_bytes

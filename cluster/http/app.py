@@ -6,6 +6,7 @@ understands.
 
 import dataclasses
 import functools
+import math
 
 import msgspec
 from fastapi import FastAPI
@@ -60,7 +61,7 @@ def build_app(
     if config.output_parser == "auto":
         found = detect_parser(tokenizer.template_source, tokenizer.response_template is not None)
         config = dataclasses.replace(config, output_parser=found)
-    admission = Admission(config.max_concurrent_requests, config.retry_after_s)
+    admission = Admission(config.max_concurrent_requests or math.inf, config.max_pending_bytes, config.retry_after_s)
     edge = Edge(config, tokenizer, engine, admission, grammars, tracing=tracing)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission

@@ -15,7 +15,10 @@ class EdgeConfig:
 
     served_model_name: the name clients ask for; "" takes the name of the model's folder.
     max_model_len: prompt and answer tokens together; 0 takes the engine's.
-    max_concurrent_requests: generations (choices) carried by one ingress; more are refused with 429.
+    max_concurrent_requests: generations (choices) carried by one ingress; more are refused with 429. None: as many as
+        memory and open files allow.
+    max_pending_bytes: memory that bodies being read, prompts and streams of one ingress may take, as
+        `cluster.http.admission` counts it; more are refused with 429.
     retry_after_s: what a 429 or 503 advises if the engine does not.
     request_timeout_s: a generation that takes longer is aborted: 504 with `x-should-retry: false` (OpenAI's client
         would repeat a 408 or a bare 504 twice, and so triple the work), or an error event in a stream; None: no limit.
@@ -42,7 +45,8 @@ class EdgeConfig:
 
     served_model_name: str = ""
     max_model_len: int = 0
-    max_concurrent_requests: int = 512
+    max_concurrent_requests: int | None = None
+    max_pending_bytes: int = 2**30
     retry_after_s: float = 1.0
     request_timeout_s: float | None = 3600.0
     max_body_bytes: int = 8 * 2**20
@@ -69,6 +73,7 @@ class EdgeConfig:
     def __post_init__(self) -> None:
         at_least_one = (
             "max_concurrent_requests",
+            "max_pending_bytes",
             "max_body_bytes",
             "max_n",
             "max_choices",
@@ -79,8 +84,9 @@ class EdgeConfig:
             "max_schema_depth",
         )
         for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
         if self.max_stored_responses < 0 or self.max_stored_bytes < 1:
             raise ValueError(
                 f"max_stored_responses={self.max_stored_responses}, max_stored_bytes={self.max_stored_bytes}: the "
@@ -88,7 +94,7 @@ class EdgeConfig:
             )
         if self.max_model_len < 0:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 1, or 0 for the engine's")
-        if self.max_choices > self.max_concurrent_requests:
+        if self.max_concurrent_requests is not None and self.max_choices > self.max_concurrent_requests:
             raise ValueError(
                 f"max_choices={self.max_choices}: must not exceed max_concurrent_requests="
                 f"{self.max_concurrent_requests}, or such a request is refused for ever"

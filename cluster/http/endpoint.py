@@ -4,14 +4,14 @@ document from these."""
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.admission import Admission
+from cluster.http.admission import Admission, Reading
 from cluster.http.errors import JSON_HEADERS, ApiError, body_too_large, body_too_slow
 from cluster.http.schema.request import parse_body
 from cluster.http.schema.response import ErrorReply
@@ -96,11 +96,11 @@ def answering(
     async def answer_or_raise(http: Request) -> Response:
         if endpoint.generates:
             admission.check()
-        given: list[Any] = [http]
-        if endpoint.body is not None:
-            given.append(parse_body(await _read(http, max_body_bytes, body_timeout_s), endpoint.body))
-        reply = await endpoint.handler(*given)
-        return reply if isinstance(reply, Response) else json_response(reply)
+        if endpoint.body is None:
+            return _response(await endpoint.handler(http))
+        with admission.reading() as share:
+            body = parse_body(await _read(http, max_body_bytes, body_timeout_s, share), endpoint.body)
+            return _response(await endpoint.handler(http, body))
 
     return answer
 
@@ -110,21 +110,26 @@ def json_response(reply: msgspec.Struct, status: int = 200, headers: dict[str, s
     return Response(msgspec.json.encode(reply), status, {**JSON_HEADERS, **(headers or {})})
 
 
-async def _read(http: Request, max_bytes: int, timeout_s: float) -> bytes:
+def _response(reply: msgspec.Struct | Response) -> Response:
+    return reply if isinstance(reply, Response) else json_response(reply)
+
+
+async def _read(http: Request, max_bytes: int, timeout_s: float, share: Reading) -> bytes:
     """The body. Raises ApiError if it is too large, before all of it is read, or does not come in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read_parts(http, max_bytes)
+            return await _read_parts(http, max_bytes, share)
     except TimeoutError:
         raise body_too_slow(timeout_s) from None
 
 
-async def _read_parts(http: Request, max_bytes: int) -> bytes:
+async def _read_parts(http: Request, max_bytes: int, share: Reading) -> bytes:
     declared = http.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise body_too_large(max_bytes)
     body = bytearray()
     async for part in http.stream():
+        share.add(len(part))
         body += part
         if len(body) > max_bytes:
             raise body_too_large(max_bytes)

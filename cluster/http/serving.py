@@ -104,7 +104,7 @@ class GenerationResponse(Response):
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._edge.admission.enter(len(self._request.choices)):
+            with self._edge.admission.enter(len(self._request.choices), sum(map(len, self._request.prompts))):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
         except ApiError as error:
             set_reason(scope, error.code)

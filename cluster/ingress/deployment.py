@@ -24,6 +24,7 @@ from cluster.ingress.coordinators import Coordinators
 from cluster.ingress.engine_links import EngineLinks
 from cluster.ingress.remote_engines import RemoteEngines
 from cluster.ingress.token_inbox import TokenInbox
+from cluster.linux import raise_open_files
 from cluster.logs import use_json_logs
 from cluster.start_log import StartLog
 from cluster.transport.channel import Context, bind_ingress
@@ -33,6 +34,7 @@ from cluster.transport.listener import Listener
 
 # For a first probe to get through: an ingress that replaces another is given its requests at once.
 MEET_LIMIT_S = 5.0
+STREAM_SHARE = 0.75  # of the open files: the rest is for HAProxy's idle connections, engines and libraries
 READY_PERIOD_S = 1.0  # between two looks whether an engine is ready, for what has time until then
 
 
@@ -58,7 +60,7 @@ class Ingress:
         self._links = EngineLinks(self._context, self._transport, coordinators.endpoints, config.ingress.routing)
         self._engines = RemoteEngines(self._links, coordinators, inbox, endpoint, resume, config.engine.start_timeout_s)
         self._listener = Listener(socket, lambda raw: inbox.deliver(decode_tokens(raw)))
-        self._edge = edge_config(config)
+        self._edge = edge_config(config, raise_open_files())
         self._tokenizer = ChatTokenizer.from_folder(config.model.path)
         self._grammars = ProcessChecker(config.model.path, self._edge.grammar_timeout_s)
         self._tracing = make_tracing(config.tracing)
@@ -88,10 +90,13 @@ class Ingress:
             shutil.rmtree(self._transport.folder, ignore_errors=True)
 
 
-def edge_config(config: AerieConfig) -> EdgeConfig:
-    """The edge's configuration, with what it leaves to the engine's filled in."""
+def edge_config(config: AerieConfig, open_files: int) -> EdgeConfig:
+    """The edge's configuration, with what it leaves to the engine's and to this process's limits filled in. open_files:
+    that the process may have; each generation is a connection."""
+    most = config.ingress.max_concurrent_requests or open_files
     return dataclasses.replace(
         config.ingress,
         served_model_name=config.served_model_name,
         max_model_len=config.ingress.max_model_len or config.model.max_model_len or 0,
+        max_concurrent_requests=max(config.ingress.max_choices, min(most, int(open_files * STREAM_SHARE))),
     )

@@ -34,7 +34,7 @@ def plan_lines(
         f"{placement.strategy}: {each}",
         *([] if memory is None else [_weights_line(memory)]),
         *_memory_lines(config, placement, bytes_per_slot, memory),
-        f"scheduler   {_slots(config, placement)} running, {scheduler.max_waiting} waiting, "
+        f"scheduler   {_slots(config, placement)} running, {_queue(scheduler)} waiting, "
         f"{scheduler.resolved(placement.device).step_token_limit} prompt tokens per step, {_target(scheduler)}",
         f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
         f"{config.draft_attention.prefill}/{config.draft_attention.extend}/{config.draft_attention.decode}"
@@ -116,6 +116,11 @@ def _target(scheduler: SchedulerConfig) -> str:
     if scheduler.itl_target_ms == "auto":
         return "itl_target_ms from the costs that the start measures"
     return f"itl_target_ms {scheduler.itl_target_ms:g}"
+
+
+def _queue(scheduler: SchedulerConfig) -> str:
+    most = f"{scheduler.max_waiting}, " if scheduler.max_waiting is not None else ""
+    return f"{most}{scheduler.max_waiting_bytes / 2**20:.0f} MiB"
 
 
 def _slots(config: AerieConfig, placement: Placement) -> str:

@@ -165,7 +165,9 @@ class Connection(asyncio.Protocol):
                     self._event(line[5:].strip(), now_s)
         if body.is_over:
             if body.status != 200:
-                self._answered.fault = f"{body.status}: {self._line[:300].decode(errors='replace')}"
+                wait = body.header(b"retry-after").decode()
+                status = f"{body.status}, again after {wait} s" if wait else f"{body.status}"
+                self._answered.fault = f"{status}: {self._line[:300].decode(errors='replace')}"
             self._end(now_s)
             if not body.keeps_open:
                 self.close()

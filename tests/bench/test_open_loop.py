@@ -125,14 +125,14 @@ async def test_answers_are_read_event_by_event() -> None:
 
 
 async def test_faults_are_counted_and_named() -> None:
-    refusal = b'HTTP/1.1 429 No\r\nContent-Length: 19\r\n\r\n{"error":"is full"}'
+    refusal = b'HTTP/1.1 429 No\r\nRetry-After: 7\r\nContent-Length: 19\r\n\r\n{"error":"is full"}'
     failing = b'data: {"error":{"message":"lost"}}\n\n'
     answers = [[refusal], [HEAD, _chunked([failing, EVENTS[-1]])], [HEAD, b"5\r\nabc"]]
     arrivals = [_arrival(0.0), _arrival(0.3), _arrival(0.6)]
     async with _server(answers) as (url, _):
         got, begin_s = await run_rate(Target(url, "m"), arrivals, 0.5)
     assert [answered.fault for answered in got] == [
-        '429: {"error":"is full"}',
+        '429, again after 7 s: {"error":"is full"}',
         '{"message":"lost"}',
         "not done when the time was over",
     ]

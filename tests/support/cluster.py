@@ -110,7 +110,7 @@ class TestBed:
         transport: Transport | None = None,
         delay_s: float = 0.0,
         max_running: int = 4,
-        max_waiting: int = 20,
+        max_waiting: int | None = 20,
         **settings: object,
     ) -> None:
         self.shapes = RoundShapes((PLAIN, TREE), default=1)

@@ -35,7 +35,7 @@ class Simulation:
         max_running: int = 4,
         max_step_tokens: int = 16,
         max_model_len: int = 100,
-        max_waiting: int = 100,
+        max_waiting: int | None = 100,
         lookahead: int = 1,
         speculative: bool = True,
         prefix_cache: bool = True,

@@ -248,7 +248,7 @@ def test_a_long_prompt_is_passed_by_what_came_before_its_deadline_only():
     sim.submit([9] * 5, max_tokens=90)
     sim.step()
     long = sim.submit([1] * 90, max_tokens=3)
-    deadline_s = sim.scheduler.queues.waiting[0].deadline_s
+    deadline_s = next(iter(sim.scheduler.queues.waiting)).deadline_s
     assert deadline_s - sim.clock.now == pytest.approx(0.010)  # its own 10 ms; at most 12
     num_before = 0
     while long.state in (RequestState.WAITING, RequestState.PREFILL):  # twice as many tokens come as a step takes

@@ -13,6 +13,7 @@ from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.stats import SchedulerStats
 
+MAX_PASSED = 64  # requests with uncompiled grammars that a later request may pass: each step looks through them
 _ORDER = attrgetter("order")
 
 
@@ -83,8 +84,8 @@ class PrefillPlanner:
 
     def _next_waiting(self, rounds: StepRounds) -> Sequence | None:
         """The first who waits, but for those whose grammar is still compiled: rounds beside them would wait too."""
-        ready = (s for s in self._queues.waiting if rounds.num_requests == 0 or self._grammars.is_ready(s))
-        return next(ready, None)
+        first = islice(self._queues.waiting, MAX_PASSED)
+        return next((s for s in first if rounds.num_requests == 0 or self._grammars.is_ready(s)), None)
 
     def _can_admit(self, builder: PlanBuilder) -> bool:
         return builder.admits and not builder.preempted and self._slot_pages.num_free_slots > 0

@@ -1,5 +1,6 @@
 """One request as the scheduler sees it, and what it hears back. No torch, no transport."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -24,12 +25,18 @@ class FinishReason(StrEnum):
 
 @dataclass
 class Request:
-    """prompt and output hold token ids; output grows as results arrive. cached_tokens: prompt tokens found in the
-    prefix cache when it was first admitted. Statistics of speculation: num_rounds verified drafts;
-    acceptance_histogram[k] rounds accepted k draft tokens. queue_s: seconds from its arrival to its first step."""
+    """One request.
+
+    prompt: token ids; those of requests from elsewhere are an `array("i")`, a tenth of a list's memory.
+    output: token ids; it grows as results arrive.
+    cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
+    num_rounds: rounds that verified drafts.
+    acceptance_histogram: [k] rounds that accepted k draft tokens.
+    queue_s: seconds from its arrival to its first step.
+    """
 
     request_id: str
-    prompt: list[int]
+    prompt: Sequence[int]
     sampling: SamplingParams
     state: RequestState = RequestState.WAITING
     output: list[int] = field(default_factory=list)
@@ -68,7 +75,7 @@ class UnfinishedError(Exception):
 
 
 class QueueFullError(Exception):
-    """The waiting queue holds `max_waiting` requests: retry later (HTTP 429)."""
+    """The waiting queue holds `max_waiting` requests or `max_waiting_bytes`: retry later (HTTP 429)."""
 
 
 class RequestTooLargeError(ValueError):

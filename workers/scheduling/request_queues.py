@@ -1,8 +1,6 @@
 """Who waits, who has a slot, and the moves between the two. Owned by the scheduler, which decides when they happen."""
 
-from bisect import bisect_left, insort
 from collections.abc import Callable
-from operator import attrgetter
 
 import numpy as np
 
@@ -11,8 +9,7 @@ from workers.scheduling.request import FinishReason, Request, RequestState
 from workers.scheduling.sequence import PlanBuilder, Sequence
 from workers.scheduling.slot_pages import SlotPages
 from workers.scheduling.stats import SchedulerStats
-
-_ORDER = attrgetter("order")
+from workers.scheduling.waiting_queue import WaitingQueue
 
 
 class RequestQueues:
@@ -24,7 +21,7 @@ class RequestQueues:
     """
 
     def __init__(self, slot_pages: SlotPages, stats: SchedulerStats) -> None:
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingQueue()
         self.active: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.by_slot: dict[int, Sequence] = {}
@@ -57,12 +54,12 @@ class RequestQueues:
         """Deadlines are counted otherwise from now on, those of unfinished requests too."""
         for sequence in self._by_id.values():
             sequence.deadline_s = deadline_s(sequence)
-        self.waiting.sort(key=_ORDER)
+        self.waiting.reorder()
 
     def admit(self, sequence: Sequence, cached_pages: list[int]) -> SlotInit:
         """Give the head of the queue a slot and the pages that the prefix cache had for it."""
         request = sequence.request
-        self._leave_queue(sequence)
+        self.waiting.remove(sequence)
         sequence.slot = self.slot_pages.take_slot(
             sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, cached_pages
         )
@@ -113,7 +110,7 @@ class RequestQueues:
             committed = int(self.slot_pages.committed[sequence.slot])
             self._leave_slot(sequence, committed if num_kept is None else num_kept)
         else:
-            self._leave_queue(sequence)
+            self.waiting.remove(sequence)
         del self._by_id[request.request_id]
         sequence.is_finished = True
         request.state = RequestState.FINISHED
@@ -143,7 +140,7 @@ class RequestQueues:
 
     def check_integrity(self) -> None:
         """Asserts that queue, slots and books agree."""
-        assert self.waiting == sorted(self.waiting, key=_ORDER), "the queue is out of order"
+        self.waiting.check_integrity()
         assert all(number == sequence.number for number, sequence in self.active.items())
         assert self.prefilling.items() <= self.active.items()
         assert not {sequence.number for sequence in self.waiting} & set(self.active), "someone who runs waits too"
@@ -161,9 +158,4 @@ class RequestQueues:
     def _wait(self, sequence: Sequence) -> None:
         sequence.slot = -1
         sequence.request.state = RequestState.WAITING
-        insort(self.waiting, sequence, key=_ORDER)
-
-    def _leave_queue(self, sequence: Sequence) -> None:
-        index = bisect_left(self.waiting, sequence.order, key=_ORDER)
-        assert self.waiting[index] is sequence
-        del self.waiting[index]
+        self.waiting.add(sequence)

@@ -120,10 +120,8 @@ class Scheduler:
     @property
     def backlog_tokens(self) -> int:
         """Prompt tokens that are not planned yet, without those that the prefix cache had when their request came."""
-        queues = self.queues
-        return sum(len(sequence.tokens) - sequence.computed for sequence in queues.prefilling.values()) + sum(
-            len(sequence.tokens) - sequence.num_cached for sequence in queues.waiting
-        )
+        admitted = sum(len(sequence.tokens) - sequence.computed for sequence in self.queues.prefilling.values())
+        return admitted + self.queues.waiting.load.backlog_tokens
 
     def prefill_tokens_per_s(self) -> float:
         """At which prompts are computed beside the rounds of now, by the costs; 0 without costs."""
@@ -145,8 +143,8 @@ class Scheduler:
 
         Raises QueueFullError, RequestTooLargeError, or ValueError for a request that makes no sense.
         """
-        if self.num_waiting >= self._config.max_waiting and not resumed:
-            raise QueueFullError(f"max_waiting={self._config.max_waiting}: {self.num_waiting} wait; retry later")
+        if not resumed:
+            self._check_room(request)
         self._check(request)
         histogram = request.acceptance_histogram
         histogram += [0] * (self._shapes.max_new_tokens - len(histogram)) if self._shapes.default else []
@@ -251,6 +249,17 @@ class Scheduler:
         self.captures.in_flight = True
         self._next_step += 1
         return StepPlan(self.epoch, self._next_step - 1, b"", 0, 0, capture=True)
+
+    def _check_room(self, request: Request) -> None:
+        """Raises QueueFullError."""
+        config, load = self._config, self.queues.waiting.load
+        if config.max_waiting is not None and load.num_requests >= config.max_waiting:
+            raise QueueFullError(f"max_waiting={config.max_waiting}: {load.num_requests} wait; retry later")
+        if load.num_requests and load.bytes_with(len(request.prompt)) > config.max_waiting_bytes:
+            raise QueueFullError(
+                f"max_waiting_bytes={config.max_waiting_bytes}: {load.num_requests} requests with "
+                f"{load.prompt_tokens} prompt tokens wait; retry later"
+            )
 
     def _check(self, request: Request) -> None:
         """Raises if the request makes no sense or can never run."""

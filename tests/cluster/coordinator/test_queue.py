@@ -2,12 +2,15 @@
 
 import pytest
 
+from cluster.config import EngineConfig
 from cluster.coordinator.queue_speed import LONGEST_S, UNKNOWN_S, QueueSpeed
 from cluster.transport.encoding import encode
 from cluster.transport.messages import GenerateRequest, GenerateSummary, Probe, Refused
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
+from workers.config import SchedulerConfig
 from workers.scheduling.plan import SamplingParams, pack_i32
+from workers.scheduling.waiting_queue import QueueLoad
 
 
 class Clock:
@@ -21,17 +24,20 @@ class Clock:
 def test_speed_is_that_of_ended_tokens_while_someone_waits():
     clock = Clock()
     speed = QueueSpeed(clock)
-    assert speed.wait_s([(1000, 1000)]) is None and speed.retry_after_s([(1000, 1000)]) == UNKNOWN_S
+    one = QueueLoad(num_requests=1, prompt_tokens=1000, max_output_tokens=1000)
+    assert speed.wait_s(one) is None and speed.retry_after_s(one) == UNKNOWN_S
     speed.ended(10, 1000, someone_waits=False)
     for _ in range(11):
         speed.ended(60, 40, someone_waits=True)
         clock.now += 1.0
     # 1,000 tokens after the first end, in 11 s; answers have been of 40 tokens.
-    assert speed.wait_s([(100, 10_000), (7, 13)]) == pytest.approx((100 + 40 + 7 + 13) * 11 / 1000)
-    assert speed.retry_after_s([(1000, 1)] * 10) == pytest.approx(1001 * 10 * 11 / 1000 / 2, rel=0.01)
-    assert speed.retry_after_s([(1, 1)]) == 1.0 and speed.retry_after_s([(10**6, 1)]) == LONGEST_S
+    assert speed.wait_s(QueueLoad(2, 107, 10_013)) == pytest.approx((107 + 2 * 40) * 11 / 1000)
+    assert speed.wait_s(QueueLoad(2, 107, 20)) == pytest.approx((107 + 20) * 11 / 1000), "they may have 20 at most"
+    assert speed.retry_after_s(QueueLoad(10, 10_000, 10)) == pytest.approx(1001 * 10 * 11 / 1000 / 2, rel=0.01)
+    assert speed.retry_after_s(QueueLoad(1, 1, 1)) == 1.0
+    assert speed.retry_after_s(QueueLoad(1, 10**6, 1)) == LONGEST_S
     speed.ended(10, 10, someone_waits=False)  # the queue is empty: what it was is no measure of what it can be
-    assert speed.wait_s([(1000, 1000)]) is None
+    assert speed.wait_s(one) is None
 
 
 def _queue(bed, request_id, max_tokens=5, resumed=False):
@@ -57,6 +63,17 @@ def test_a_full_queue_takes_the_resumed_and_tells_others_when_to_come_again(make
     bed.attach()
     for request_id in ("a", "b", "d"):
         assert bed.ingress.read_end(request_id).finish == "length"
+
+
+def test_a_burst_of_a_benchmark_is_queued_as_a_whole(make_bed):
+    """`vllm bench serve` sends its 1,000 requests at once; with the configuration's defaults all of them are taken."""
+    defaults = SchedulerConfig()
+    bed = make_bed(max_waiting=defaults.max_waiting, queue_timeout_s=EngineConfig().queue_timeout_s)
+    for i in range(1000):
+        _queue(bed, f"q{i}", max_tokens=2)
+    until(lambda: bed.coordinator.stats().num_waiting == 1000)
+    bed.attach()
+    assert {bed.ingress.read_end(f"q{i}").finish for i in range(1000)} == {"length"}
 
 
 def test_retry_after_follows_the_queue(make_bed):

@@ -60,7 +60,7 @@ async def test_chunk_of_four_tokens_costs_little(extra: dict[str, Any], record_p
     tokens = tuple(small_tokenizer().encode("hello world").ids)[:4]
     deltas = [TokenDelta("", tokens) for _ in range(NUM_CHUNKS)] + [TokenDelta("", (), "length")]
     config, tokenizer = edge_config(max_model_len=10**6, output_parser="text"), chat_tokenizer()
-    edge = Edge(config, tokenizer, _Ready(deltas), Admission(1, 1.0))
+    edge = Edge(config, tokenizer, _Ready(deltas), Admission(1))
     messages = [{"role": "user", "content": "hi"}]
     request = await chat_request(
         ChatCompletionRequest.model_validate({"model": MODEL, "messages": messages, "stream": True} | extra),

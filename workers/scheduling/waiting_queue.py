@@ -1,0 +1,98 @@
+"""Requests that wait for a slot, in the order of admission, and what they add up to. Owned by
+`workers.scheduling.request_queues`.
+
+A burst may leave ten thousand requests here, and every step and every arrival asks how much waits: totals are kept, so
+that no question costs time by the length of the queue.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import NamedTuple
+
+from workers.scheduling.sequence import Sequence
+
+# Bytes of one waiting request beside its prompt: request, sampling parameters, sequence and stream
+# (`tests/workers/test_waiting_queue.py` measures them).
+REQUEST_BYTES = 3072
+BYTES_PER_TOKEN = 4  # int32
+_ORDER = attrgetter("order")
+
+
+class QueueLoad(NamedTuple):
+    """What the waiting requests add up to.
+
+    num_requests: requests.
+    prompt_tokens: tokens of their prompts.
+    max_output_tokens: the most that they may generate.
+    backlog_tokens: tokens to compute before their first ones, without those that the prefix cache had.
+    """
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    max_output_tokens: int = 0
+    backlog_tokens: int = 0
+
+    def bytes_with(self, prompt_tokens: int) -> int:
+        """Host memory that they take together with one more request, of so many prompt tokens."""
+        return (self.num_requests + 1) * REQUEST_BYTES + (self.prompt_tokens + prompt_tokens) * BYTES_PER_TOKEN
+
+
+class WaitingQueue:
+    """Sorted by deadline.
+
+    load: of all that wait.
+    """
+
+    def __init__(self) -> None:
+        self.load = QueueLoad()
+        self._sequences: list[Sequence] = []
+        self._backlog: dict[int, int] = {}  # by number of arrival: a sequence's tokens change before it leaves
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence in its place."""
+        insort(self._sequences, sequence, key=_ORDER)
+        self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that is here."""
+        index = bisect_left(self._sequences, sequence.order, key=_ORDER)
+        assert self._sequences[index] is sequence
+        del self._sequences[index]
+        self._count(sequence, -1, -self._backlog.pop(sequence.number))
+
+    def reorder(self) -> None:
+        """Deadlines have changed, and what the prefix cache had."""
+        self._sequences.sort(key=_ORDER)
+        sequences, self.load = self._sequences, QueueLoad()
+        for sequence in sequences:
+            self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
+
+    def check_integrity(self) -> None:
+        """Assert that order and totals are right."""
+        sequences = self._sequences
+        assert sequences == sorted(sequences, key=_ORDER), "the queue is out of order"
+        assert self._backlog.keys() == {sequence.number for sequence in sequences}
+        assert self.load == (
+            len(sequences),
+            sum(len(sequence.prompt) for sequence in sequences),
+            sum(sequence.request.sampling.max_tokens for sequence in sequences),
+            sum(self._backlog.values()),
+        )
+
+    def _count(self, sequence: Sequence, sign: int, backlog: int) -> None:
+        load = self.load
+        if sign > 0:
+            self._backlog[sequence.number] = backlog
+        self.load = QueueLoad(
+            load.num_requests + sign,
+            load.prompt_tokens + sign * len(sequence.prompt),
+            load.max_output_tokens + sign * sequence.request.sampling.max_tokens,
+            load.backlog_tokens + backlog,
+        )
