@@ -15,7 +15,7 @@ BELOW: dict[str, set[str]] = {
     "linux": set(),
     "logs": set(),
     "transport": set(),
-    "http": {"logs", "transport"},
+    "http": {"linux", "logs", "transport"},
     "coordinator": {"transport"},
     "parallel": set(),
     "config": {"http", "parallel"},
@@ -23,7 +23,7 @@ BELOW: dict[str, set[str]] = {
     "assembly": {"config"},
     "checkpoints": {"http", "config", "assembly"},
     "replica": {"linux", "logs", "transport", "coordinator", "config", "start_log", "assembly"},
-    "ingress": {"logs", "transport", "http", "config", "start_log"},
+    "ingress": {"linux", "logs", "transport", "http", "config", "start_log"},
     "deployments": {"parallel", "config", "replica", "ingress"},
 }
 
