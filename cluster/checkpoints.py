@@ -24,16 +24,29 @@ def rank_memory(config: AerieConfig) -> "RankMemory":
     return plan_memory(engine_spec(config), multiplies_fp8=True)
 
 
-def with_checkpoints(config: AerieConfig) -> AerieConfig:
-    """The configuration with what only the checkpoints know: model.max_model_len. Reads config.json of target and draft
-    and the tokenizer, and matches them; raises ConfigError. Takes the seconds of importing torch."""
+def with_checkpoints(config: AerieConfig, need_weights: bool = True) -> AerieConfig:
+    """The configuration with what only the checkpoints know: model.max_model_len. Reads config.json of target and
+    draft, the headers of their weight files and the tokenizer, and matches them; raises ConfigError. Takes the seconds
+    of importing torch. need_weights: whether a folder without any weight files is refused, see `lacking_weights`."""
+    from speculative.build import check_weights
+
     try:
         layout = _layout(config)
         _check_tokenizer(config.model.path, layout.target.vocab_size)
+        if need_weights or not lacking_weights(config):
+            check_weights(engine_spec(config), layout)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     model = dataclasses.replace(config.model, max_model_len=layout.max_model_len)
     return config.model_copy(update={"model": model})
+
+
+def lacking_weights(config: AerieConfig) -> list[str]:
+    """The checkpoint folders that hold no weight files, though weights are to be loaded from them."""
+    from speculative.draft_models.checkpoint_files import has_weights
+
+    paths = [config.model.path, *([config.speculative.path] if config.speculative is not None else [])]
+    return [path for path in paths if config.model.load_format != "dummy" and not has_weights(path)]
 
 
 def _layout(config: AerieConfig) -> "EngineLayout":

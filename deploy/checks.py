@@ -17,17 +17,17 @@ from deploy.configs import PACKAGED
 from deploy.hub import with_downloads
 
 
-def checked(args: Mapping[str, Any], base: Path = PACKAGED) -> AerieConfig:
-    """The configuration, its checkpoints' config.json files read and matched too, after they are downloaded where they
-    are named by their names on the hub. base: where relative paths start. Raises ConfigError."""
+def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
+    """The configuration, its checkpoints read and matched too (`cluster.checkpoints.with_checkpoints`), after they are
+    downloaded where they are named by their names on the hub. base: where relative paths start. Raises ConfigError."""
     from cluster.checkpoints import with_checkpoints
 
-    return with_checkpoints(parse(with_downloads(args, base), base))
+    return with_checkpoints(parse(with_downloads(args, base), base), need_weights)
 
 
-def checked_file(path: Path) -> AerieConfig:
+def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
     """The same of a Serve config file."""
-    return checked(read_args(path), path.resolve().parent)
+    return checked(read_args(path), path.resolve().parent, need_weights)
 
 
 def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[NodeResources]:
@@ -38,8 +38,14 @@ def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[Node
 
 
 def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
-    """Print what `path` would start on `nodes`; without nodes, only check what needs none. Raises ConfigError."""
-    _print_plan(path, checked_file(path), nodes)
+    """Print what `path` would start on `nodes`; without nodes, only check what needs none. A folder that holds no
+    weights yet is planned by its config.json. Raises ConfigError."""
+    from cluster.checkpoints import lacking_weights
+
+    config = checked_file(path, need_weights=False)
+    _print_plan(path, config, nodes)
+    if lacking := lacking_weights(config):
+        print(f"not checked {', '.join(lacking)}: no weight files yet; a start needs them")
     return 0
 
 

@@ -24,7 +24,7 @@ from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.config import ModelConfig
-from workers.models.loading import read_target_config
+from workers.models.loading import load_target, read_target_config
 from workers.models.registry import family_of
 from workers.models.weight_bytes import META, weight_bytes
 from workers.runner import build
@@ -141,6 +141,17 @@ def plan_layout(spec: EngineSpec) -> EngineLayout:
     """Read and check the checkpoints' configurations; raises ValueError that names value, rule and remedy."""
     target = _target_config(spec)
     return layout_of(spec.worker, target, _speculation(spec, target))
+
+
+def check_weights(spec: EngineSpec, layout: EngineLayout) -> None:
+    """Compare the headers of all weight files with what target and draft want, by a load on the meta device; no weight
+    is read. layout: what `plan_layout` made of `spec`. Raises ValueError naming file, tensor and both shapes."""
+    source, speculation = spec.worker.model, layout.speculation
+    if source.load_format == "dummy":
+        return
+    target = load_target(source, layout.target, SOLO, META, 1, speculation.captured_layers)
+    if isinstance(speculation, DraftSpeculation):
+        load_draft(speculation.draft, source, target, SOLO, META, max_position=1)
 
 
 def _target_config(spec: EngineSpec) -> ModelConfig:

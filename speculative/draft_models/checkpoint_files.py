@@ -4,21 +4,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from workers.models.weights import checkpoint_files, checkpoint_tensors
+from workers.models.weights import INDEX, CheckpointTensor, checkpoint_files, checkpoint_tensors, opened
 
 _PICKLE = "pytorch_model.bin"
+_CPU = torch.device("cpu")
 
 
-def draft_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor on the CPU) of every tensor, from safetensors files or else from `pytorch_model.bin`, of which
-    nothing but tensors is unpickled. Raises ValueError if there is neither."""
-    if _has_pickle_alone(folder):
-        yield from _unpickled(folder).items()
-    else:
-        yield from checkpoint_tensors(folder)
+def has_weights(folder: str | Path) -> bool:
+    """Whether the folder has weights of any form, or an index of them."""
+    folder = Path(folder)
+    return (folder / INDEX).exists() or (folder / _PICKLE).exists() or any(folder.glob("*.safetensors"))
+
+
+def draft_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[CheckpointTensor]:
+    """Every tensor, from safetensors files or else from `pytorch_model.bin`, of which nothing but tensors is unpickled.
+    device: as of `checkpoint_tensors`. Raises ValueError, naming the file, if there is neither or one is damaged."""
+    if not _has_pickle_alone(folder):
+        yield from checkpoint_tensors(folder, device)
+        return
+    for name, tensor in _unpickled(folder).items():
+        is_header = device.type == "meta" and tensor.dtype.is_floating_point
+        yield CheckpointTensor(name, tensor.to(device) if is_header else tensor, _PICKLE)
 
 
 def tensor_names(folder: str | Path) -> list[str]:
@@ -29,7 +37,7 @@ def tensor_names(folder: str | Path) -> list[str]:
         return []
     names: list[str] = []
     for path in checkpoint_files(folder):
-        with safe_open(str(path), framework="pt", device="cpu") as file:
+        with opened(path, torch.device("meta")) as file:
             names += file.keys()
     return names
 
@@ -41,9 +49,13 @@ def _has_pickle_alone(folder: str | Path) -> bool:
 def _unpickled(folder: str | Path) -> dict[str, Tensor]:
     path = Path(folder) / _PICKLE
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # files of torch before 1.6 are no archives and cannot be mapped
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files of torch before 1.6 are no archives and cannot be mapped
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # an unpickler raises whatever damaged bytes lead it to
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: cannot be read ({reason}): it is cut off or damaged; download it again") from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{path}: is no dictionary of tensors; convert the checkpoint to safetensors")
     return loaded

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workers.models.config import ModelConfig, architecture_of
+from workers.models.config import ModelConfig
+from workers.models.config_fields import architecture_of
 from workers.models.llama import LlamaConfig, read_config
 
 

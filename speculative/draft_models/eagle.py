@@ -17,6 +17,7 @@ from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.rotary import RotaryTable
 from workers.models.config import ModelConfig
+from workers.models.config_fields import flag_of, section_of, size_of
 from workers.models.decoder import DecoderOutput
 from workers.models.llama import LlamaConfig
 from workers.models.name_map import NameMap
@@ -44,16 +45,16 @@ class Eagle(DraftMethod):
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
         model = read_layer(path, raw)
-        check_target(path, model, int(raw.get("target_hidden_size") or model.hidden_size), target)
+        check_target(path, model, size_of(raw, "target_hidden_size", f"draft {path}", model.hidden_size), target)
         check_width(path, model, target, "an EAGLE head reads the target's hidden state beside the embedding")
-        flags = {**raw, **(raw.get("eagle_config") or {})}
+        flags = {**raw, **section_of(raw, "eagle_config", f"draft {path}")}
         set_flags = [name for name in _EAGLE3_FLAGS if flags.get(name)]
         if set_flags:
             raise ValueError(
                 f"draft {path}: {', '.join(set_flags)} is of EAGLE-3 heads; set speculative.method: eagle3 if it is "
                 "one, else use a head without it"
             )
-        return cls(path, model, target.vocab_size, (), bool(raw.get("bias", True)))
+        return cls(path, model, target.vocab_size, (), flag_of(raw, "bias", f"draft {path}", default=True))
 
     @property
     def weight_names(self) -> NameMap:

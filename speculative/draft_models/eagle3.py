@@ -30,6 +30,7 @@ from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Angles, RotaryTable
 from workers.layers.vocab import VocabEmbedding
 from workers.models.config import ModelConfig
+from workers.models.config_fields import MAX_LAYERS, flag_of, size_of
 from workers.models.decoder import DecoderOutput
 from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.name_map import NameMap
@@ -56,12 +57,12 @@ class Eagle3(DraftMethod):
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
         layers = layers_config(path, raw)
-        layers["num_hidden_layers"] = int(layers.get("num_hidden_layers") or 1)
+        layers["num_hidden_layers"] = size_of(layers, "num_hidden_layers", f"draft {path}", 1, most=MAX_LAYERS)
         # SafeAILab's Vicuna head has its target's num_hidden_layers, but the one layer that its module always has
         if layers["num_hidden_layers"] > 1 and count_layers(tensor_names(path)) == 1:
             layers["num_hidden_layers"] = 1
         model = read_config(layers, f"draft {path}")
-        check_target(path, model, int(raw.get("target_hidden_size") or model.hidden_size), target)
+        check_target(path, model, size_of(raw, "target_hidden_size", f"draft {path}", model.hidden_size), target)
         flags = read_flags(path, raw)
         capture: tuple[int, ...] = ()
         if reads_captured_layers(raw):
@@ -73,13 +74,13 @@ class Eagle3(DraftMethod):
                     f"draft {path}: norm_before_fc and fc_norm are of captured layers, but use_aux_hidden_state=false "
                     "says that it reads none; correct the draft's config"
                 )
-        vocab_size = int(raw.get("draft_vocab_size") or model.vocab_size)
+        vocab_size = size_of(raw, "draft_vocab_size", f"draft {path}", model.vocab_size)
         return cls(
             path,
             model,
             vocab_size,
             capture,
-            bool(raw.get("bias", False)),
+            flag_of(raw, "bias", f"draft {path}"),
             target.hidden_size,
             not capture or target.num_layers in capture,
             flags,

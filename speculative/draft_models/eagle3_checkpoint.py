@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speculative.draft_models.layers import IGNORED_WEIGHTS, deeper_layer_names, layer_names
+from workers.models.config_fields import ids_of, section_of, size_of
 from workers.models.name_map import NameMap
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -38,14 +39,14 @@ def captured_layers(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple
     those whose input is. The first layer's output is the lowest that anyone reads, so that ids that begin with 1 are
     of outputs, and others of inputs (SGLang tells them apart so since its pull request 25454).
     """
-    given = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    given = given or raw.get("eagle_aux_hidden_state_layer_ids")
+    source, key = f"draft {path}", "eagle_aux_hidden_state_layer_ids"
+    given = ids_of(section_of(raw, "eagle_config", source), key, source) or ids_of(raw, key, source)
     if given:
-        of_outputs = int(given[0]) == 1 and "transformer_layer_config" not in raw
-        capture = tuple(int(i) + of_outputs for i in given)
+        of_outputs = given[0] == 1 and "transformer_layer_config" not in raw
+        capture = tuple(i + of_outputs for i in given)
     else:
         capture = default_capture(num_layers)
-    count = int(raw.get("num_aux_hidden_states") or len(capture))
+    count = size_of(raw, "num_aux_hidden_states", source, len(capture))
     if len(capture) != count or len(set(capture)) != count or not all(0 <= i <= num_layers for i in capture):
         raise ValueError(
             f"draft {path}: captures the input of layers {capture}, which the target of {num_layers} layers does "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculative.draft_models.config import draft_architecture
+from workers.models.config_fields import section_of
 
 # The family of the layers by transformer_layer_config.model_type.
 _SPECULATORS_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -75,12 +76,12 @@ def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     for layers of another family, and for what would be ignored."""
     source = f"draft {path}"
     _refuse_unknown(source, raw)
-    _refuse_unknown(source, raw.get("eagle_config") or {}, "eagle_config.", strict=True)
+    _refuse_unknown(source, section_of(raw, "eagle_config", source), "eagle_config.", strict=True)
     if not is_speculators(raw):
         _refuse_other_family(source, draft_architecture(raw))
         _refuse_windows(source, raw)
         return {**raw, "architectures": [_flat_architecture(raw)]}
-    nested = raw["transformer_layer_config"]
+    nested = section_of(raw, "transformer_layer_config", source)
     _refuse_unknown(source, nested, "transformer_layer_config.")
     _refuse_windows(source, nested)
     kind = nested.get("model_type", "llama")
@@ -96,7 +97,7 @@ def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
     """`eagle_config` is asked before the keys beside it, as NVIDIA's heads have it. Raises ValueError for a flag that
     is neither true nor false."""
-    given = {**raw, **(raw.get("eagle_config") or {})}
+    given = {**raw, **section_of(raw, "eagle_config", f"draft {path}")}
 
     def flag(name: str, *others: str, default: bool = False) -> bool:
         values = [(key, given[key]) for key in (name, *others) if given.get(key) is not None]
@@ -137,7 +138,8 @@ def _refuse_other_family(source: str, architecture: str) -> None:
 
 
 def _refuse_windows(source: str, layers: Mapping[str, Any]) -> None:
-    kinds = set(layers.get("layer_types") or ()) - {"full_attention"}
+    given = layers.get("layer_types") or []
+    kinds = {str(kind) for kind in (given if isinstance(given, list) else [given])} - {"full_attention"}
     if kinds:
         raise ValueError(
             f"{source}: layer_types has {', '.join(sorted(kinds))}, which is not supported; use a head with full "

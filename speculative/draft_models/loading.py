@@ -1,5 +1,7 @@
 """From a published draft checkpoint to a `DraftModel` on this rank."""
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from workers.layers.linear import finish_weights
 from workers.layers.vocab import LMHead
 from workers.layers.weighted import WeightKey
 from workers.models.decoder import Decoder
+from workers.models.finite import check_finite
 from workers.models.loading import allocate
 from workers.models.registry import family_of
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
@@ -26,9 +29,10 @@ def load_draft(
     max_position: int,
 ) -> DraftModel:
     """This rank's part of the draft. Embedding and vocabulary head that its checkpoint lacks are the target's: the same
-    modules where both are cut alike, copies from the target's checkpoint otherwise. source: of the target.
+    modules where both are cut alike, copies from the target's checkpoint otherwise. source: of the target. device:
+    "meta" checks headers only, as `load_target` does; `target` is then such a one, and cut alike.
 
-    Raises ValueError naming what the checkpoint lacks, or holds and the model does not know.
+    Raises ValueError naming what the checkpoint lacks, or holds and the model does not know, or is not finite.
     """
     dtype = next(target.parameters()).dtype
     names = method.weight_names
@@ -37,12 +41,16 @@ def load_draft(
         fill_dummy(model, source.seed + 1)
         model.target_ids = _dummy_target_ids(method, device)
     else:
-        tensors = {names.canonical(name): tensor for name, tensor in draft_tensors(method.path)}
-        ids = take_target_ids(tensors, method)
+        tensors = {names.canonical(each.name): each for each in draft_tensors(method.path, device)}
+        vocabulary = {name: tensors.pop(name).tensor for name in list(tensors) if name in ("d2t", "t2d")}
+        ids = take_target_ids(vocabulary, method)
         model.target_ids = None if ids is None else ids.to(device)
         tensors = {name: tensor for name, tensor in tensors.items() if not names.ignores(name)}
-        shared = _share_with_target(model, tensors, method, source, target)
-        load_weights(model, tensors.items(), names, f"draft {method.path}", elsewhere=shared)
+        shared = _share_with_target(model, tensors.keys(), method, source, target)
+        load_weights(model, tensors.values(), names, f"draft {method.path}", elsewhere=shared)
+        if device.type == "meta":
+            return model
+        check_finite(model, tensors.values, names, f"draft {method.path}", elsewhere=shared)
     finish_weights(model)
     return model.eval()
 
@@ -53,7 +61,7 @@ def _dummy_target_ids(method: DraftMethod, device: torch.device) -> Tensor | Non
 
 
 def _share_with_target(
-    model: DraftModel, tensors: dict[str, Tensor], method: DraftMethod, source: ModelSource, target: Decoder
+    model: DraftModel, tensors: Set[str], method: DraftMethod, source: ModelSource, target: Decoder
 ) -> frozenset[str]:
     """Fill what the draft takes from the target; returns the names that its own checkpoint need not have."""
     lacking = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
@@ -83,7 +91,7 @@ def _share_with_target(
     family = family_of(target.config.architecture, f"model {source.path}")
     names = family.weight_names(target.config)
     wanted = {names.tensor_name(name, WeightKey("weight")): name for name in ("embed_tokens", "lm_head")}
-    named = ((names.canonical(name), tensor) for name, tensor in checkpoint_tensors(source.path))
+    named = ((names.canonical(name), tensor) for name, tensor, _ in checkpoint_tensors(source.path))
     found = {wanted[name]: tensor for name, tensor in named if name in wanted}
     for name in lacking:
         full = found.get(name, found.get("embed_tokens"))  # a tied target has no lm_head of its own

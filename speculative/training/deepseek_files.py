@@ -61,7 +61,7 @@ def read_module(folder: Path) -> MtpHead:
         )
     try:
         method = Mtp.read(str(folder), raw, read_config(raw, f"target {folder}"))
-        tensors = {name: tensor for name, tensor in checkpoint_tensors(folder) if name.startswith(_layer_of(method))}
+        tensors = {name: tensor for name, tensor, _ in checkpoint_tensors(folder) if name.startswith(_layer_of(method))}
     except ValueError as error:
         raise TrainingError(str(error)) from None
     if any(name.endswith(_SCALE) or tensor.itemsize < 2 for name, tensor in tensors.items()):

@@ -121,7 +121,10 @@ def test_unknown_and_misshapen_tensors_are_refused(pair: Pair, tmp_path: Path) -
     with pytest.raises(ValueError, match="unexpected: model.layers.0.self_attn.gate.weight"):
         build_worker(spec, plan_layout(spec), 0, "")
     spec = spec_of(rewritten(pair.target, tmp_path / "b", **{"model.norm.weight": norm[:-1].clone()}))
-    with pytest.raises(ValueError, match=r"wrong: model.norm.weight has shape \(63,\), config.json implies \(64,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"model.norm.weight \(model.safetensors\) has shape \(63,\), config.json implies \(64,\)",
+    ):
         build_worker(spec, plan_layout(spec), 0, "")
 
 

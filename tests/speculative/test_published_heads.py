@@ -22,6 +22,7 @@ from workers.distributed.tp_group import SOLO
 from workers.layers.quantization.table import Unquantized
 from workers.models.llama import LlamaConfig, LlamaForCausalLM, read_config, weight_names
 from workers.models.loading import allocate
+from workers.models.weights import CheckpointTensor
 
 META = torch.device("meta")
 
@@ -309,7 +310,8 @@ def loaded(head: Published, method: Eagle3, monkeypatch: pytest.MonkeyPatch) -> 
         torch.bfloat16,
         META,
     )
-    monkeypatch.setattr(loading, "draft_tensors", lambda path: tensors_of(head).items())
+    tensors = [CheckpointTensor(name, tensor, "model.safetensors") for name, tensor in tensors_of(head).items()]
+    monkeypatch.setattr(loading, "draft_tensors", lambda path, device: tensors)
     return loading.load_draft(method, ModelSource(path="target"), target, SOLO, META, max_position=4)
 
 

@@ -181,9 +181,21 @@ def test_dummies_are_the_methods_own(tmp_path: Path) -> None:
     "name,tensor,message",
     [
         ("self_attn.q_proj.weight_scale", None, "missing: model.layers.0.self_attn.q_proj.weight_scale$"),
-        ("mlp.up_proj.weight", torch.zeros(96, 64), "wrong: model.layers.0.mlp.up_proj.weight is torch.float32, not"),
-        ("mlp.up_proj.weight_scale", torch.zeros(95, 1), r"up_proj.weight_scale has shape \(95, 1\), .*\(96, 1\)$"),
-        ("mlp.up_proj.zero_point", torch.zeros(1), "unexpected: model.layers.0.mlp.up_proj.zero_point$"),
+        (
+            "mlp.up_proj.weight",
+            torch.zeros(96, 64),
+            r"mlp.up_proj.weight \(model.safetensors\) is torch.float32, not",
+        ),
+        (
+            "mlp.up_proj.weight_scale",
+            torch.zeros(95, 1),
+            r"up_proj.weight_scale \(.*\) has shape \(95, 1\), .*\(96, 1\)$",
+        ),
+        (
+            "mlp.up_proj.zero_point",
+            torch.zeros(1),
+            r"unexpected: model.layers.0.mlp.up_proj.zero_point \(.*\)$",
+        ),
     ],
 )
 def test_scales_that_do_not_fit_are_named(tmp_path: Path, name: str, tensor: Tensor | None, message: str) -> None:

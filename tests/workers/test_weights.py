@@ -13,7 +13,7 @@ from workers.layers.norm import RMSNorm
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.name_map import NameMap
-from workers.models.weights import fill_dummy, load_weights
+from workers.models.weights import CheckpointTensor, fill_dummy, load_weights
 
 NUM_EXPERTS, HIDDEN, WIDTH = 3, 6, 4
 
@@ -92,7 +92,8 @@ def checkpoint() -> dict[str, Tensor]:
 
 
 def load(model: nn.Module, tensors: dict[str, Tensor], names: NameMap = NAMES, **options: frozenset[str]) -> None:
-    load_weights(model, tensors.items(), names, "model x", **options)
+    given = (CheckpointTensor(name, tensor, "x.safetensors") for name, tensor in tensors.items())
+    load_weights(model, given, names, "model x", **options)
 
 
 def test_every_expert_goes_to_its_place_with_its_scale() -> None:
@@ -138,8 +139,8 @@ def test_all_that_does_not_fit_is_named_by_the_checkpoints_names() -> None:
     assert str(error.value) == (
         "model x: the checkpoint does not fit its config.json; "
         "missing: model.layers.1.mlp.experts.2.up_proj.weight; "
-        "unexpected: language_model.model.layers.0.mlp.gate.weight; "
-        "wrong: model.layers.0.post_norm.weight has shape (5,), config.json implies (6,)"
+        "unexpected: language_model.model.layers.0.mlp.gate.weight (x.safetensors); "
+        "wrong: model.layers.0.post_norm.weight (x.safetensors) has shape (5,), config.json implies (6,)"
     )
 
 
@@ -150,7 +151,10 @@ def test_of_many_names_the_first_few_are_named() -> None:
 
 def test_a_tensor_under_two_names_is_refused() -> None:
     twice = {"language_model.model.layers.0.post_norm.weight": numbered(HIDDEN)}
-    with pytest.raises(ValueError, match=r"wrong: language_model\.model\.layers\.0\.post_norm\.weight is there twice$"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.0\.post_norm\.weight \(x.safetensors\) is there twice$",
+    ):
         load(blocks(), checkpoint() | twice)
 
 
@@ -229,7 +233,7 @@ def test_a_tied_head_asks_for_nothing() -> None:
 def test_quantised_weights_without_a_quantization_config_are_refused() -> None:
     model = nn.ModuleDict({"up": ColumnParallelLinear(HIDDEN, {"": Span.whole(4)})})
     tensors = {"up.weight": torch.zeros(4, HIDDEN, dtype=torch.float8_e4m3fn)}
-    with pytest.raises(ValueError, match=r"wrong: up\.weight is torch.float8_e4m3fn, which .*quantization_config"):
+    with pytest.raises(ValueError, match=r"up\.weight \(.*\) is torch.float8_e4m3fn, which .*quantization_config"):
         load(model, tensors, NameMap({"up": "up"}))
 
 

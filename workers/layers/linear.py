@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup, shard_size
 from workers.layers.gemm import GEMMOptions, multiplies_fp8
-from workers.layers.linear_method import Fp8Inputs, LinearMethod, LinearShape, Span, UnquantizedLinearMethod
+from workers.layers.linear_method import (
+    Fp8Inputs,
+    LinearMethod,
+    LinearShape,
+    Span,
+    UnquantizedLinearMethod,
+    check_plain,
+)
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 if TYPE_CHECKING:
@@ -43,6 +50,7 @@ class LinearBase(WeightedModule):
             self.method.load(key.kind, part, full)
             return
         assert self.bias is not None, "asked for a key that `weight_keys` does not have"
+        check_plain(full)
         check_shape(full, (part.rows.total,))
         self.bias.data[part.offset : part.offset + part.rows.size].copy_(full[part.rows.first : part.rows.end])
 

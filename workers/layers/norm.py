@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.linear_method import Fp8Inputs
+from workers.layers.linear_method import Fp8Inputs, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class RMSNorm(WeightedModule):
         return (WeightKey("weight"),)
 
     def load(self, key: WeightKey, full: Tensor) -> None:
+        check_plain(full)
         check_shape(full, self.weight.shape)
         self.weight.data.copy_(full)
 

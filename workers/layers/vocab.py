@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import LinearBase
-from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part, Span
+from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part, Span, check_plain
 from workers.layers.log_softmax import finite
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
@@ -95,6 +95,7 @@ class VocabEmbedding(WeightedModule):
 
     def load(self, key: WeightKey, full: Tensor) -> None:
         shard = self.shard
+        check_plain(full)
         check_shape(full, (shard.vocab_size, self.weight.shape[1]))
         self.weight.data.zero_()  # padding rows stay so
         self.weight.data[: shard.end - shard.first].copy_(full[shard.first : shard.end])

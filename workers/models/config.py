@@ -3,6 +3,7 @@ its own file, in a subclass."""
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +15,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.layers.quantization.quant_method import QuantMethod
 from workers.layers.rotary import RopeConfig, yarn_magnitude
+from workers.models.config_fields import MAX_POSITIONS, number_of, section_of, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,76 +81,67 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint folder; raises ValueError naming the path if it is missing or not an object."""
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"path={folder}: has no config.json; give the folder of a Hugging Face checkpoint") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); correct its permissions") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error}); download the checkpoint again") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: must hold a JSON object")
+        raise ValueError(f"{path}: must hold a JSON object; download the checkpoint again")
     return config
 
 
-def architecture_of(config: dict[str, Any], default: str = "") -> str:
-    """The first of "architectures", or `default`."""
-    return str((config.get("architectures") or [default])[0])
-
-
-def required_int(config: dict[str, Any], key: str, source: str) -> int:
-    """Raises ValueError naming `source` and the key that its config.json lacks."""
-    if config.get(key) is None:
-        raise ValueError(f"{source}: config.json lacks {key!r}, which a {architecture_of(config, 'model')} needs")
-    return int(config[key])
-
-
-def dtype_of(config: dict[str, Any]) -> torch.dtype:
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     """Of the checkpoint; bfloat16 for names that are not ours."""
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.bfloat16)
 
 
-def eos_token_ids_of(config: dict[str, Any]) -> tuple[int, ...]:
-    eos = config.get("eos_token_id")
-    return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
-
-
-def rope_scaling_of(config: dict[str, Any]) -> dict[str, Any]:
+def rope_scaling_of(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """What is said of rotary positions beside rope_theta; empty if nothing is."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return section_of(config, "rope_parameters", source) or section_of(config, "rope_scaling", source)
 
 
-def rope_of(config: dict[str, Any], source: str) -> RopeConfig:
+def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
     """Raises ValueError that lists the kinds of scaling there are for any other."""
-    scaling = rope_scaling_of(config)
+    scaling = rope_scaling_of(config, source)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in _ROPE_KINDS:
         raise ValueError(f"{source}: rope_type={kind!r} is not supported; it is one of {', '.join(_ROPE_KINDS)}")
+    theta = number_of(scaling, "rope_theta", source, number_of(config, "rope_theta", source, 10000.0))
     if kind == "yarn":
-        return _yarn_of(scaling, config, source)
+        return _yarn_of(scaling, theta, source)
     return RopeConfig(
-        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        theta=theta,
         kind=kind,
-        factor=float(scaling.get("factor", 1.0)),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_max_position=int(scaling.get("original_max_position_embeddings", 8192)),
+        factor=number_of(scaling, "factor", source, 1.0),
+        low_freq_factor=number_of(scaling, "low_freq_factor", source, 1.0),
+        high_freq_factor=number_of(scaling, "high_freq_factor", source, 4.0),
+        original_max_position=size_of(scaling, "original_max_position_embeddings", source, 8192, most=MAX_POSITIONS),
     )
 
 
-def _yarn_of(scaling: dict[str, Any], config: dict[str, Any], source: str) -> RopeConfig:
+def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfig:
     if scaling.get("truncate") is False:
         raise ValueError(f"{source}: YaRN with truncate=false is not supported")
     for key in ("factor", "original_max_position_embeddings"):
         if scaling.get(key) is None:
             raise ValueError(f"{source}: rope_type='yarn' needs {key!r} in rope_scaling")
-    factor = float(scaling["factor"])
-    whole, part = (float(scaling.get(key) or default) for key, default in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
-    magnitude = scaling.get("attention_factor") or yarn_magnitude(factor, whole) / yarn_magnitude(factor, part)
+    factor = number_of(scaling, "factor", source, 1.0)
+    whole, part = mscale_of(scaling, "mscale", source, 1.0), mscale_of(scaling, "mscale_all_dim", source)
+    default = yarn_magnitude(factor, whole) / yarn_magnitude(factor, part)
     return RopeConfig(
-        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        theta=theta,
         kind="yarn",
         factor=factor,
-        original_max_position=int(scaling["original_max_position_embeddings"]),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        magnitude=float(magnitude),
+        original_max_position=size_of(scaling, "original_max_position_embeddings", source, most=MAX_POSITIONS),
+        beta_fast=number_of(scaling, "beta_fast", source, 32.0),
+        beta_slow=number_of(scaling, "beta_slow", source, 1.0),
+        magnitude=number_of(scaling, "attention_factor", source, default),
     )
+
+
+def mscale_of(scaling: Mapping[str, Any], key: str, source: str, default: float = 0.0) -> float:
+    """One of YaRN's factors; 0 means `default`, as in transformers."""
+    return default if scaling.get(key) == 0 else number_of(scaling, key, source, default)

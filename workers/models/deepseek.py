@@ -15,14 +15,16 @@ from workers.layers.moe import MixtureOfExperts
 from workers.layers.quantization.table import read_quant_method
 from workers.layers.rotary import RopeConfig, RotaryTable, yarn_magnitude
 from workers.layers.routing import Routing
-from workers.models.config import (
-    ModelConfig,
+from workers.models.config import ModelConfig, dtype_of, mscale_of, rope_of, rope_scaling_of
+from workers.models.config_fields import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
     architecture_of,
-    dtype_of,
-    eos_token_ids_of,
-    required_int,
-    rope_of,
-    rope_scaling_of,
+    flag_of,
+    ids_of,
+    number_of,
+    size_of,
 )
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
@@ -97,44 +99,46 @@ class DeepseekConfig(ModelConfig):
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
     """Raises ValueError where the model has something that would otherwise be ignored."""
     _refuse_unsupported(config, source)
-    latent = required_int(config, "kv_lora_rank", source)
-    key_dim, rotated_dim = (required_int(config, f"qk_{part}_head_dim", source) for part in ("nope", "rope"))
-    width = required_int(config, "moe_intermediate_size", source)
+    latent = size_of(config, "kv_lora_rank", source)
+    key_dim, rotated_dim = (size_of(config, f"qk_{part}_head_dim", source) for part in ("nope", "rope"))
+    if rotated_dim % 2:
+        raise ValueError(f"{source}: config.json: qk_rope_head_dim={rotated_dim}: must be even: pairs are rotated")
+    width = size_of(config, "moe_intermediate_size", source)
     rope = rope_of(config, source)
     return DeepseekConfig(
         architecture=architecture_of(config),
-        hidden_size=required_int(config, "hidden_size", source),
-        num_layers=required_int(config, "num_hidden_layers", source),
-        num_heads=required_int(config, "num_attention_heads", source),
+        hidden_size=size_of(config, "hidden_size", source),
+        num_layers=size_of(config, "num_hidden_layers", source, most=MAX_LAYERS),
+        num_heads=size_of(config, "num_attention_heads", source),
         num_kv_heads=1,
         head_dim=latent + rotated_dim,
-        vocab_size=required_int(config, "vocab_size", source),
-        max_position=int(config.get("max_position_embeddings") or 2048),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        vocab_size=size_of(config, "vocab_size", source),
+        max_position=size_of(config, "max_position_embeddings", source, 2048, most=MAX_POSITIONS),
+        rms_eps=number_of(config, "rms_norm_eps", source, 1e-6),
+        tie_embeddings=flag_of(config, "tie_word_embeddings", source),
         dtype=dtype_of(config),
         quant=read_quant_method(config, source),
-        eos_token_ids=eos_token_ids_of(config),
+        eos_token_ids=ids_of(config, "eos_token_id", source),
         rope=rope,
-        q_rank=None if config.get("q_lora_rank") is None else int(config["q_lora_rank"]),
+        q_rank=None if config.get("q_lora_rank") is None else size_of(config, "q_lora_rank", source),
         latent=latent,
         key_dim=key_dim,
         rotated_dim=rotated_dim,
-        value_dim=required_int(config, "v_head_dim", source),
-        attention_scale=(key_dim + rotated_dim) ** -0.5 * _scale_of_yarn(config, rope),
-        intermediate_size=required_int(config, "intermediate_size", source),
+        value_dim=size_of(config, "v_head_dim", source),
+        attention_scale=(key_dim + rotated_dim) ** -0.5 * _scale_of_yarn(config, rope, source),
+        intermediate_size=size_of(config, "intermediate_size", source),
         routing=_read_routing(config, source),
         expert_width=width,
-        shared_width=int(config.get("n_shared_experts") or 0) * width,
-        first_moe_layer=int(config.get("first_k_dense_replace") or 0),
-        moe_layer_step=int(config.get("moe_layer_freq") or 1),
-        num_mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+        shared_width=size_of(config, "n_shared_experts", source, 0, least=0, most=MAX_EXPERTS) * width,
+        first_moe_layer=size_of(config, "first_k_dense_replace", source, 0, least=0),
+        moe_layer_step=size_of(config, "moe_layer_freq", source, 1),
+        num_mtp_layers=size_of(config, "num_nextn_predict_layers", source, 0, least=0, most=MAX_LAYERS),
     )
 
 
-def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig) -> float:
+def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig, source: str) -> float:
     """The factor that a longer context puts on q . k beside the one on cos and sin."""
-    mscale = float(rope_scaling_of(config).get("mscale_all_dim") or 0.0)
+    mscale = mscale_of(rope_scaling_of(config, source), "mscale_all_dim", source)
     return yarn_magnitude(rope.factor, mscale) ** 2 if rope.kind == "yarn" else 1.0
 
 
@@ -144,14 +148,14 @@ def _read_routing(config: dict[str, Any], source: str) -> Routing:
     methods = ("greedy", "group_limited_greedy", "noaux_tc")
     if method not in methods:
         raise ValueError(f"{source}: topk_method={method!r} is not supported; it is one of {', '.join(methods)}")
-    normalise = bool(config.get("norm_topk_prob", is_v3))
-    scale = float(config.get("routed_scaling_factor", 1.0))
+    normalise = flag_of(config, "norm_topk_prob", source, is_v3)
+    scale = number_of(config, "routed_scaling_factor", source, 1.0)
     routing = Routing(
         num_experts=num_experts_of(config, source),
-        experts_per_token=required_int(config, "num_experts_per_tok", source),
+        experts_per_token=size_of(config, "num_experts_per_tok", source),
         scoring=str(config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")),
-        num_groups=1 if method == "greedy" else int(config.get("n_group") or 1),
-        groups_per_token=1 if method == "greedy" else int(config.get("topk_group") or 1),
+        num_groups=1 if method == "greedy" else size_of(config, "n_group", source, 1),
+        groups_per_token=1 if method == "greedy" else size_of(config, "topk_group", source, 1),
         best_of_group=2 if method == "noaux_tc" else 1,
         has_bias=method == "noaux_tc",
         normalise=normalise,

@@ -14,7 +14,16 @@ from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.mlp import GatedMLP
 from workers.layers.quantization.table import read_quant_method
 from workers.layers.rotary import RopeConfig, RotaryTable
-from workers.models.config import ModelConfig, architecture_of, dtype_of, eos_token_ids_of, required_int, rope_of
+from workers.models.config import ModelConfig, dtype_of, rope_of
+from workers.models.config_fields import (
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    architecture_of,
+    flag_of,
+    ids_of,
+    number_of,
+    size_of,
+)
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.name_map import NameMap
@@ -68,31 +77,42 @@ class LlamaConfig(ModelConfig):
 def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
     """Of a config.json; also of a draft's, whose architecture is none of a target's. Raises ValueError where the model
     has something that would otherwise be ignored."""
-    heads = required_int(config, "num_attention_heads", source)
-    hidden = required_int(config, "hidden_size", source)
-    layers = required_int(config, "num_hidden_layers", source)
+    heads = size_of(config, "num_attention_heads", source)
+    hidden = size_of(config, "hidden_size", source)
+    layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
     architecture = architecture_of(config, "LlamaForCausalLM")
     _refuse_unsupported(config, layers, source)
+    has_bias = flag_of(config, "attention_bias", source)
     return LlamaConfig(
         architecture=architecture,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        intermediate_size=required_int(config, "intermediate_size", source),
-        vocab_size=required_int(config, "vocab_size", source),
-        max_position=int(config.get("max_position_embeddings") or 2048),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=size_of(config, "num_key_value_heads", source, heads),
+        head_dim=_head_dim(config, hidden, heads, source),
+        intermediate_size=size_of(config, "intermediate_size", source),
+        vocab_size=size_of(config, "vocab_size", source),
+        max_position=size_of(config, "max_position_embeddings", source, 2048, most=MAX_POSITIONS),
+        rms_eps=number_of(config, "rms_norm_eps", source, 1e-6),
         rope=rope_of(config, source),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=architecture.startswith("Qwen2") or bool(config.get("attention_bias", False)),
-        o_bias=bool(config.get("attention_bias", False)) and not architecture.startswith("Qwen2"),
+        tie_embeddings=flag_of(config, "tie_word_embeddings", source),
+        qkv_bias=architecture.startswith("Qwen2") or has_bias,
+        o_bias=has_bias and not architecture.startswith("Qwen2"),
         qk_norm=architecture.startswith("Qwen3"),
         dtype=dtype_of(config),
         quant=read_quant_method(config, source),
-        eos_token_ids=eos_token_ids_of(config),
+        eos_token_ids=ids_of(config, "eos_token_id", source),
     )
+
+
+def _head_dim(config: dict[str, Any], hidden: int, heads: int, source: str) -> int:
+    size = size_of(config, "head_dim", source, hidden // heads)
+    if size < 2 or size % 2:
+        raise ValueError(
+            f"{source}: config.json: head_dim={size} (hidden_size={hidden}, num_attention_heads={heads}): must be even "
+            "and at least 2, since rotary positions turn pairs; correct it, or download the checkpoint again"
+        )
+    return size
 
 
 def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) -> None:
@@ -101,7 +121,8 @@ def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) ->
         raise ValueError(f"{source}: hidden_act={act!r} is not supported; only silu is")
     if config.get("mlp_bias"):
         raise ValueError(f"{source}: mlp_bias=true is not supported")
-    if config.get("use_sliding_window") and int(config.get("max_window_layers", 0)) < num_layers:
+    full_layers = size_of(config, "max_window_layers", source, 0, least=0)
+    if config.get("use_sliding_window") and full_layers < num_layers:
         raise ValueError(
             f"{source}: sliding-window attention is not supported; set use_sliding_window=false if the "
             "model works without it"

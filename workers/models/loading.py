@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -14,8 +15,10 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
 from workers.layers.quantization.quant_method import QuantMethod
-from workers.models.config import ModelConfig, architecture_of, read_config_json
+from workers.models.config import ModelConfig, read_config_json
+from workers.models.config_fields import architecture_of
 from workers.models.decoder import Decoder
+from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
 from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
@@ -52,13 +55,17 @@ def load_target(
     deterministic: bool = False,
 ) -> Decoder:
     """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
-    deterministic: see `finish_weights`."""
+    deterministic: see `finish_weights`. device: "meta" reads the headers of the checkpoint's files only, and checks
+    them; the model cannot run.
+
+    Raises ValueError naming file and tensor where the checkpoint is damaged, does not fit, or is not finite."""
     name = f"model {source.path}"
     family = family_of(config.architecture, name)
     names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
     config.check_device(device, dtype, name)
-    fallback = config.quant.fallback(device)
+    is_check = device.type == "meta"
+    fallback = None if is_check else config.quant.fallback(device)
     if fallback is not None and group.rank == 0:
         logger.warning("%s: %s", name, fallback)
     model = allocate(
@@ -67,7 +74,11 @@ def load_target(
     if source.load_format == "dummy":
         fill_dummy(model, source.seed)
     else:
-        load_weights(model, checkpoint_tensors(source.path), names, name)
+        read = partial(checkpoint_tensors, source.path, device)
+        load_weights(model, read(), names, name)
+        if is_check:
+            return model
+        check_finite(model, read, names, name)
     finish_weights(model, deterministic)
     return model.eval()
 

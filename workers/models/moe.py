@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from workers.layers.routing import Routing
-from workers.models.config import architecture_of
+from workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _GROUPED_MAJORS = (9, 10)  # compute capabilities whose grouped products (torch 2.13) wait for nothing
@@ -15,7 +15,7 @@ def num_experts_of(config: dict[str, Any], source: str) -> int:
     """Under whichever of its names config.json has it; raises ValueError if it has none."""
     for key in _NUM_EXPERTS:
         if config.get(key) is not None:
-            return int(config[key])
+            return size_of(config, key, source, most=MAX_EXPERTS)
     raise ValueError(
         f"{source}: config.json lacks {_NUM_EXPERTS[0]!r}, which a {architecture_of(config, 'model')} needs"
     )

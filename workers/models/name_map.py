@@ -1,7 +1,7 @@
 """`NameMap`: a family's declaration of what the checkpoint calls the tensors of its modules."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -33,20 +33,32 @@ class NameMap:
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
         """The checkpoint's module for our module `path`. Raises ValueError if no rule fits, or the rule needs a part or
         an expert that is not given, or does not tell those that are given apart."""
-        for pattern, template in self._patterns:
-            match = pattern.fullmatch(path)
-            if match is None:
-                continue
-            holes = match.groupdict()
-            if part:
-                holes["part"] = part
-            if expert is not None:
-                holes["expert"] = str(expert)
-            wanted = set(_HOLE.findall(template))
-            if wanted - holes.keys() or ({"part", "expert"} & holes.keys()) - wanted:
-                raise ValueError(f"name map: {template!r} does not fit {path}, part {part!r}, expert {expert}")
-            return template.format_map(holes)
-        raise ValueError(f"name map: no rule for {path}; there are {', '.join(self.rules)}")
+        template, wanted, found = self._rule(path)
+        holes = dict(found)
+        if part:
+            holes["part"] = part
+        if expert is not None:
+            holes["expert"] = str(expert)
+        if wanted - holes.keys() or ({"part", "expert"} & holes.keys()) - wanted:
+            raise ValueError(f"name map: {template!r} does not fit {path}, part {part!r}, expert {expert}")
+        return template.format_map(holes)
+
+    def _rule(self, path: str) -> tuple[str, Set[str], Mapping[str, str]]:
+        """The name of the first rule that fits, its holes, and those that the path fills. Kept: a layer of experts has
+        a thousand names."""
+        if path not in self._found:
+            for pattern, template in self._patterns:
+                match = pattern.fullmatch(path)
+                if match is not None:
+                    self._found[path] = template, frozenset(_HOLE.findall(template)), match.groupdict()
+                    break
+            else:
+                raise ValueError(f"name map: no rule for {path}; there are {', '.join(self.rules)}")
+        return self._found[path]
+
+    @cached_property
+    def _found(self) -> dict[str, tuple[str, Set[str], Mapping[str, str]]]:
+        return {}
 
     def tensor_name(self, path: str, key: WeightKey) -> str:
         """The checkpoint's tensor for a key of our module `path`; raises ValueError as `module_name` does."""

@@ -11,7 +11,7 @@ from workers.layers.moe import MixtureOfExperts
 from workers.layers.rotary import RotaryTable
 from workers.layers.routing import Routing
 from workers.models import llama
-from workers.models.config import required_int
+from workers.models.config_fields import flag_of, ids_of, size_of
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
@@ -53,13 +53,13 @@ def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
     dense = llama.read_config(config, source)
     routing = Routing(
         num_experts=num_experts_of(config, source),
-        experts_per_token=required_int(config, "num_experts_per_tok", source),
-        normalise=bool(config.get("norm_topk_prob", False)),
+        experts_per_token=size_of(config, "num_experts_per_tok", source),
+        normalise=flag_of(config, "norm_topk_prob", source),
     )
     routing.check(source)
-    step, without = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
+    step, without = size_of(config, "decoder_sparse_step", source, 1), ids_of(config, "mlp_only_layers", source)
     layers = frozenset(i for i in range(dense.num_layers) if i not in without and (i + 1) % step == 0)
-    width = required_int(config, "moe_intermediate_size", source)
+    width = size_of(config, "moe_intermediate_size", source)
     return Qwen3MoeConfig(**vars(dense), routing=routing, expert_width=width, moe_layers=layers)
 
 

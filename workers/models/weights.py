@@ -1,41 +1,96 @@
 """safetensors -> parameters. Each module cuts its own share; this file finds the module, and counts what is missing,
-what nobody knows and what does not fit."""
+what is unknown and what does not fit. A load on the meta device reads the files' headers only: so a checkpoint is
+checked before anything is started (`speculative.build.check_weights`)."""
 
 import json
 from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
 from workers.models.name_map import NameMap
 
+INDEX = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 4
+_CPU = torch.device("cpu")
+# The types that PyTorch has, as headers name them.
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
-def checkpoint_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor on the CPU) of every tensor in the folder's safetensors files, one at a time. The files are
-    mapped: of a tensor of which a part is copied, that part is read.
+class CheckpointTensor(NamedTuple):
+    """A whole tensor of a checkpoint. name: as the checkpoint has it. file: where it is."""
 
-    Raises ValueError if there are none or an index names a file that is missing.
+    name: str
+    tensor: Tensor
+    file: str
+
+
+def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[CheckpointTensor]:
+    """Every tensor in the folder's safetensors files, one at a time, on the CPU. The files are mapped: of a tensor of
+    which a part is copied, that part is read. device: "meta" gives tensors of the headers' shapes and types; only
+    those of integers, such as a draft's token ids, have values.
+
+    Raises ValueError, naming the file, if there are none, an index names one that is missing, or one cannot be read.
     """
     for path in checkpoint_files(folder):
-        with safe_open(str(path), framework="pt", device="cpu") as file:
+        with opened(path, device) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield name, file.get_tensor(name)
+                yield CheckpointTensor(name, _read(file, name, device, path), path.name)
+
+
+def _read(file: Any, name: str, device: torch.device, path: Path) -> Tensor:
+    header = file.get_slice(name)
+    dtype = _TYPES.get(header.get_dtype())
+    if dtype is None:
+        raise ValueError(f"{path}: {name} is of type {header.get_dtype()}, which is not supported; convert it to BF16")
+    if device.type == "meta":
+        is_weight = dtype.is_floating_point
+        return torch.empty(header.get_shape(), dtype=dtype, device=device) if is_weight else torch.tensor(header[:])
+    tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+@contextmanager
+def opened(path: Path, device: torch.device = _CPU) -> Iterator[Any]:
+    """A safetensors file, its header checked against its length. device: "meta" gives arrays, since PyTorch would
+    reserve memory for the whole file. Raises ValueError that names the file."""
+    try:
+        file = safe_open(str(path), framework="np" if device.type == "meta" else "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: is cut off or damaged ({error}); download it again") from None
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from None
+    with file:
+        yield file
 
 
 def checkpoint_files(folder: str | Path) -> list[Path]:
     """The safetensors files of a checkpoint, in the order of its index if it has one."""
     folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _indexed_files(index)
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
-            raise ValueError(f"path={folder}: lacks {', '.join(missing)}, named in {index.name}; download it again")
+            raise ValueError(f"path={folder}: lacks {_few(missing)}, named in {index.name}; download it again")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -43,9 +98,20 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
     return files
 
 
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{index}: is not JSON ({error}); download it again") from None
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index}: has no weight_map from tensors to files; download it again")
+    return sorted(set(files.values()))
+
+
 def load_weights(
     model: nn.Module,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[CheckpointTensor],
     names: NameMap,
     source: str,
     elsewhere: Set[str] = frozenset(),
@@ -53,25 +119,25 @@ def load_weights(
     """Fill the parameters of `model` from a checkpoint's whole tensors. elsewhere: paths of modules that are filled by
     someone else. source: names the checkpoint in errors.
 
-    Raises ValueError naming the tensors that are missing, not expected, or of another shape or type.
+    Raises ValueError naming the tensors, and their files, that are missing, not expected, or of another shape or type.
     """
-    wanted = _wanted(model, names, elsewhere)
+    wanted = wanted_tensors(model, names, elsewhere)
     loaded: set[str] = set()
     unexpected, wrong = [], []
-    for given, tensor in tensors:
+    for given, tensor, file in tensors:
         name = names.canonical(given)
         if name not in wanted:
             if not names.ignores(name):
-                unexpected.append(given)
+                unexpected.append(f"{given} ({file})")
             continue
         module, key = wanted[name]
         if name in loaded:
-            wrong.append(f"{given} is there twice")
+            wrong.append(f"{given} ({file}) is there twice")
         loaded.add(name)
         try:
             module.load(key, tensor)
         except WrongTensorError as error:
-            wrong.append(f"{given} {error}")
+            wrong.append(f"{given} ({file}) {error}")
     missing = [n for n, (module, key) in wanted.items() if n not in loaded and not module.fill_missing(key)]
     found = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
     problems = [f"{what}: {_few(which)}" for what, which in found.items() if which]
@@ -79,8 +145,10 @@ def load_weights(
         raise ValueError(f"{source}: the checkpoint does not fit its config.json; {'; '.join(problems)}")
 
 
-def _wanted(model: nn.Module, names: NameMap, elsewhere: Set[str]) -> dict[str, tuple[WeightedModule, WeightKey]]:
-    """Who takes which tensor, by its name in the checkpoint."""
+def wanted_tensors(
+    model: nn.Module, names: NameMap, elsewhere: Set[str]
+) -> dict[str, tuple[WeightedModule, WeightKey]]:
+    """Which module takes which tensor, by its name in the checkpoint. elsewhere: see `load_weights`."""
     wanted: dict[str, tuple[WeightedModule, WeightKey]] = {}
     for path, module in weighted_modules(model):
         for key in () if path in elsewhere else module.weight_keys():

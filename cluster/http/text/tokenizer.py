@@ -55,15 +55,14 @@ class ChatTokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{file}: missing; save the tokenizer in the fast format (transformers' save_pretrained)")
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = _read_tokenizer(file)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         config = _read_json(path / "tokenizer_config.json")
-        generation = _read_json(path / "generation_config.json")
         special = _special_tokens(config, _read_json(path / "special_tokens_map.json"))
         source = _template_source(path, config)
         template = None if source is None else ChatTemplate(source, special)
-        eos = _ids(generation.get("eos_token_id")) or _ids(_read_json(path / "config.json").get("eos_token_id"))
+        eos = _eos_ids(path / "generation_config.json") or _eos_ids(path / "config.json")
         own = tokenizer.token_to_id(special.get("eos_token", ""))
         eos_ids = dict.fromkeys([*eos, *([] if own is None else [own])])
         return cls(tokenizer, template, tuple(eos_ids), _response_template(config))
@@ -149,6 +148,17 @@ class ChatTokenizer:
         return ids
 
 
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+        num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
+    except Exception as error:  # the library raises `Exception` itself (tokenizers 0.23)
+        raise ValueError(f"{file}: is no tokenizer ({error}); download it again") from None
+    if num_tokens == 0:
+        raise ValueError(f"{file}: has no tokens; download it again")
+    return tokenizer
+
+
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
     decoder = tokenizer.decoder
     if isinstance(decoder, decoders.ByteLevel):
@@ -165,10 +175,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: is not JSON ({error})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold a JSON object")
+        raise ValueError(f"{path}: must hold a JSON object; download it again")
     return content
 
 
@@ -187,10 +197,14 @@ def _special_tokens(config: Mapping[str, Any], saved_map: Mapping[str, Any]) -> 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file}: is no text ({error}); download it again") from None
     source = config.get("chat_template")
     if isinstance(source, list):  # several named templates
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[0].get("template") if named else None
     return source if isinstance(source, str) else None
 
 
@@ -211,5 +225,10 @@ def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return dict(template)
 
 
-def _ids(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(value or ())
+def _eos_ids(path: Path) -> list[int]:
+    """Of generation_config.json or config.json. Raises ValueError for what is no token id."""
+    value = _read_json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int for each in ids):
+        raise ValueError(f"{path}: eos_token_id={value!r}: must be a token id, or a list of token ids")
+    return ids

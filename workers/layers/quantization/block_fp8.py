@@ -7,7 +7,7 @@ from typing import Any
 
 from workers.layers.quantization.fp8_quant import Fp8Quant
 from workers.layers.quantization.fp8_weight import Block, Fp8Scheme
-from workers.layers.quantization.quant_method import QuantMethod
+from workers.layers.quantization.quant_method import QuantMethod, list_of_names
 
 _KIND = "weight_scale_inv"
 _UNQUANTISED = ("lm_head", "eh_proj", "shared_head.head")  # which no list of a published checkpoint names
@@ -42,5 +42,8 @@ def read_block_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
             f"{source}: quantization_config has no weight_block_size; FP8 with other scales than those of blocks is "
             "not supported; use the checkpoint in bf16 or fp16"
         )
-    rows, columns = (int(size) for size in block)
-    return BlockFp8((rows, columns), (*_UNQUANTISED, *(quantization.get("modules_to_not_convert") or ())))
+    are_sizes = isinstance(block, list) and all(type(size) is int and size > 0 for size in block)
+    if not are_sizes or len(block) != 2:
+        raise ValueError(f"{source}: quantization_config.weight_block_size={block!r}: must be two sizes, as [128, 128]")
+    left = list_of_names(quantization, "modules_to_not_convert", source)
+    return BlockFp8((block[0], block[1]), (*_UNQUANTISED, *left))

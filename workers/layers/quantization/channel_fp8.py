@@ -8,7 +8,7 @@ from typing import Any
 
 from workers.layers.quantization.fp8_quant import Fp8Quant
 from workers.layers.quantization.fp8_weight import Fp8Scheme
-from workers.layers.quantization.quant_method import QuantMethod
+from workers.layers.quantization.quant_method import QuantMethod, list_of_names
 
 _SCHEME = Fp8Scheme("weight_scale", None)
 # What quantization_config must say of a group's tensors.
@@ -36,11 +36,13 @@ class ChannelFp8(Fp8Quant):
 
 def read_channel_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     """See `workers.layers.quantization.table.QuantReader`."""
-    groups = list((quantization.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+    given_groups = quantization.get("config_groups")
+    groups = list(given_groups.values()) if isinstance(given_groups, dict) else []
+    if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("targets") != ["Linear"]:
         raise ValueError(f"{source}: quantization_config.config_groups: must be one group of all Linear; {_REMEDY}")
     for name, wanted in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
-        given = groups[0].get(name) or {}
+        given = groups[0].get(name)
+        given = given if isinstance(given, dict) else {}
         for key, only in wanted.items():
             if given.get(key) != only:
                 raise ValueError(
@@ -48,4 +50,4 @@ def read_channel_fp8(quantization: Mapping[str, Any], source: str) -> QuantMetho
                 )
     if quantization.get("kv_cache_scheme"):
         raise ValueError(f"{source}: quantization_config.kv_cache_scheme is not supported; use the checkpoint in bf16")
-    return ChannelFp8(tuple(quantization.get("ignore") or ()))
+    return ChannelFp8(list_of_names(quantization, "ignore", source))

@@ -2,8 +2,9 @@
 are in `workers.layers.quantization.table`, adding one: docs/add-a-model.md."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,3 +51,11 @@ def all_or_none(names: Sequence[str], ignores: Callable[[str], bool]) -> bool:
             "are left unquantised; use the checkpoint in bf16"
         )
     return bool(left)
+
+
+def list_of_names(quantization: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
+    """The modules that quantization_config lists under `key`, () if it does not. Raises ValueError naming `source`."""
+    names = quantization.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{source}: quantization_config.{key}={names!r}: must be a list of modules' names")
+    return tuple(names)

@@ -36,8 +36,10 @@ def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:
     quantization = config.get("quantization_config")
     if not quantization:
         return Unquantized()
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{source}: config.json: quantization_config={quantization!r}: must be an object")
     name = quantization.get("quant_method")
-    if name not in QUANT_METHODS:
+    if not isinstance(name, str) or name not in QUANT_METHODS:
         known = ", ".join(sorted(QUANT_METHODS))
         raise ValueError(
             f"{source}: quantization_config.quant_method={name!r} is not supported; supported: {known}; "

@@ -1,0 +1,94 @@
+"""Checked access to the fields of a checkpoint's config.json, for the families in this folder and for drafts. A field
+of the wrong kind or out of range raises ValueError with the checkpoint, the field, its value and the rule."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MAX_SIZE = 2**31 - 1  # of one dimension: kernels index with int32
+MAX_LAYERS = 1000  # about eight times those of the deepest published model
+MAX_EXPERTS = 4096  # of one layer; published models have up to 512
+MAX_POSITIONS = 10**8  # ten times the longest published context
+
+_REMEDY = "correct it, or download the checkpoint again"
+
+
+def architecture_of(config: Mapping[str, Any], default: str = "") -> str:
+    """The first of "architectures", or `default`."""
+    given = config.get("architectures") or [default]
+    return str(given[0]) if isinstance(given, list) else str(given)
+
+
+def size_of(
+    config: Mapping[str, Any],
+    key: str,
+    source: str,
+    default: int | None = None,
+    least: int = 1,
+    most: int = MAX_SIZE,
+) -> int:
+    """A whole number from `least` to `most`. default: of a field that is missing or null; None: it must be there."""
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise ValueError(
+                f"{source}: config.json lacks {key!r}, which a {architecture_of(config, 'model')} needs; {_REMEDY}"
+            )
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise _refused(source, key, value, f"must be a whole number from {least} to {most}")
+    return value
+
+
+def number_of(config: Mapping[str, Any], key: str, source: str, default: float) -> float:
+    """A finite number above 0. default: of a field that is missing or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_positive(value):
+        raise _refused(source, key, value, "must be a number above 0")
+    return float(value)
+
+
+def flag_of(config: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
+    """true or false. default: of a field that is missing or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise _refused(source, key, value, "must be true or false")
+    return value
+
+
+def section_of(config: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    """An object; {} for a field that is missing or null."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _refused(source, key, value, "must be an object")
+    return value
+
+
+def ids_of(config: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
+    """One token id or a list of them; () for a field that is missing or null. -1 is kept: it is no token's."""
+    value = config.get(key)
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if any(isinstance(each, bool) or not isinstance(each, int) or not -1 <= each <= MAX_SIZE for each in ids):
+        raise _refused(source, key, value, "must be a token id, or a list of token ids")
+    return tuple(ids)
+
+
+def _is_positive(value: float) -> bool:
+    try:
+        return math.isfinite(value) and value > 0
+    except OverflowError:  # a whole number beyond float's range
+        return False
+
+
+def _refused(source: str, key: str, value: object, rule: str) -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    return ValueError(f"{source}: config.json: {key}={shown}: {rule}; {_REMEDY}")

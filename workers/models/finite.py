@@ -1,0 +1,66 @@
+"""Whether loaded weights are finite numbers. A damaged or badly trained checkpoint would else answer with noise, and a
+NaN in one layer makes every token of every request NaN. Called once at the end of a load."""
+
+from collections.abc import Callable, Iterable, Set
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.weighted import WeightedModule
+from workers.models.name_map import NameMap
+from workers.models.weights import CheckpointTensor, wanted_tensors, weighted_modules
+
+_NAMED_IN_ERRORS = 4
+_FP8_NAN = 0x7F  # of float8_e4m3fn, which has no infinity; with the sign bit 0xFF
+
+
+def check_finite(
+    model: nn.Module,
+    read: Callable[[], Iterable[CheckpointTensor]],
+    names: NameMap,
+    source: str,
+    elsewhere: Set[str] = frozenset(),
+) -> None:
+    """Raise ValueError naming file and tensor where weights of `model` are NaN or infinite. Reads every weight once on
+    its device, without a copy, and waits once. read: the checkpoint's tensors again, which happens only to name those
+    that are wrong. elsewhere, source: as of `load_weights`."""
+    modules = [(path, module) for path, module in weighted_modules(model) if path not in elsewhere]
+    bad = _not_finite(modules)
+    if not bad:
+        return
+    wanted = wanted_tensors(model, names, elsewhere)
+    found = []
+    for name, tensor, file in read():
+        module = wanted.get(names.canonical(name), (None, None))[0]
+        if module in bad and not bool(torch.isfinite(tensor.float()).all()):
+            found.append(f"{name} ({file})")
+    if not found:
+        dtype = next(model.parameters()).dtype
+        raise ValueError(f"{source}: weights of {_few(list(bad.values()))} overflow {dtype}; set dtype: bfloat16")
+    raise ValueError(f"{source}: weights are NaN or infinite: {_few(found)}; download the checkpoint again")
+
+
+def _not_finite(modules: list[tuple[str, WeightedModule]]) -> dict[WeightedModule, str]:
+    """The modules with a weight that is not finite, and their paths."""
+    owners, flags = [], []
+    for path, module in modules:
+        for parameter in module.parameters():
+            if parameter.numel() and parameter.is_floating_point():
+                owners.append((module, path))
+                flags.append(_is_finite(parameter.data))
+    finite = torch.stack(flags).tolist() if flags else []
+    return dict(owner for owner, is_finite in zip(owners, finite, strict=True) if not is_finite)
+
+
+def _is_finite(weight: Tensor) -> Tensor:
+    """One bool on the weight's device. Extrema need no memory, where `torch.isfinite` makes a mask of every weight."""
+    if weight.dtype == torch.float8_e4m3fn:
+        as_signed, as_unsigned = weight.view(torch.int8).amax(), weight.view(torch.uint8).amax()
+        return (as_signed < _FP8_NAN) & (as_unsigned < _FP8_NAN + 0x80)
+    low, high = torch.aminmax(weight)  # a NaN becomes both
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def _few(names: list[str]) -> str:
+    rest = len(names) - _NAMED_IN_ERRORS
+    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
