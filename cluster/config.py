@@ -26,6 +26,7 @@ from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerCon
 CORES_FOR_TWO = 8  # ingresses: each wants up to a core
 PRESTART_VARIABLE = "AERIE_PRESTART_FOLDER"  # set by `aerie serve` for the processes of a Ray that it starts
 START_VARIABLE = "AERIE_START_TIME"  # Unix seconds, set by `aerie serve` likewise
+_SECRET = "ingress.api_keys"  # no error quotes its value
 OnWorkerLoss = Literal["resume", "error"]
 
 
@@ -291,7 +292,8 @@ def _sentences(faults: Iterable[Any]) -> Iterator[str]:
             yield f"{key}.{message}" if key else message
         else:
             rules = " or ".join(str(fault["msg"]) for fault in of_key)
-            yield f"{key}={of_key[0]['input']!r}: {rules[0].lower()}{rules[1:].replace('or Input', 'or input')}"
+            value = "" if key.startswith(_SECRET) else f"={of_key[0]['input']!r}"
+            yield f"{key}{value}: {rules[0].lower()}{rules[1:].replace('or Input', 'or input')}"
 
 
 def _is_type(part: str) -> bool:

@@ -1,4 +1,4 @@
-"""The command `aerie`: serve, start, plan, doctor, config, chat, bench, and the training of targets and drafts.
+"""The command `aerie`: serve, start, stop, plan, doctor, config, chat, bench, and the training of targets and drafts.
 
 Arguments are parsed first and modules imported after, so that `--help` and a mistyped option answer at once.
 """
@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
     serve.set_defaults(run=_serve)
     _add_start(commands)
+    stop = commands.add_parser("stop", help="end what `aerie serve` and `aerie start` have begun here, nothing else")
+    stop.add_argument("--port", type=int, help="of HTTP, or of the cluster's head (default: every one)")
+    stop.add_argument("--now", action="store_true", help="do not wait for running requests")
+    stop.set_defaults(run=_stop)
     plan = commands.add_parser("plan", help="check a Serve config file and print what it would start")
     _add_config(plan)
     add_options(plan)
@@ -145,6 +149,12 @@ def _start(arguments: argparse.Namespace) -> int:
             arguments.block,
         )
     )
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from deploy.stop import stop
+
+    return stop(arguments.port, arguments.now)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

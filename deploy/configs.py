@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from cluster.config import ConfigError, read_args
+from cluster.http.keys import digest
 
 PACKAGED = Path(__file__).resolve().parent
 PATH_SECTIONS = ("model", "speculative")  # sections of `args` whose `path` names a folder
@@ -40,8 +41,8 @@ def find_config(given: str | Path) -> Path:
 
 
 def located(path: Path, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The whole content of a Serve config file, its folders absolute. args: in the place of those that `read_args`
-    gives. Raises ConfigError."""
+    """The whole content of a Serve config file, with absolute folders, and digests in the place of API keys. args: in
+    the place of those that `read_args` gives. Raises ConfigError."""
     read_args(path)
     content: dict[str, Any] = yaml.safe_load(path.read_text())
     if args is not None:
@@ -50,7 +51,17 @@ def located(path: Path, args: Mapping[str, Any] | None = None) -> dict[str, Any]
         args = application.get("args") or {} if isinstance(application, dict) else {}
         for section in path_sections(args).values():
             section["path"] = str(path.resolve().parent / Path(section["path"]).expanduser())
+        ingress = args.get("ingress")
+        if isinstance(ingress, dict) and isinstance(ingress.get("api_keys"), list):
+            ingress["api_keys"] = [_digest(key) for key in ingress["api_keys"]]
     return content
+
+
+def _digest(key: object) -> str:
+    try:
+        return digest(str(key))
+    except ValueError as error:
+        raise ConfigError(f"ingress.{error}") from None
 
 
 def use_checked(content: dict[str, Any], found: Mapping[str, Any]) -> None:

@@ -7,26 +7,39 @@ is killed would leave HAProxy on its port. Both this process and the server adop
 """
 
 import contextlib
+import json
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.linux import adopt_orphans, end_with_parent
+from cluster.linux import adopt_orphans, end_with_parent, set_name
+from cluster.transport.folders import OWNER, give_to, is_living
+from deploy.server_record import Record, begin, clear, clear_abandoned, note, read
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REPEAT_S = 1.0  # what comes sooner after the first signal is the same one, sent to a group and by its members
 _STOP_S = 10.0  # for the server to end at once, after a second signal
 _SWEEP_S = 5.0
+_KEEPER_PERIOD_S = 0.2
+FAULT = 1  # exit code of a server that ended by a fault: Ray's logs stay until the next start or `aerie stop`
 
 
 def run_guarded(run: Callable[[], int]) -> int:
-    """Run `run` in a child process; returns its exit code in this process, after all that it started has ended, and
-    `run`'s own result in the child. Where there is no Linux, just run it."""
+    """Run `run` in a child process; returns its exit code in this process, after all that it started has ended and no
+    file of it is left, and `run`'s own result in the child. Where there is no Linux, just run it."""
     if sys.platform != "linux":
         return run()
+    try:
+        folder = begin(Record("server", guard=os.getpid()))
+    except OSError as error:
+        where = error.filename or "TMPDIR, /tmp, /var/tmp and /usr/tmp"
+        print(f"{where}: cannot be written ({error.strerror}); free some space, or set TMPDIR", file=sys.stderr)
+        return 2
+    _start_keeper(folder)
     ignored = {number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN}
     passed_on = {*_PASSED_ON} - (ignored & {signal.SIGHUP})  # nohup's, which a server heeds
     if signal.SIGINT in ignored:  # a shell's, for what it runs in the background
@@ -37,6 +50,7 @@ def run_guarded(run: Callable[[], int]) -> int:
     if child == 0:
         os.setsid()
         end_with_parent(signal.SIGTERM)
+        give_to(folder, os.getpid())
         adopt_orphans()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*passed_on, signal.SIGCHLD})
         if os.getppid() != parent:
@@ -45,10 +59,63 @@ def run_guarded(run: Callable[[], int]) -> int:
             return run()
         finally:
             end_descendants()
+    code = 1
     try:
-        return _watch(child, passed_on)
+        code = _watch(child, passed_on)
     finally:
         end_descendants()
+        clear_up(folder, keep_session=code == FAULT)
+    return code
+
+
+def clear_up(folder: Path, keep_session: bool = False) -> None:
+    """Remove every file of the server in `folder`, and folders of its processes that were killed."""
+    if keep_session:
+        note(is_kept=True)
+    clear(folder, keep_session)
+    clear_abandoned(with_kept=False)
+
+
+def _start_keeper(folder: Path) -> None:
+    """Begin a process that clears up if both this one and the server are killed. It stands outside of this process's
+    tree, so that what ends the tree does not end it."""
+    guard = os.getpid()
+    first = os.fork()
+    if first != 0:
+        os.waitpid(first, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            _keep(folder, guard)
+    finally:
+        os._exit(0)
+
+
+def _keep(folder: Path, guard: int) -> None:
+    set_name("aerie-keeper")
+    for number in _PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # a reader of the server's output waits for its end
+        os.dup2(nowhere, stream)
+    _wait_for(guard)
+    try:
+        server = json.loads((folder / OWNER).read_text())
+    except (OSError, ValueError):
+        return  # the guard has cleared up
+    while is_living(server):
+        time.sleep(_KEEPER_PERIOD_S)
+    record = read(folder)
+    if record is not None and not record.is_kept:
+        clear_up(folder)
+
+
+def _wait_for(pid: int) -> None:
+    """Until another process has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        end = os.pidfd_open(pid)
+        select.select([end], [], [])
 
 
 def end_descendants() -> None:
@@ -67,18 +134,26 @@ def end_descendants() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below `pid` that have not ended, as /proc shows them."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
+    """Processes below `pid` that have not ended, and those of its own children that are to be waited for."""
+    return [child for child, (state, parent) in tree_below(pid).items() if state != "Z" or parent == pid]
+
+
+def tree_below(pid: int) -> dict[int, tuple[str, int]]:
+    """State and parent of each process below `pid`, as /proc shows them."""
+    every: dict[int, tuple[str, int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 # After the name, which may hold anything: the state and the parent (proc_pid_stat(5)).
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z" or int(parent) == pid:  # an ended child of ours is to be waited for
-                    parents[int(entry.name)] = int(parent)
-    found = [child for child, parent in parents.items() if parent == pid]
-    for each in found:
-        found += [child for child, parent in parents.items() if parent == each]
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+                every[int(name)] = state.decode(), int(parent)
+    found = {pid: ("", 0)}
+    rest = dict(every)
+    while below := {child: rest[child] for child in rest if rest[child][1] in found and child not in found}:
+        found |= below
+        for child in below:
+            del rest[child]
+    del found[pid]
     return found
 
 

@@ -40,6 +40,12 @@ def max_connections() -> int:
     return min(MAX_CONNECTIONS, max(256, int((most - _FILES_BESIDE) / _FILES_EACH)))
 
 
+def socket_root(folder: str) -> str:
+    """The folder itself, or /tmp where its path is too long for a server's sockets below it: HAProxy's has 97
+    characters at most, of which the server's folder and Serve's, named by a node, take 83."""
+    return folder if len(folder) <= 14 else "/tmp"
+
+
 def write_script(folder: Path, binary: str, ports: Sequence[int]) -> Path:
     """The script that Serve is to call instead of HAProxy's `binary`. ports: see `rewritten`."""
     script = folder / "haproxy.sh"

@@ -7,6 +7,7 @@ import signal
 import site
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,11 +17,14 @@ import yaml
 
 from cluster.config import PRESTART_VARIABLE, START_VARIABLE, ConfigError, parse, read_args
 from cluster.start_log import StartLog, process_began_s
-from cluster.transport.folders import clear_abandoned, temporary_folder
+from cluster.transport.folders import temporary_folder
+from deploy import server_record
 from deploy.check_process import CheckProcess, Task
 from deploy.configs import located, use_checked
-from deploy.haproxy import ENDING, NUM_PORTS, max_connections, with_own_words, write_script
+from deploy.haproxy import ENDING, NUM_PORTS, max_connections, socket_root, with_own_words, write_script
 from deploy.hub import with_downloads
+from deploy.process_watch import ProcessWatch
+from deploy.ray_files import keep_to_owner
 from deploy.ray_output import leave_out_ends, leave_out_token_line
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port, free_ports
@@ -53,6 +57,7 @@ HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
 }
 END_LIMIT_S = 30.0  # beyond the time for draining
+STOP_MARGIN_S = 15.0  # for `aerie stop`, beyond both
 # Of a small application: the controller, its two proxies, the task that builds the application, two ingresses, an
 # engine's replica and its coordinator. They are begun one after the other, and each imports for seconds.
 SERVING_PROCESSES = 8
@@ -88,11 +93,15 @@ def serve(
     host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
     if not _is_free(host, port):
         raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)")
-    clear_abandoned()
+    server_record.clear_abandoned(with_kept=True)
+    server_record.note(port=port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
     log.done("configuration read")
     watches: list[Watch] = []
     with contextlib.ExitStack() as ending:
-        folder = ending.enter_context(temporary_folder())
+        root = socket_root(tempfile.gettempdir())
+        folder = ending.enter_context(temporary_folder(root))
+        if root != tempfile.gettempdir():
+            server_record.note(beside=str(folder))
         ending.callback(_leave, watches)
         begins = not joins and _is_one_engine(content)
         if begins:
@@ -110,8 +119,9 @@ def serve(
             if joins:
                 _join_ray(address)
             else:
-                watches.append(_start_ray(object_store_mb, config.parallel.tensor_parallel))
+                watches.append(_start_own_ray(object_store_mb, config.parallel.tensor_parallel))
         log.done("Ray joined" if joins else "Ray started")
+        watches.append(ProcessWatch(lambda line: print(line, flush=True)))
         for watch in watches:
             watch.start()
         import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
@@ -204,6 +214,15 @@ def _join_ray(address: str | None) -> None:
     import ray
 
     ray.init(address, namespace="serve")
+
+
+def _start_own_ray(object_store_mb: int, num_ranks: int) -> RayWatch:
+    """`_start_ray`, whose files are this user's alone, and removed when the server has ended."""
+    keep_to_owner(os.environ)
+    watch = _start_ray(object_store_mb, num_ranks)
+    os.chmod(watch.session, 0o700)  # Ray lets everybody in
+    server_record.note(session=watch.session)
+    return watch
 
 
 def _start_ray(object_store_mb: int, num_ranks: int = 1) -> RayWatch:

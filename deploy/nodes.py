@@ -18,6 +18,8 @@ from pathlib import Path
 from cluster.config import ConfigError
 from deploy.haproxy import max_connections
 from deploy.launch import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
+from deploy.ray_files import keep_to_owner, token_path
+from deploy.server_record import VARIABLE, Record, begin
 
 _SIOCGIFADDR = 0x8915
 
@@ -55,9 +57,12 @@ class NodeStart:
 def start(wanted: NodeStart) -> int:
     """Becomes `ray start`; does not return. Raises ConfigError."""
     environment = dict(os.environ) | node_environment(os.environ)
+    keep_to_owner(environment)
     ensure_token(environment, is_head=not wanted.address)
     command = ray_command(wanted, address_of)
     print(f"{' '.join(command)}\n{_next_step(wanted)}", flush=True)
+    port = int(wanted.address.rpartition(":")[2]) if wanted.address else wanted.port
+    environment[VARIABLE] = str(begin(Record("node", port=port)))
     os.execve(_command("ray"), command, environment)
     raise AssertionError("execve returned")
 
@@ -101,7 +106,7 @@ def ray_command(wanted: NodeStart, find_address: Callable[[str], str]) -> list[s
 def use_token() -> None:
     """Let this process, which is about to join a cluster, use the token that `aerie start` used, if there is one. Ray
     2.60 takes a stored token by itself only for clusters that it starts."""
-    if os.environ.get("RAY_AUTH_TOKEN") or _token_path(os.environ).exists():
+    if os.environ.get("RAY_AUTH_TOKEN") or token_path(os.environ).exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
@@ -109,7 +114,7 @@ def ensure_token(environment: Mapping[str, str], is_head: bool) -> None:
     """A head without a token makes one, where Ray looks for it. Raises ConfigError on a host that joins without."""
     if environment["RAY_AUTH_MODE"].lower() != "token" or environment.get("RAY_AUTH_TOKEN"):
         return
-    path = _token_path(environment)
+    path = token_path(environment)
     if path.exists():
         return
     if not is_head:
@@ -131,11 +136,6 @@ def address_of(interface: str) -> str:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(f"--interface {interface}: has no IPv4 address here; there are {names}") from None
     return socket.inet_ntoa(raw[20:24])
-
-
-def _token_path(environment: Mapping[str, str]) -> Path:
-    """Where Ray looks for it."""
-    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
 def _command(name: str) -> str:

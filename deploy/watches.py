@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy.guard import end_descendants
+from deploy.guard import FAULT, end_descendants
 from deploy.haproxy import LAST, PID, STAND_IN, living
+from deploy.server_record import note
 
 _STARTED_S = 1.0  # a HAProxy that lives for so long has got the port
 
@@ -89,6 +90,12 @@ class RayWatch(Watch):
         super().__init__()
         self._node = node
 
+    @property
+    def session(self) -> str:
+        """The folder of Ray's logs and sockets."""
+        path: str = self._node.get_session_dir_path()
+        return path
+
     def look(self) -> None:
         for name, process in self._node.dead_processes():
             if name in ("raylet", "gcs_server"):
@@ -100,5 +107,6 @@ class RayWatch(Watch):
 def end_at_once(reason: str) -> None:
     """With status 1 and nothing left behind."""
     print(f"aerie serve: {reason}", file=sys.stderr, flush=True)
+    note(is_kept=True)
     end_descendants()
-    os._exit(1)
+    os._exit(FAULT)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from cluster.http.keys import digest
+
 # Rows of `cluster.http.parsers.table.PARSERS`.
 OutputParserName = Literal[
     "text", "think", "hermes", "llama3", "mistral", "deepseek_v3", "harmony", "response_template"
@@ -37,7 +39,8 @@ class EdgeConfig:
     grammar_timeout_s: a grammar that takes longer to compile is refused.
     max_stored_responses: replies of /v1/responses that one ingress keeps for previous_response_id; 0: none.
     max_stored_bytes: of them and the conversations before them.
-    api_keys: if any, every route but those of health wants `Authorization: Bearer <key>`.
+    api_keys: if any, every route but those of health wants `Authorization: Bearer <key>`. Keys, or their digests
+        (`cluster.http.keys`); this object has the digests.
     output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content; "auto": what
         the model's chat template tells of (`cluster.http.parsers.detection`).
     default_*: sampling parameters of a request that does not set them.
@@ -109,9 +112,7 @@ class EdgeConfig:
             raise ValueError(f"max_bytes_per_token={self.max_bytes_per_token}: must be 1 or more, or 0 for the longest")
         if self.retry_after_s <= 0:
             raise ValueError(f"retry_after_s={self.retry_after_s}: must be above 0")
-        for key in self.api_keys:
-            if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-                raise ValueError("api_keys: each key must have at least 8 printable ASCII characters and no space")
+        object.__setattr__(self, "api_keys", tuple(map(digest, self.api_keys)))
         self._check_sampling()
 
     def _check_sampling(self) -> None:

@@ -7,51 +7,68 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 _PREFIX = "aerie-"
-_OWNER = "owner.json"
+OWNER = "owner.json"
 
 
-def private_folder() -> Path:
-    """A new folder of this process, which removes it."""
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    (folder / _OWNER).write_text(json.dumps(_identity(os.getpid())))
+def private_folder(root: str | None = None) -> Path:
+    """A new folder of this process, which removes it. root: in place of the temporary folder."""
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+    give_to(folder, os.getpid())
     return folder
 
 
+def give_to(folder: Path, pid: int) -> None:
+    """Make process `pid` the folder's owner: once it has ended, the folder is abandoned."""
+    (folder / OWNER).write_text(json.dumps(identity(pid)))
+
+
 @contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
+def temporary_folder(root: str | None = None) -> Iterator[Path]:
     """One that is gone afterwards."""
-    folder = private_folder()
+    folder = private_folder(root)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear_abandoned() -> list[Path]:
+def clear_abandoned(spared: Collection[Path] = ()) -> list[Path]:
     """Removes this user's folders whose process has ended; returns which. One that does not say whose it is stays, and
-    one of another PID namespace, whose processes cannot be seen."""
+    one of another PID namespace, whose processes cannot be seen. spared: stay in any case."""
     removed = []
-    own = _identity(os.getpid())
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            mine = folder.stat().st_uid == os.getuid() and not folder.is_symlink()
-            owner = json.loads((folder / _OWNER).read_text())
-        except (OSError, ValueError):
-            continue
-        if not mine or not isinstance(owner, dict) or owner.get("namespace") != own["namespace"]:
-            continue
-        pid = owner.get("pid")
-        if isinstance(pid, int) and owner != _identity(pid):
+    for folder, owner in own_folders():
+        if folder not in spared and not is_living(owner):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
 
 
-def _identity(pid: int) -> dict[str, object]:
+def own_folders() -> Iterator[tuple[Path, dict[str, object]]]:
+    """This user's folders and their owners, as far as those can be seen."""
+    namespace = identity(os.getpid())["namespace"]
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            mine = folder.stat().st_uid == os.getuid() and not folder.is_symlink()
+            owner = json.loads((folder / OWNER).read_text())
+        except (OSError, ValueError):
+            continue
+        is_whole = isinstance(owner, dict) and isinstance(owner.get("pid"), int)
+        if mine and is_whole and owner.get("namespace") == namespace:
+            yield folder, owner
+
+
+def is_living(process: Mapping[str, object]) -> bool:
+    """Whether the process of this identity runs."""
+    pid = process["pid"]
+    had_ended = process["started"] == "" != process["namespace"]
+    return isinstance(pid, int) and not had_ended and process == identity(pid)
+
+
+def identity(pid: int) -> dict[str, object]:
     """What tells a process from all others, also from later ones of its number; "" where there is no /proc."""
     try:
         namespace, boot = os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text().strip()

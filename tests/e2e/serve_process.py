@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,17 +76,22 @@ def body(max_tokens: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serve_process(folder: Path, **engine: Any) -> Iterator[ServeProcess]:
-    """The embedded pair, ready. engine: keys of that section."""
+def serve_process(
+    folder: Path, ray_folder: Path | None = None, prefix: Sequence[str] = (), **sections: Any
+) -> Iterator[ServeProcess]:
+    """The embedded pair, ready. ray_folder: Ray's, with sessions below it; None: one that is removed afterwards.
+    prefix: words before the command. sections: keys of those of `args`."""
     port = free_port()
-    ray_folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
-    variables = os.environ | RAY_ENVIRONMENT | {"RAY_TMPDIR": ray_folder, "PYTHONPATH": str(ROOT)}
+    made = None if ray_folder is not None else tempfile.mkdtemp(prefix="ae", dir="/tmp")
+    variables = os.environ | RAY_ENVIRONMENT | {"RAY_TMPDIR": str(ray_folder or made), "PYTHONPATH": str(ROOT)}
     content = yaml.safe_load(starting_point("eagle"))
-    content["applications"][0]["args"].setdefault("engine", {}).update({"drain_timeout_s": 90} | engine)
+    args = content["applications"][0]["args"]
+    for name, keys in ({"engine": {"drain_timeout_s": 90}} | sections).items():
+        args.setdefault(name, {}).update(keys)
     (folder / "my.yaml").write_text(yaml.safe_dump(content))
     log = folder / "log"
     with log.open("wb") as console:
-        command = [sys.executable, "-m", "deploy.cli", "serve", "my.yaml", "--port", str(port)]
+        command = [*prefix, sys.executable, "-m", "deploy.cli", "serve", "my.yaml", "--port", str(port)]
         process = subprocess.Popen(
             command, cwd=folder, env=variables, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -104,7 +109,8 @@ def serve_process(folder: Path, **engine: Any) -> Iterator[ServeProcess]:
             with contextlib.suppress(psutil.Error):
                 each.kill()
         process.wait()
-        shutil.rmtree(ray_folder, ignore_errors=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def until(reached: Callable[[], bool], limit_s: float, describe: Callable[[], str] = lambda: "") -> float:

@@ -1,0 +1,58 @@
+"""The processes below `aerie serve`, watched: their numbers are written down, those that are stopped are ended, and
+those that have ended are waited for. Made by `deploy.launch`.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.guard import tree_below
+from deploy.server_record import note_processes
+from deploy.watches import Watch
+
+STOPPED_LIMIT_S = 5.0
+_ZOMBIE_LIMIT_S = 10.0  # longer than whoever began a process takes to ask for its exit code
+
+
+class ProcessWatch(Watch):
+    """A process that is stopped (SIGSTOP) answers nobody and keeps its sockets open: its connections hang until each
+    one's own limit, and of some processes nobody notices (Serve's actor around HAProxy, Ray 2.60). One that is killed
+    is replaced at once. report: is told of each."""
+
+    period_s = 1.0
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__()
+        self._report = report
+        self._noted: set[int] = set()
+        self._since_s: dict[tuple[int, str], float] = {}  # of processes that were stopped, or zombies, at the last look
+
+    def look(self) -> None:
+        if sys.platform != "linux":
+            return
+        tree, now_s = tree_below(os.getpid()), time.monotonic()
+        if self._noted != tree.keys():
+            self._noted = set(tree)
+            note_processes(self._noted)
+        own = {
+            pid: state for pid, (state, parent) in tree.items() if state == "T" or (state, parent) == ("Z", os.getpid())
+        }
+        self._since_s = {each: self._since_s.get(each, now_s) for each in own.items()}
+        for (pid, state), since_s in self._since_s.items():
+            if state == "T" and now_s - since_s >= STOPPED_LIMIT_S:
+                self._report(f"{_name(pid)} (pid {pid}) had been stopped for {STOPPED_LIMIT_S:g} s and was ended")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            elif state == "Z" and now_s - since_s >= _ZOMBIE_LIMIT_S:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return "a process"

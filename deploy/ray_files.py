@@ -1,0 +1,28 @@
+"""Ray's files (2.60), which it makes readable for all users of a machine: logs, sockets, and the token that lets its
+holder run code. Used before a Ray is started, by `deploy.launch` and `deploy.nodes`.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def keep_to_owner(environment: Mapping[str, str]) -> None:
+    """Make files that this process and those below it create from now on, and a token that exists, this user's alone.
+    environment: what Ray will read the token's path from."""
+    os.umask(_OTHERS)
+    path = token_path(environment)
+    try:
+        found = path.stat()
+        if found.st_uid == os.getuid() and found.st_mode & _OTHERS:
+            path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+    except OSError:
+        pass  # there is none, or Ray will say why it cannot be read
+
+
+def token_path(environment: Mapping[str, str]) -> Path:
+    """Where Ray looks for the token."""
+    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

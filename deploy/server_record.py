@@ -1,0 +1,169 @@
+"""What `aerie serve` and `aerie start` have begun on this machine, so that it ends and leaves no file, whatever became
+of them. Used by `deploy.guard`, `deploy.launch`, `deploy.nodes` and `deploy.stop`; needs the standard library alone.
+
+A record is a private folder (`cluster.transport.folders`). Its path stands in the environment of every process that the
+server starts (`VARIABLE`), and the server writes the numbers and start times of its processes into it, because some
+overwrite their environment with a title.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.transport import folders
+
+VARIABLE = "AERIE_SERVER"
+_RECORD, _PROCESSES = "server.json", "processes.json"
+_END_LIMIT_S = 5.0
+_SESSION_OPTIONS = ("--session-dir=", "--session_dir=")  # of Ray's own processes
+
+
+@dataclass(frozen=True)
+class Record:
+    """kind: "server" of `aerie serve`, or "node" of `aerie start`.
+
+    port: of HTTP, or of the cluster's head; 0 while it is not known.
+    guard: pid of the process that signals go to, see `deploy.guard`; 0 if there is none.
+    stop_limit_s: for it to end after SIGTERM.
+    session: Ray's folder of the processes that it started, "" where it is not known.
+    beside: a private folder of it outside of the temporary folder, "" if there is none.
+    is_kept: it ended by a fault, and Ray's logs may tell why.
+    """
+
+    kind: str
+    port: int = 0
+    guard: int = 0
+    stop_limit_s: float = 60.0
+    session: str = ""
+    beside: str = ""
+    is_kept: bool = False
+
+
+def begin(record: Record) -> Path:
+    """Make a folder for the record and name it in this process's environment."""
+    folder = folders.private_folder()
+    _write(folder / _RECORD, asdict(record))
+    os.environ[VARIABLE] = str(folder)
+    return folder
+
+
+def note(**values: object) -> None:
+    """Change fields of this server's own record, if it has one."""
+    folder = os.environ.get(VARIABLE)
+    record = read(Path(folder)) if folder else None
+    if folder and record is not None:
+        _write(Path(folder) / _RECORD, asdict(record) | values)
+
+
+def note_processes(pids: Iterable[int]) -> None:
+    """Write down the server's processes."""
+    folder = os.environ.get(VARIABLE)
+    if folder and Path(folder).is_dir():
+        _write(Path(folder) / _PROCESSES, [folders.identity(pid) for pid in pids])
+
+
+def read(folder: Path) -> Record | None:
+    """The record in a folder, if it is one's."""
+    try:
+        return Record(**json.loads((folder / _RECORD).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def records() -> Iterator[tuple[Path, Record, dict[str, object]]]:
+    """Folder, record and owner of every server and node that this user has on this machine, living or not."""
+    for folder, owner in folders.own_folders():
+        if (record := read(folder)) is not None:
+            yield folder, record, owner
+
+
+def processes(folder: Path) -> list[int]:
+    """The living processes of a server or node, without its owner and this process."""
+    marker = f"{VARIABLE}={folder}".encode()
+    found = {pid for pid, words in _of_every_process("environ") if marker in words}
+    with contextlib.suppress(OSError, ValueError):
+        found |= {each["pid"] for each in json.loads((folder / _PROCESSES).read_text()) if folders.is_living(each)}
+    return sorted(found - {os.getpid()})
+
+
+def clear(folder: Path, keep_session: bool = False) -> None:
+    """End what is left of a server that has ended, and remove its files. keep_session: Ray's logs and the record that
+    names them stay."""
+    record = read(folder)
+    sessions = {record.session} if record is not None else set()
+    deadline_s = time.monotonic() + _END_LIMIT_S
+    while (pids := processes(folder)) and time.monotonic() < deadline_s:
+        sessions |= sessions_of(pids)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    if keep_session:
+        return
+    for session in sessions - {""}:
+        remove_session(Path(session))
+    if record is not None and record.beside:
+        shutil.rmtree(record.beside, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_abandoned(with_kept: bool) -> None:
+    """Clear up after this user's servers and nodes that were killed. with_kept: after those that a fault ended too."""
+    spared = set()
+    for folder, record, owner in list(records()):
+        if is_living(folder, record, owner) or (record.is_kept and not with_kept):
+            spared.add(folder)
+        else:
+            clear(folder)
+    folders.clear_abandoned(spared)
+
+
+def is_living(folder: Path, record: Record, owner: Mapping[str, object]) -> bool:
+    """Whether the server or node runs. `ray start` ends once the node does."""
+    return folders.is_living(owner) or (record.kind == "node" and bool(processes(folder)))
+
+
+def sessions_of(pids: Iterable[int]) -> set[str]:
+    """Ray's session folders that stand on the command lines of these processes."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"):
+                for option in _SESSION_OPTIONS:
+                    if word.startswith(option):
+                        found.add(word.removeprefix(option))
+    return found
+
+
+def remove_session(session: Path) -> None:
+    """Remove one of Ray's session folders, unless a process of another node uses it."""
+    if not session.name.startswith("session_"):
+        return
+    name = str(session).encode()
+    if any(name in word for _, words in _of_every_process("cmdline") for word in words):
+        return
+    shutil.rmtree(session, ignore_errors=True)
+    latest = session.with_name("session_latest")
+    with contextlib.suppress(OSError):
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()
+
+
+def _of_every_process(name: str) -> Iterator[tuple[int, list[bytes]]]:
+    """Number, and the words of its file `name` in /proc, of each process that this user may look at."""
+    for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if pid.isdigit():
+            with contextlib.suppress(OSError):
+                yield int(pid), Path("/proc", pid, name).read_bytes().split(b"\0")
+
+
+def _write(path: Path, content: object) -> None:
+    other = path.with_name(f"{path.name}.new")
+    other.write_text(json.dumps(content))
+    other.replace(path)

@@ -1,0 +1,78 @@
+"""`aerie stop`: ends what `aerie serve` and `aerie start` have begun on this machine, and nothing else of Ray's."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.transport import folders
+from deploy.server_record import Record, clear, is_living, processes, records
+
+_POLL_S = 0.1
+_GUARD_LIMIT_S = 15.0  # for it to clear up after its server
+_RAYLET_LIMIT_S = 10.0  # to leave the cluster
+
+
+def stop(port: int | None, now: bool) -> int:
+    """Stop every server and node of this user, or those of `port`; returns 0 once nothing of them is left. now: without
+    waiting for running requests."""
+    found = [each for each in records() if port is None or each[1].port == port]
+    if not found:
+        where = "" if port is None else f" on port {port}"
+        print(f"nothing that `aerie serve` or `aerie start` has begun runs here{where}")
+    for folder, record, owner in sorted(found, key=_is_node):  # servers first
+        if is_living(folder, record, owner):
+            (_stop_node if record.kind == "node" else _stop_server)(folder, record, owner, now)
+        clear(folder)
+        print(f"{_name(record)} has ended", flush=True)
+    folders.clear_abandoned([folder for folder, record, owner in records() if is_living(folder, record, owner)])
+    return 0
+
+
+def _is_node(found: tuple[Path, Record, dict[str, object]]) -> bool:
+    return found[1].kind == "node"
+
+
+def _name(record: Record) -> str:
+    return f"the {record.kind} of port {record.port}"
+
+
+def _stop_server(folder: Path, record: Record, owner: dict[str, object], now: bool) -> None:
+    pid = int(str(owner["pid"]))
+    if not now:
+        print(f"{_name(record)} (pid {pid}) ends once its running requests have", flush=True)
+        _signal(pid, signal.SIGTERM)
+        _wait(lambda: not folders.is_living(owner), record.stop_limit_s)
+    if folders.is_living(owner):
+        _signal(pid, signal.SIGKILL)
+    _wait(lambda: not folders.identity(record.guard)["started"] or not folder.exists(), _GUARD_LIMIT_S)
+
+
+def _stop_node(folder: Path, record: Record, owner: dict[str, object], now: bool) -> None:
+    """The raylet first: it says to the cluster that the node leaves."""
+    pids = processes(folder)
+    raylets = [pid for pid in pids if _program(pid) == "raylet"]
+    if now or not raylets:
+        return
+    for pid in raylets:
+        _signal(pid, signal.SIGTERM)
+    _wait(lambda: not {*raylets} & {*processes(folder)}, _RAYLET_LIMIT_S)
+
+
+def _program(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").partition("\0")[0]).name
+    return ""
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _wait(reached: Callable[[], bool], limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not reached() and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)

@@ -1,0 +1,67 @@
+"""Processes below the server that are stopped or have ended unseen."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster import linux
+from deploy import process_watch
+from deploy.process_watch import ProcessWatch
+from deploy.server_record import VARIABLE, Record, begin, processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+# A parent and its child: the child's number is printed, and outlives the parent.
+FAMILY = (
+    "import subprocess, time; print(subprocess.Popen(['sleep', '120'], stdout=-3).pid, flush=True); time.sleep(120)"
+)
+
+
+def test_a_stopped_process_is_ended_and_an_orphan_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_watch, "STOPPED_LIMIT_S", 0.4)
+    monkeypatch.setattr(process_watch, "_ZOMBIE_LIMIT_S", 0.4)
+    monkeypatch.setattr(ProcessWatch, "period_s", 0.05)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(VARIABLE, "")
+    linux.adopt_orphans()
+    parent = subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    folder = begin(Record("server"))  # after them: their environment does not name it
+    said: list[str] = []
+    watch = ProcessWatch(said.append)
+    watch.start()
+    try:
+        _until(lambda: processes(folder) == sorted([parent.pid, child.pid]))
+        child.suspend()
+        time.sleep(0.1)
+        child.resume()
+        time.sleep(0.6)
+        assert child.is_running() and not said, "for a moment only"
+        os.kill(parent.pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        assert parent.wait(5) == -signal.SIGKILL
+        assert time.monotonic() - stopped_s >= 0.35
+        assert len(said) == 1 and said[0].endswith(f" (pid {parent.pid}) had been stopped for 0.4 s and was ended")
+        child.kill()
+        _until(lambda: not psutil.pid_exists(child.pid))
+        _until(lambda: processes(folder) == [])
+    finally:
+        watch.stop()
+        linux._prctl(linux._PR_SET_CHILD_SUBREAPER, 0)
+        parent.kill()
+        parent.communicate()
+
+
+def _until(reached: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
