@@ -3,6 +3,7 @@
 app            the application: its routes from `routes`, put together
 config         what one ingress is configured with
 middleware     request ids, API keys, a last net for exceptions
+keys           API keys as digests
 routes         the routes, a module for each group
 endpoint       one route: what comes in, what goes out, who answers
 openapi        the routes as an OpenAPI document
