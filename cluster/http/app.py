@@ -71,7 +71,7 @@ def build_app(
     endpoints = [endpoint for group in ROUTES for endpoint in group.endpoints(edge)]
     edge.counts.tell_apart([endpoint.path for endpoint in endpoints])
     for endpoint in endpoints:
-        answer = answering(endpoint, edge.admission, config.max_body_bytes, config.body_timeout_s)
+        answer = answering(endpoint, edge.admission, config)
         # Starlette's own route: FastAPI's would look for parameters and dependencies in every request.
         route = Route(endpoint.path, answer, methods=[endpoint.method])
         route.methods = {endpoint.method}  # without the HEAD that Starlette adds to GET

@@ -24,6 +24,7 @@ class EdgeConfig:
     retry_after_s: what a 429 or 503 advises if the engine does not.
     request_timeout_s: a generation that takes longer is aborted: 504 with `x-should-retry: false` (OpenAI's client
         would repeat a 408 or a bare 504 twice, and so triple the work), or an error event in a stream; None: no limit.
+    strict: refuse fields of requests that no schema knows, instead of ignoring them and saying so.
     max_body_bytes: 413 above.
     body_timeout_s: for a request's body to come whole; 408 above.
     max_bytes_per_token: no token of the model's stands for more; longer texts than max_model_len of them are refused
@@ -52,6 +53,7 @@ class EdgeConfig:
     max_pending_bytes: int = 2**30
     retry_after_s: float = 1.0
     request_timeout_s: float | None = 3600.0
+    strict: bool = False
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
     max_bytes_per_token: int = 0

@@ -2,7 +2,8 @@
 document from these."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -12,13 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.http.admission import Admission, Reading
+from cluster.http.config import EdgeConfig
 from cluster.http.errors import JSON_HEADERS, ApiError, body_too_large, body_too_slow
-from cluster.http.schema.request import parse_body
+from cluster.http.schema.body import parse_body
 from cluster.http.schema.response import ErrorReply
 
 Body = TypeVar("Body", bound=BaseModel)
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 Handler = Callable[..., Awaitable[msgspec.Struct | Response]]
+
+IGNORED = "ignored"  # in a request's state: paths of the body's fields that have no effect
+IGNORED_HEADER = b"x-aerie-ignored"
+MAX_IGNORED_TOLD = 20
+_NOT_IN_A_LIST = re.compile(r"[^!-+\--~]")  # of a header's value: control characters, spaces, commas, other scripts
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,9 @@ def delete(path: str, handler: Callable[[Request], Awaitable[Reply | Response]],
     return Endpoint("DELETE", path, handler, None, reply)
 
 
-def answering(
-    endpoint: Endpoint, admission: Admission, max_body_bytes: int, body_timeout_s: float
-) -> Callable[[Request], Awaitable[Response]]:
-    """What the web framework calls for `endpoint`. Raises ApiError."""
+def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> Callable[[Request], Awaitable[Response]]:
+    """What the web framework calls for `endpoint`. Fields that it ignores are put into the request's state (`IGNORED`).
+    Raises ApiError."""
 
     async def answer(http: Request) -> Response:
         try:
@@ -99,7 +105,9 @@ def answering(
         if endpoint.body is None:
             return _response(await endpoint.handler(http))
         with admission.reading() as share:
-            body = parse_body(await _read(http, max_body_bytes, body_timeout_s, share), endpoint.body)
+            raw = await _read(http, config.max_body_bytes, config.body_timeout_s, share)
+            body, ignored = parse_body(raw, endpoint.body, config.strict)
+            http.scope["state"][IGNORED] = ignored
             return _response(await endpoint.handler(http, body))
 
     return answer
@@ -112,6 +120,12 @@ def json_response(reply: msgspec.Struct, status: int = 200, headers: dict[str, s
 
 def _response(reply: msgspec.Struct | Response) -> Response:
     return reply if isinstance(reply, Response) else json_response(reply)
+
+
+def ignored_header(ignored: Sequence[str]) -> bytes:
+    """The value of `IGNORED_HEADER`: paths, separated by commas; three dots stand for those that are too many."""
+    paths = [_NOT_IN_A_LIST.sub("?", path[:100]) for path in ignored[:MAX_IGNORED_TOLD]]
+    return ",".join(paths + ["..."] * (len(ignored) > MAX_IGNORED_TOLD)).encode()
 
 
 async def _read(http: Request, max_bytes: int, timeout_s: float, share: Reading) -> bytes:

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
+from cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
 from cluster.http.keys import is_known
 from cluster.http.page.files import PAGE_ROUTES
@@ -50,9 +51,12 @@ class EdgeMiddleware:
             nonlocal started, status
             if message["type"] == "http.response.start":
                 started, status = True, message["status"]
+                headers = list(message.get("headers", ()))
                 if self._echo_request_id:
-                    headers = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
-                    message = {**message, "headers": headers}
+                    headers.append((b"x-request-id", state["request_id"].encode()))
+                if ignored := state.get(IGNORED):
+                    headers.append((IGNORED_HEADER, ignored_header(ignored)))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:

@@ -11,12 +11,21 @@ from pydantic import ValidationError
 from cluster.http.config import OutputParserName
 from cluster.http.errors import ApiError, invalid, unsupported
 from cluster.http.requests.tools import can_switch_thinking
+from cluster.http.schema.body import validation_fault
 from cluster.http.schema.messages_reply import MessagesError, MessagesErrorDetail
-from cluster.http.schema.messages_request import CountTokensRequest, MessageParam, MessagesRequest
-from cluster.http.schema.request import ChatCompletionRequest, validation_fault
+from cluster.http.schema.messages_request import (
+    Block,
+    CountTokensRequest,
+    MessageParam,
+    MessagesRequest,
+    TextParam,
+    ThinkingParam,
+    ToolResultParam,
+    ToolUseParam,
+)
+from cluster.http.schema.request import ChatCompletionRequest
 
 MessageDict = dict[str, Any]
-MAX_BLOCKS = 4096  # of a turn
 THINKING_PARSERS = ("think", "deepseek_v3", "harmony")  # of models that think unless they are told not to
 _SAME_NAMES = (
     "model",
@@ -89,38 +98,35 @@ def messages_chat(
         raise validation_fault(error) from None
 
 
-def chat_messages(system: Any, turns: Sequence[MessageParam]) -> list[MessageDict]:
+def chat_messages(system: str | Sequence[TextParam] | None, turns: Sequence[MessageParam]) -> list[MessageDict]:
     """The conversation. A turn with results of tools is a message for each, then one of its text; texts of one turn are
     joined by line ends."""
     messages: list[MessageDict] = []
     if system is not None:
-        messages.append({"role": "system", "content": _text(system, "system")})
+        messages.append({"role": "system", "content": _text(system)})
     for i, turn in enumerate(turns):
-        where = f"messages[{i}]"
+        where = f"messages[{i}].content"
+        blocks = [TextParam(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
         if turn.role == "assistant":
-            messages.append(_assistant(turn.content, where))
-        elif turn.role == "system":
-            messages.append({"role": "system", "content": _text(turn.content, where)})
+            messages.append(_assistant(blocks, where))
         else:
-            messages += _user(turn.content, where)
+            messages += _others(turn.role, blocks, where)
     return messages
 
 
-def _assistant(content: Any, where: str) -> MessageDict:
+def _assistant(blocks: Sequence[Block], where: str) -> MessageDict:
     texts, thoughts, calls = [], [], []
-    for i, block in enumerate(_blocks(content, where)):
-        here = f"{where}.content[{i}]"
-        match block.get("type"):
-            case "text":
-                texts.append(_string(block, "text", here))
-            case "thinking":
-                thoughts.append(_string(block, "thinking", here))
-            case "tool_use":
-                arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
-                function = {"name": _string(block, "name", here), "arguments": arguments}
-                calls.append({"id": _string(block, "id", here), "type": "function", "function": function})
-            case kind:
-                raise _unknown(here, kind, "text, thinking and tool_use")
+    for i, block in enumerate(blocks):
+        match block:
+            case TextParam():
+                texts.append(block.text)
+            case ThinkingParam():
+                thoughts.append(block.thinking)
+            case ToolUseParam():
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case _:
+                raise _misplaced(f"{where}[{i}]", block, "assistant")
     message: MessageDict = {"role": "assistant", "content": "\n".join(texts) if texts or not calls else None}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -129,65 +135,39 @@ def _assistant(content: Any, where: str) -> MessageDict:
     return message
 
 
-def _user(content: Any, where: str) -> list[MessageDict]:
+def _others(role: str, blocks: Sequence[Block], where: str) -> list[MessageDict]:
     messages, texts = [], []
-    for i, block in enumerate(_blocks(content, where)):
-        here = f"{where}.content[{i}]"
-        match block.get("type"):
-            case "text":
-                texts.append(_string(block, "text", here))
-            case "tool_result":
-                result = _text(block.get("content") or "", here)
-                messages.append(
-                    {"role": "tool", "tool_call_id": _string(block, "tool_use_id", here), "content": result}
-                )
-            case kind:
-                raise _unknown(here, kind, "text and tool_result")
+    for i, block in enumerate(blocks):
+        if isinstance(block, TextParam):
+            texts.append(block.text)
+        elif isinstance(block, ToolResultParam) and role == "user":
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
+        else:
+            raise _misplaced(f"{where}[{i}]", block, role)
     if texts or not messages:
-        messages.append({"role": "user", "content": "\n".join(texts)})
+        messages.append({"role": role, "content": "\n".join(texts)})
     return messages
 
 
-def _text(content: Any, where: str) -> str:
-    """Of a text, or of blocks that are nothing else."""
-    texts = []
-    for i, block in enumerate(_blocks(content, where)):
-        if block.get("type") != "text":
-            raise _unknown(f"{where}.content[{i}]", block.get("type"), "text")
-        texts.append(_string(block, "text", f"{where}.content[{i}]"))
-    return "\n".join(texts)
+def _text(content: str | Sequence[TextParam]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise invalid(f"{where}.content", f"{where}.content must be a string or a list of blocks")
-    if len(content) > MAX_BLOCKS:
-        raise invalid(
-            f"{where}.content", f"{where}.content has {len(content)} blocks; at most {MAX_BLOCKS} are allowed"
-        )
-    return content
-
-
-def _string(block: dict[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise invalid(f"{where}.{name}", f"{where}.{name} must be a string")
-    return value
-
-
-def _unknown(where: str, kind: Any, known: str) -> ApiError:
-    return unsupported(f"{where}.type", f"blocks of type {str(kind)[:40]!r} are not known here; {known} are")
+def _misplaced(where: str, block: Block, role: str) -> ApiError:
+    return invalid(f"{where}.type", f"{where}.type: a turn of the {role} has no blocks of type '{block.type}'")
 
 
 def _effort(body: CountTokensRequest, template: str, parser: OutputParserName) -> str | None:
-    """`thinking` as a chat's reasoning_effort. Where the template has no switch, a model does what it does."""
+    """`thinking` and `output_config.effort` as a chat's reasoning_effort. Where the template has no switch, a model
+    thinks or not by itself."""
+    effort = None
+    if body.output_config is not None and "reasoning_effort" in template:
+        effort = body.output_config.effort
     if body.thinking is None:
-        return None
+        return effort
     thinks = body.thinking.type != "disabled"
     if can_switch_thinking(template):
-        return "medium" if thinks else "none"
+        return effort or "medium" if thinks else "none"
     if thinks != (parser in THINKING_PARSERS):
         raise unsupported("thinking", "the model's chat template has no switch for it")
     return None

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.http.config import EdgeConfig
-from cluster.http.errors import invalid, too_long, unsupported
-from cluster.http.schema.message import NO_PARAMETERS, Message, Tool
+from cluster.http.errors import invalid, too_long
+from cluster.http.schema.message import NO_PARAMETERS, Message, MessageToolCall, RefusalPart, TextPart, Tool
 from cluster.http.text.chat_template import ChatTemplateError
 from cluster.http.text.tokenizer import ChatTokenizer
 
-MAX_PARTS = 4096
 MAX_TEMPLATE_VARIABLES = 32
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -128,9 +127,10 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
         for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
             if getattr(message, name):
                 raise invalid(f"{where}.{name}", f"{where}.{name} belongs to the assistant's messages only")
-    if message.content is None and not message.tool_calls and not (message.reasoning_content or message.reasoning):
+    content = message.refusal if message.content is None else message.content
+    if content is None and not message.tool_calls and not (message.reasoning_content or message.reasoning):
         raise invalid(f"{where}.content", f"{where}.content must be a string or a list of text parts")
-    turn: dict[str, Any] = {"role": message.role, "content": _content(message.content, f"{where}.content")}
+    turn: dict[str, Any] = {"role": message.role, "content": content_text(content or "")}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
@@ -143,40 +143,23 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     return turn
 
 
-def _content(content: Any, where: str) -> str:
-    """Text parts are joined by line ends, as vLLM joins them."""
-    if content is None:
-        return ""
+def content_text(content: str | Sequence[TextPart | RefusalPart]) -> str:
+    """A content's text. Parts are joined by line ends, as vLLM joins them."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not content:
-        raise invalid(where, f"{where} must be a string or a list of text parts")
-    if len(content) > MAX_PARTS:
-        raise invalid(where, f"{where} has {len(content)} parts; at most {MAX_PARTS} are allowed")
-    texts = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise invalid(f"{where}[{i}]", f'{where}[{i}] must be an object like {{"type": "text", "text": "..."}}')
-        if part["type"] != "text":
-            raise unsupported(f"{where}[{i}].type", "only text parts are; the model reads nothing else")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise invalid(f"{where}[{i}]", f"{where}[{i}] must have type and text, a string, and nothing else")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool_call(call: MessageToolCall, where: str) -> dict[str, Any]:
     """A call from an earlier answer; its arguments travel as a JSON text, and templates expect the object."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"{where}.function", f"{where}.function must be an object with a name")
-    arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):
+    arguments = call.function.arguments
+    if not isinstance(arguments, dict):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             raise invalid(f"{where}.function.arguments", f"{where}.function.arguments must be JSON") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+    turn = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return turn if call.id is None else {"id": call.id, **turn}
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:

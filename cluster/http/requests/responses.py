@@ -8,27 +8,26 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cluster.http.errors import ApiError, invalid, unsupported
-from cluster.http.schema.request import ChatCompletionRequest, validation_fault
+from cluster.http.errors import ApiError, unsupported
+from cluster.http.requests.prompts import content_text
+from cluster.http.schema.body import validation_fault
+from cluster.http.schema.request import ChatCompletionRequest, SamplingFields
 from cluster.http.schema.responses_reply import FunctionCallItem, OutputItem, ReasoningItem
-from cluster.http.schema.responses_request import MAX_ITEMS, NamedFunction, ResponsesRequest
+from cluster.http.schema.responses_request import (
+    InputCall,
+    InputCallOutput,
+    InputMessage,
+    InputReasoning,
+    Item,
+    NamedFunction,
+    ResponsesRequest,
+)
 
 MessageDict = dict[str, Any]
-_TEXT_PARTS = ("input_text", "output_text", "text")
 _SAME_NAMES = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "speculative",
-    "cache_salt",
+    *(SamplingFields.model_fields.keys() - {"stream_options"}),
     "chat_template_kwargs",
     "parallel_tool_calls",
-    "request_id",
 )
 
 
@@ -109,34 +108,24 @@ def renamed(error: ApiError) -> ApiError:
     return error
 
 
-def input_messages(items: Any) -> list[MessageDict]:
+def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
     """`input`, a text or items, as messages."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    if not isinstance(items, list) or not items:
-        raise invalid("input", "input must be a string or a list of items")
-    if len(items) > MAX_ITEMS:
-        raise invalid("input", f"input has {len(items)} items; at most {MAX_ITEMS} are allowed")
     messages: list[MessageDict] = []
-    for i, item in enumerate(items):
-        where = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise invalid(where, f"{where} must be an object")
-        match item.get("type", "message"):
-            case "message":
-                _add(messages, {"role": item.get("role"), "content": _content(item.get("content"), where)})
-            case "reasoning":
-                parts = item.get("content") or []
-                _add(messages, {"role": "assistant", "reasoning_content": _content(parts, where, ("reasoning_text",))})
-            case "function_call":
-                call = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
-                calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
+    for item in items:
+        match item:
+            case InputMessage():
+                _add(messages, {"role": item.role, "content": content_text(item.content)})
+            case InputReasoning():
+                text = "\n".join(part.text for part in item.content or ())
+                _add(messages, {"role": "assistant", "reasoning_content": text})
+            case InputCall():
+                call = {"name": item.name, "arguments": item.arguments}
+                calls = [{"id": item.call_id, "type": "function", "function": call}]
                 _add(messages, {"role": "assistant", "tool_calls": calls})
-            case "function_call_output":
-                content = _content(item.get("output"), where)
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-            case kind:
-                raise unsupported(f"{where}.type", f"items of type {str(kind)[:40]!r} are not known here")
+            case InputCallOutput():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content_text(item.output)})
     return messages
 
 
@@ -166,24 +155,6 @@ def _add(messages: list[MessageDict], message: MessageDict) -> None:
         last["content"] = message["content"]
     else:
         messages.append(message)
-
-
-def _content(content: Any, where: str, kinds: Sequence[str] = _TEXT_PARTS) -> str:
-    """Parts of text are joined by line ends, as in chats."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(where, f"{where} must have text, or a list of parts of text")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal" and isinstance(part.get("refusal"), str):
-            texts.append(part["refusal"])
-        elif kind not in kinds or not isinstance(part.get("text"), str):
-            raise unsupported(f"{where}.content[{i}]", f"only parts of type {' or '.join(kinds)} are")
-        else:
-            texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What travels over HTTP, typed. Requests are checked with pydantic, replies encoded with msgspec.
 
+body               how bodies are read; the rule for unknown fields
 request            what clients may send, and what is refused with a reason
 message            a conversation, tools, which tool to call
 responses_request  to /v1/responses

@@ -2,50 +2,83 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import Field, Tag
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+from cluster.http.schema.body import MAX_PARTS, Schema, by_type, text_or_list
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+# The five of OpenAI and any other that the model's chat template knows. It may stand between control tokens in the
+# prompt, so that it has no other characters.
+Role = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_ .-]{1,64}$")]
 MAX_TOOLS = 128
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_PARTS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    },
-}
-# Checked in `cluster.http.requests.prompts`, whose messages name the entry; here only described.
-Content = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]})]
 
 
-class Message(BaseModel):
-    """One turn of a conversation. tool_calls, reasoning_content, reasoning (its other name), refusal: of the
-    assistant's turns only. annotations, audio, function_call: what OpenAI's client sends back of answers that have
-    none."""
+class TextPart(Schema):
+    """A part of a message's text. The other names are those of /v1/responses."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class RefusalPart(Schema):
+    """What the assistant said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[TextPart, Tag("<input_text>")]
+    | Annotated[TextPart, Tag("<output_text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")],
+    by_type(),
+]
+Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+Content = Annotated[Annotated[str, Tag("<string>")] | Annotated[Parts, Tag("<list>")], text_or_list()]
+
+
+class CalledFunction(Schema):
+    """arguments: a JSON text, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageToolCall(Schema):
+    """A call in an earlier answer. index: of a stream's events."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+    function: CalledFunction
+
+
+class Message(Schema):
+    """One turn of a conversation.
+
+    tool_calls, reasoning_content, reasoning (its other name), refusal: of the assistant's turns only.
+    annotations, audio, function_call: what OpenAI's client sends back of answers that have none.
+    """
 
     role: Role
-    content: Content = None
+    content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 
 
-class Function(BaseModel):
+class Function(Schema):
     """parameters: the JSON schema of its arguments; without one it has none. strict: arguments fit the schema, by
     constraint."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: FunctionName
     description: str | None = None
@@ -53,25 +86,19 @@ class Function(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    """What the model may call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Tool(Schema):
+    """A function that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionReference(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class FunctionReference(Schema):
     name: FunctionName
 
 
-class NamedTool(BaseModel):
+class NamedTool(Schema):
     """The one tool to call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"]
     function: FunctionReference

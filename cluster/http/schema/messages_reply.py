@@ -10,8 +10,9 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):
+    """Without `citations`: there are none, and Anthropic's own clients read null (Python) or a list (the AI SDK)."""
+
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(Struct, tag_field="type", tag="thinking"):

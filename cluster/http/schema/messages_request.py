@@ -2,29 +2,79 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field, Tag
 
+from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, text_or_list
 from cluster.http.schema.message import MAX_TOOLS, FunctionName
 from cluster.http.schema.request import Count, RequestId, Seed
 
-_BLOCKS = {"type": "array", "items": {"type": "object"}}
-# Checked in `cluster.http.requests.messages`, whose messages name the entry; here only described.
-Blocks = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _BLOCKS]})]
 CacheControl = dict[str, Any] | None  # accepted wherever clients put it: every prefix is cached here
+REFUSED: Refusals = {
+    "mcp_servers": ("this server calls no tools; call them and send tool_result blocks", ([],)),
+    "container": ("this server runs no code", ()),
+}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Block(Schema):
+    """A part of a turn."""
+
+    cache_control: CacheControl = None
 
 
-class MessageParam(_Strict):
+class TextParam(_Block):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingParam(_Block):
+    """What the assistant thought in an earlier turn. signature: not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseParam(_Block):
+    """A call in an earlier turn of the assistant."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] = Field(default_factory=dict)
+
+
+_TextBlocks = Annotated[list[TextParam], Field(max_length=MAX_PARTS, fail_fast=True)]
+Texts = Annotated[Annotated[str, Tag("<string>")] | Annotated[_TextBlocks, Tag("<list>")], text_or_list()]
+
+
+class ToolResultParam(_Block):
+    """What a tool gave. is_error: accepted; the content says what went wrong."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    Annotated[TextParam, Tag("<text>")]
+    | Annotated[ThinkingParam, Tag("<thinking>")]
+    | Annotated[ToolUseParam, Tag("<tool_use>")]
+    | Annotated[ToolResultParam, Tag("<tool_result>")],
+    by_type(),
+]
+_Blocks = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+Blocks = Annotated[Annotated[str, Tag("<string>")] | Annotated[_Blocks, Tag("<list>")], text_or_list()]
+
+
+class MessageParam(Schema):
     """One turn: a text, or blocks of text, thinking, tool_use and tool_result."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
-class MessagesTool(_Strict):
+class MessagesTool(Schema):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -35,7 +85,7 @@ class MessagesTool(_Strict):
     cache_control: CacheControl = None
 
 
-class MessagesToolChoice(_Strict):
+class MessagesToolChoice(Schema):
     """any: some tool; tool: the one that is named."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -43,7 +93,7 @@ class MessagesToolChoice(_Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Strict):
+class Thinking(Schema):
     """budget_tokens: accepted; the model itself ends its thinking. display: accepted; thinking is shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -51,25 +101,30 @@ class Thinking(_Strict):
     display: Literal["summarized"] | None = None
 
 
-class JSONFormat(_Strict):
+class JSONFormat(Schema):
     """The answer is JSON of this schema."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["json_schema"]
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(_Strict):
+class OutputConfig(Schema):
+    """effort: a chat's reasoning_effort, where the chat template knows such a variable."""
+
     format: JSONFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountTokensRequest(_Strict):
+class CountTokensRequest(Schema):
     """What a request to /v1/messages would have as its prompt."""
+
+    refused = REFUSED
 
     model: str
     messages: Annotated[list[MessageParam], Field(min_length=1)]
-    system: Blocks = None
+    system: Texts | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
@@ -82,7 +137,7 @@ class MessagesRequest(CountTokensRequest):
     """Continue a conversation; a last message of the assistant goes on."""
 
     max_tokens: Count
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None

@@ -1,17 +1,14 @@
 """What clients may send: OpenAI's chat and completion requests with the extensions that vLLM's clients know.
 
-A body becomes a checked request, or an ApiError that names the parameter. Nothing is ignored in silence: a parameter is
-honoured, known to be harmless, refused with a reason (`REFUSED`), or unknown. Called by `cluster.http.endpoint`; what
-needs the tokenizer is checked in `cluster.http.requests.edge_request`.
+A parameter is honoured, known to have no effect, refused with a reason (`REFUSED`), or unknown, which
+`cluster.http.schema.body` deals with. What needs the tokenizer is checked in `cluster.http.requests.edge_request`.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
-from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.schema.body import Refusals, Schema
 from cluster.http.schema.message import MAX_TOOLS, Message, ReasoningEffort, Tool, ToolChoice
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS
 
@@ -33,19 +30,22 @@ Prompt = Annotated[
 JSONSchema = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]})]
 Strings = Annotated[Any, WithJsonSchema({"anyOf": [_STRINGS, {"type": "null"}]})]
 TokenIds = Annotated[Any, WithJsonSchema(_TOKENS)]
-# Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
-# for the worst bodies of 8 MB, in which no stream of this process would go on.
-MAX_PARAMETERS = 128
-MAX_MESSAGES = 4096
-MAX_MESSAGE_FIELDS = 32
-MAX_OBJECT_FIELDS = 1024  # of an object that is a parameter; logit_bias is the largest
-
-Body = TypeVar("Body", bound=BaseModel)
-
-# name -> (why it is refused, values that ask for nothing and so are accepted). null always asks for nothing.
 _NO_TOOLS = "use tools and tool_choice, which came in its place"
 _NO_LORA = "LoRA adapters are not implemented"
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+# Of transformers, llama.cpp and others: they would change the answer.
+_OTHER_SAMPLERS = (
+    "typical_p",
+    "top_a",
+    "tfs",
+    "mirostat",
+    "dry_multiplier",
+    "xtc_probability",
+    "no_repeat_ngram_size",
+    "num_beams",
+)
+REFUSED: Refusals = {
+    "max_new_tokens": ("use max_tokens", ()),
+    "repeat_penalty": ("use repetition_penalty", (1, 1.0)),
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none",)),
     "guided_whitespace_pattern": ("use structured_outputs with disable_any_whitespace", ()),
@@ -71,18 +71,50 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mm_processor_kwargs": ("prompts are text only", ({},)),
     "kv_transfer_params": ("prefill and decode run in one engine", ({},)),
     "vllm_xargs": ("there are no extensions by that name", ({},)),
+    "ec_transfer_params": ("prefill and decode run in one engine", ({},)),
     "priority": ("requests are served in the order of arrival", (0,)),
+    "watermarking": ("watermarks are not implemented", (False,)),
+    "repetition_detection": ("use repetition_penalty, frequency_penalty or max_tokens", ()),
+    "return_token_offsets": ("use return_token_ids, or logprobs with their text_offset", (False,)),
+    "return_prompt_text": ("use echo, or /detokenize with return_token_ids", (False,)),
+    "return_hidden_states": ("hidden states stay in the engine", (False,)),
+    "return_routed_experts": ("which experts ran stays in the engine", (False,)),
+    "return_meta_info": ("see usage and metrics", (False,)),
+    "return_weight_versions": ("weights do not change while a server runs", (False,)),
+    "input_embeds": ("prompts are text or token ids", ()),
+    "prompt_embeds": ("prompts are text or token ids", ()),
+    "custom_logit_processor": ("code from requests is not run", ()),
+    "session_params": ("send the whole conversation; the prefix cache finds its beginning", ({},)),
+    **dict.fromkeys(_OTHER_SAMPLERS, ("this sampler is not implemented", ())),
+}
+_CHATS_ONLY = "it belongs to /v1/chat/completions"
+_TEXTS_ONLY = "it belongs to /v1/completions"
+CHAT_REFUSED: Refusals = REFUSED | {"prompt": (_TEXTS_ONLY, ()), "best_of": ("ask for n choices", (1,))}
+TEXT_REFUSED: Refusals = REFUSED | {
+    "messages": (_CHATS_ONLY, ()),
+    "tools": (_CHATS_ONLY, ([],)),
+    "max_completion_tokens": ("use max_tokens", ()),
 }
 
 
-class _SamplingRequest(BaseModel):
-    """What both kinds of request share. Ranges are OpenAI's where OpenAI has the parameter, else vLLM's."""
+class StreamOptions(Schema):
+    """What a stream carries besides the answer.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: an event with the usage before the last.
+    continuous_usage_stats: the usage in every event.
+    include_obfuscation: accepted; events are not padded in any case.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(Schema):
+    """What all requests share that OpenAI's clients send. Ranges are OpenAI's where OpenAI has the parameter, else
+    vLLM's."""
 
     model: str | None = None
-    n: int | None = None
-    max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
@@ -98,27 +130,14 @@ class _SamplingRequest(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_token_origins: bool | None = None
     speculative: bool | None = None
-    # The form of the answer; read by `cluster.http.requests.structured_output`.
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: JSONSchema = None
-    guided_regex: str | None = None
-    guided_choice: Strings = None
-    guided_grammar: str | None = None
-    json_schema: JSONSchema = None
-    regex: str | None = None
-    ebnf: str | None = None
+    structured_outputs: dict[str, Any] | None = None  # see `cluster.http.requests.structured_output`
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
-    stream_options: "StreamOptions | None" = None
+    stream_options: StreamOptions | None = None
     request_id: RequestId | None = None
     # Kept by OpenAI for its own accounting; nothing here depends on them.
     user: str | None = None
@@ -128,23 +147,30 @@ class _SamplingRequest(BaseModel):
     prompt_cache_retention: str | None = None
 
 
-class StreamOptions(BaseModel):
-    """What a stream carries besides the answer.
+class _SamplingRequest(SamplingFields):
+    """What chats and completions share."""
 
-    include_usage: an event with the usage before the last.
-    continuous_usage_stats: the usage in every event.
-    include_obfuscation: accepted; events are not padded in any case.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    n: int | None = None
+    max_tokens: Count | None = None
+    return_token_ids: bool | None = None
+    return_token_origins: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # The form of the answer; read by `cluster.http.requests.structured_output`.
+    response_format: dict[str, Any] | None = None
+    guided_json: JSONSchema = None
+    guided_regex: str | None = None
+    guided_choice: Strings = None
+    guided_grammar: str | None = None
+    json_schema: JSONSchema = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class ChatCompletionRequest(_SamplingRequest):
     """Continue a conversation."""
+
+    refused = CHAT_REFUSED
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -165,6 +191,8 @@ class ChatCompletionRequest(_SamplingRequest):
 class CompletionRequest(_SamplingRequest):
     """Continue a text."""
 
+    refused = TEXT_REFUSED
+
     prompt: Prompt = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -174,10 +202,8 @@ class CompletionRequest(_SamplingRequest):
     add_special_tokens: bool | None = None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Schema):
     """The tokens of one of `prompt` and `messages`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
@@ -188,86 +214,8 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Schema):
     """The text of `tokens`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     tokens: TokenIds
-
-
-def parse_body(raw: bytes, kind: type[Body]) -> Body:
-    """The checked request of a JSON body. Raises ApiError (400).
-
-    msgspec's parser refuses what Python's would let through: NaN, Infinity, numbers and nesting without bounds, lone
-    surrogates.
-    """
-    try:
-        values = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise invalid(None, f"The request body is not valid JSON: {reason}", "invalid_json") from None
-    if not isinstance(values, dict):
-        raise invalid(None, "The request body must be a JSON object", "invalid_json")
-    _check_sizes(values)
-    if issubclass(kind, _SamplingRequest):
-        values = _without_refused(values)
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise validation_fault(error) from None
-
-
-def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Raises ApiError for what has more elements than any honest request."""
-    if len(values) > MAX_PARAMETERS:
-        raise invalid(None, f"The request body has {len(values)} parameters; at most {MAX_PARAMETERS} are allowed")
-    for name, value in values.items():
-        if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
-            raise invalid(name[:100], f"{name[:100]} has {len(value)} entries; at most {MAX_OBJECT_FIELDS} are allowed")
-    messages = values.get("messages")
-    if not isinstance(messages, list):
-        return
-    if len(messages) > MAX_MESSAGES:
-        raise invalid("messages", f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed")
-    for i, message in enumerate(messages):
-        if isinstance(message, dict) and len(message) > MAX_MESSAGE_FIELDS:
-            raise invalid(
-                f"messages[{i}]", f"messages[{i}] has {len(message)} fields; at most {MAX_MESSAGE_FIELDS} are allowed"
-            )
-
-
-def _without_refused(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` without parameters of REFUSED that ask for nothing. Raises ApiError for those that do."""
-    kept = {}
-    for name, value in values.items():
-        if name not in REFUSED:
-            kept[name] = value
-            continue
-        reason, harmless = REFUSED[name]
-        if value is not None and value not in harmless:
-            raise unsupported(name, reason)
-    return kept
-
-
-def validation_fault(error: ValidationError) -> ApiError:
-    """The first fault, or all unknown parameters together."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
-    unknown = [_path(fault["loc"]) for fault in faults if fault["type"] == "extra_forbidden"]
-    if unknown:
-        names = ", ".join(name[:100] for name in unknown[:20])
-        return invalid(unknown[0][:100], f"Unknown parameter: {names}", "unknown_parameter")
-    param = _path(faults[0]["loc"])
-    if faults[0]["type"] == "missing":
-        return invalid(param, f"Missing required parameter: {param}", "missing_required_parameter")
-    message = faults[0]["msg"]
-    return invalid(param, f"Invalid value for {param}: {message[0].lower()}{message[1:]}")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "role") -> "messages[0].role"."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path

@@ -2,22 +2,76 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import Field, Tag
 
-from cluster.http.schema.message import MAX_TOOLS, FunctionName, ReasoningEffort
-from cluster.http.schema.request import Count, RequestId, Seed, StreamOptions
+from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, text_or_list
+from cluster.http.schema.message import MAX_TOOLS, Content, FunctionName, ReasoningEffort, Role
+from cluster.http.schema.request import REFUSED, Count, SamplingFields
 
-MAX_ITEMS = 4096
-_ITEMS = {"type": "array", "items": {"type": "object"}}
-# Checked in `cluster.http.requests.responses`, whose messages name the entry; here only described.
-Input = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _ITEMS]})]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+_NOT_HERE = "the whole conversation goes into input, or use previous_response_id"
+_FORMS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema")
 
 
-class ResponseTool(_Strict):
+class InputMessage(Schema):
+    """A turn. id, status, phase: of a reply's item that comes back."""
+
+    type: Literal["message"] = "message"
+    role: Role
+    content: Content
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class ReasoningPart(Schema):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(Schema):
+    """What the model thought in an earlier turn. summary, encrypted_content: accepted; thinking comes as content."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCall(Schema):
+    """A call of a function in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = "{}"
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCallOutput(Schema):
+    """What the function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: str | None = None
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[InputReasoning, Tag("<reasoning>")]
+    | Annotated[InputCall, Tag("<function_call>")]
+    | Annotated[InputCallOutput, Tag("<function_call_output>")],
+    by_type("message"),
+]
+_Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Input = Annotated[Annotated[str, Tag("<string>")] | Annotated[_Items, Tag("<list>")], text_or_list()]
+
+
+class ResponseTool(Schema):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -27,14 +81,14 @@ class ResponseTool(_Strict):
     strict: bool | None = None
 
 
-class NamedFunction(_Strict):
+class NamedFunction(Schema):
     """The one function to call."""
 
     type: Literal["function"]
     name: FunctionName
 
 
-class ReasoningOptions(_Strict):
+class ReasoningOptions(Schema):
     """summary, generate_summary: accepted; reasoning comes whole, as reasoning_text."""
 
     effort: ReasoningEffort | None = None
@@ -42,32 +96,34 @@ class ReasoningOptions(_Strict):
     generate_summary: str | None = None
 
 
-class TextOptions(_Strict):
+class TextOptions(Schema):
     """format: text, json_object, or json_schema with name, schema and strict. verbosity: accepted."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesRequest(_Strict):
+class ResponsesRequest(SamplingFields):
     """Continue a conversation. store: keep the reply in this ingress's memory, for previous_response_id."""
 
-    model: str | None = None
+    refused = {name: REFUSED[name] for name in REFUSED if name not in ("store", "service_tier")} | {
+        "conversation": (_NOT_HERE, ()),
+        "prompt": ("stored prompts are not implemented; " + _NOT_HERE, ()),
+        "messages": ("they go into input", ()),
+        "context_management": ("nothing is taken out of a conversation; shorten input", ([],)),
+        "max_tokens": ("use max_output_tokens", ()),
+        "max_completion_tokens": ("use max_output_tokens", ()),
+        "n": ("a response has one answer", (1,)),
+        "logprobs": ("use top_logprobs and include", (False,)),
+        "enable_response_messages": ("see output, and return_token_ids of /v1/chat/completions", (False,)),
+        **dict.fromkeys(_FORMS, ("use text.format, or structured_outputs", ())),
+    }
+
     input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
     store: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
-    seed: Seed | None = None
-    speculative: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: (
@@ -82,11 +138,4 @@ class ResponsesRequest(_Strict):
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
-    request_id: RequestId | None = None
-    # Nothing here depends on them.
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
     service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None

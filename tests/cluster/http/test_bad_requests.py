@@ -10,6 +10,7 @@ from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_proce
 from tests.support.fake_engine import FakeEngine, says
 
 NAN = float("nan")
+A_CALL = {"function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -71,36 +72,34 @@ BAD_SHARED: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"ignore_eos": 1}, "ignore_eos"),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ({"stream_options": []}, "stream_options"),
     ({"speculative": "no"}, "speculative"),
     ({"request_id": "a b"}, "request_id"),
     ({"request_id": ""}, "request_id"),
     ({"model": 5}, "model"),
     ({"user": 5}, "user"),
-    ({"surprise": 1}, "surprise"),
     ({"Temperature": 1}, "Temperature"),
+    ({"maxTokens": 1}, "maxTokens"),
 ]
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [5]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "<|im_end|>", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [A_CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
-    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -111,7 +110,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"echo": True}, "echo"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs.a"),
-    ({"best_of": 1}, "best_of"),
 ]
 BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -135,6 +133,7 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
     ({"best_of": 2}, "best_of"),
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"n": 2, "best_of": 3}, "best_of"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
@@ -168,7 +167,8 @@ async def test_bad_input_is_400_in_openais_form_with_the_parameter(route: str, b
         ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
         ({"messages": [HELLO["messages"][0] | {f"u{i}": 0 for i in range(40)}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [A_CALL] * 129}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{}] * 4096}] * 5}, "messages"),
         ({"logit_bias": {str(i): "a" for i in range(1025)}}, "logit_bias"),
         ({"stream_options": {str(i): 1 for i in range(1025)}}, "stream_options"),
     ],
@@ -178,13 +178,6 @@ async def test_more_elements_than_an_honest_request_has_are_refused(extra: dict[
         reply = await client.post(CHAT, json=HELLO | extra)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert " at most " in reply.text
-
-
-async def test_all_unknown_parameters_are_named_at_once() -> None:
-    async with in_process(FakeEngine(says("x"))) as client:
-        error = (await client.post(CHAT, json=HELLO | {"foo": 1, "bar": 2})).json()["error"]
-    assert error["message"] == "Unknown parameter: foo, bar"
-    assert error["code"] == "unknown_parameter"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ WEATHER = {
     "description": "of a place",
     "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
 }
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "rain"}
 WITH_TOOLS = HI | {"tools": [WEATHER]}
 
 
@@ -59,7 +60,7 @@ async def test_a_reply_is_a_message_of_blocks() -> None:
         "type": "message",
         "role": "assistant",
         "model": MODEL,
-        "content": [{"type": "text", "text": "hello world", "citations": None}],
+        "content": [{"type": "text", "text": "hello world"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
     }
@@ -187,7 +188,8 @@ async def test_output_config_is_a_grammar() -> None:
     ("change", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"mood": 1}, "mood"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "messages[0].content[0].type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -195,6 +197,8 @@ async def test_output_config_is_a_grammar() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": [1] * 2000}, "stop_sequences[0]"),
+        ({"messages": [{"role": "user", "content": [RESULT | {"content": [{}] * 4096}] * 5}]}, "messages"),
         ({"temperature": 3}, "temperature"),
         ({"model": "other"}, "model"),
     ],

@@ -183,8 +183,11 @@ async def test_cut_short_is_incomplete_and_failures_are_events() -> None:
         ({"input": []}, "input"),
         ({"input": [5]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "nobody", "content": "x"}]}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"role": "<|no|>", "content": "x"}]}, "input[0].role"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
@@ -198,3 +201,26 @@ async def test_bad_input_is_400_with_the_parameter(extra: dict[str, Any], param:
     async with in_process(FakeEngine(says("x"))) as client:
         reply = await client.post(RESPONSES, json=ASK | extra)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+async def test_sampling_parameters_of_chats_reach_the_engine() -> None:
+    given = {
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"3": -100},
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "stop": ["ld"],
+        "include_stop_str_in_output": True,
+    }
+    engine = FakeEngine(says("hello", " world"))
+    async with in_process(engine) as client:
+        reply = await client.post(RESPONSES, json=ASK | given)
+        shaped = await client.post(RESPONSES, json=ASK | {"structured_outputs": {"choice": ["a", "b"]}})
+    assert reply.status_code == shaped.status_code == 200, reply.text
+    sampling, grammar = engine.calls[0].sampling, engine.calls[1].sampling.grammar
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert (sampling.logit_bias, sampling.stop_token_ids, sampling.min_tokens) == ({3: -100.0}, (9,), 2)
+    assert grammar is not None and "const_string" in grammar.text

@@ -201,7 +201,7 @@ async def test_a_checkpoints_response_template_is_read_by_transformers() -> None
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TIME] * 129}, "tools"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),

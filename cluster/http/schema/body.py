@@ -1,0 +1,200 @@
+"""Bodies of requests: how they are read, and one rule for fields that no schema knows.
+
+A field that a schema knows is honoured, has no effect (documented), or is refused by name (`Schema.refused`). A field
+that no schema knows is ignored and told (`unknown_fields`), or refused with `ingress.strict`. The rule holds in every
+part of a body, because every part is a `Schema`. Called by `cluster.http.endpoint`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
+
+from cluster.http.errors import ApiError, invalid, unsupported
+
+# name -> (why it is refused, values that ask for nothing and so are accepted). null always asks for nothing.
+Refusals = dict[str, tuple[str, tuple[Any, ...]]]
+
+# Checked before pydantic sees a body: it works through every element and holds the interpreter's lock meanwhile, 6-12 s
+# for the worst bodies of 8 MB, in which no stream of this process would go on.
+MAX_PARAMETERS = 128
+MAX_MESSAGES = 4096
+MAX_MESSAGE_FIELDS = 32
+MAX_PARTS = 4096  # of one message, item or turn
+MAX_PARTS_IN_ALL = 16384
+MAX_OBJECT_FIELDS = 1024  # of an object that is a parameter; logit_bias is the largest
+_CONVERSATIONS = ("messages", "input")  # parameters that are lists of messages or items
+
+
+class Schema(BaseModel):
+    """A body, or an object in one. Known fields are checked strictly, unknown ones kept in `model_extra`.
+
+    refused: known fields that cannot be honoured.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    refused: ClassVar[Refusals] = {}
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def by_type(default: str = "") -> Discriminator:
+    """Choose among schemas by the field `type`; their tags are its values in angle brackets, which `_path` leaves out.
+    default: of objects without the field."""
+
+    def tag(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"<{value.get('type', default)}>"
+        return f"<{getattr(value, 'type', '')}>"
+
+    return Discriminator(tag)
+
+
+def text_or_list() -> Discriminator:
+    """Choose between a string, tagged `<string>`, and a list, `<list>`."""
+    return Discriminator(lambda value: "<string>" if isinstance(value, str) else "<list>")
+
+
+def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body, list[str]]:
+    """The checked request of a JSON body, and the paths of fields that are ignored. strict: refuse these.
+
+    msgspec's parser refuses what Python's would let through: NaN, Infinity, numbers and nesting without bounds, lone
+    surrogates. Raises ApiError (400).
+    """
+    try:
+        values = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise invalid(None, f"The request body is not valid JSON: {reason}", "invalid_json") from None
+    if not isinstance(values, dict):
+        raise invalid(None, "The request body must be a JSON object", "invalid_json")
+    return checked_body(values, kind, strict)
+
+
+def checked_body(values: Mapping[str, Any], kind: type[Body], strict: bool) -> tuple[Body, list[str]]:
+    """The same of a body that is decoded. Raises ApiError (400)."""
+    _check_sizes(values)
+    if issubclass(kind, Schema):
+        values = _without_refused(values, kind.refused)
+        _check_spelling(values, kind)
+    try:
+        body = kind.model_validate(values)
+    except ValidationError as error:
+        raise validation_fault(error) from None
+    ignored = list(unknown_fields(body))
+    if strict and ignored:
+        names = ", ".join(name[:100] for name in ignored[:20])
+        raise invalid(ignored[0][:100], f"Unknown parameter: {names} (ingress.strict)", "unknown_parameter")
+    return body, ignored
+
+
+def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of the fields in a body that no schema knows, as `messages[0].name`."""
+    if isinstance(value, Schema):
+        dot = f"{path}." if path else ""
+        yield from (dot + name for name in value.model_extra or ())
+        for name in type(value).model_fields:
+            yield from unknown_fields(getattr(value, name), dot + name)
+    elif isinstance(value, list) and value and isinstance(value[0], Schema | list):
+        for i, entry in enumerate(value):
+            yield from unknown_fields(entry, f"{path}[{i}]")
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises ApiError for what has more elements than any honest request."""
+    if len(values) > MAX_PARAMETERS:
+        raise invalid(None, f"The request body has {len(values)} parameters; at most {MAX_PARAMETERS} are allowed")
+    for name, value in values.items():
+        if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
+            raise invalid(name[:100], f"{name[:100]} has {len(value)} entries; at most {MAX_OBJECT_FIELDS} are allowed")
+    for name in _CONVERSATIONS:
+        if isinstance(values.get(name), list):
+            _check_conversation(name, values[name])
+
+
+def _check_conversation(name: str, messages: list[Any]) -> None:
+    """Raises ApiError for more messages, fields or parts than are allowed."""
+    if len(messages) > MAX_MESSAGES:
+        raise invalid(name, f"{name} has {len(messages)} entries; at most {MAX_MESSAGES} are allowed")
+    num_parts = 0
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        if len(message) > MAX_MESSAGE_FIELDS:
+            where = f"{name}[{i}]"
+            raise invalid(where, f"{where} has {len(message)} fields; at most {MAX_MESSAGE_FIELDS} are allowed")
+        lists = {field: value for field, value in message.items() if isinstance(value, list)}
+        for field, parts in lists.items():
+            if len(parts) > MAX_PARTS:
+                where = f"{name}[{i}].{field[:100]}"
+                raise invalid(where, f"{where} has {len(parts)} parts; at most {MAX_PARTS} are allowed")
+            num_parts += len(parts) + sum(map(_num_inner_parts, parts))
+    if num_parts > MAX_PARTS_IN_ALL:
+        raise invalid(name, f"{name} has {num_parts} parts; at most {MAX_PARTS_IN_ALL} are allowed")
+
+
+def _num_inner_parts(part: Any) -> int:
+    """Parts of a part: of a tool's result in Anthropic's form."""
+    inner = part.get("content") if isinstance(part, dict) else None
+    return len(inner) if isinstance(inner, list) else 0
+
+
+def _without_refused(values: Mapping[str, Any], refused: Refusals) -> dict[str, Any]:
+    """`values` without refused parameters that ask for nothing. Raises ApiError for those that do."""
+    kept = {}
+    for name, value in values.items():
+        if name not in refused:
+            kept[name] = value
+            continue
+        reason, harmless = refused[name]
+        if value is not None and value not in harmless:
+            raise unsupported(name, reason)
+    return kept
+
+
+def _check_spelling(values: Mapping[str, Any], kind: type[BaseModel]) -> None:
+    """Raises ApiError for a known parameter in another spelling (`maxTokens`): ignoring it would change the answer."""
+    unknown = values.keys() - kind.model_fields.keys()
+    if not unknown:
+        return
+    known = {_bare(name): name for name in kind.model_fields}
+    for name in unknown:
+        if _bare(name) in known:
+            meant = known[_bare(name)]
+            raise invalid(name[:100], f"Unknown parameter: {name[:100]} (is {meant} meant?)", "unknown_parameter")
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def validation_fault(error: ValidationError) -> ApiError:
+    """The first fault."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    param = _path(fault["loc"])
+    match fault["type"]:
+        case "missing":
+            return invalid(param, f"Missing required parameter: {param}", "missing_required_parameter")
+        case "union_tag_invalid":
+            return _unknown_type(param, fault["ctx"]["tag"], fault["ctx"]["expected_tags"])
+    message = fault["msg"]
+    return invalid(param, f"Invalid value for {param}: {message[0].lower()}{message[1:]}")
+
+
+def _unknown_type(param: str, tag: str, expected: str) -> ApiError:
+    known = expected.translate(str.maketrans("", "", "<>'"))
+    if tag in ("<>", "<None>"):
+        return invalid(param, f"{param} must be an object whose type is one of: {known}")
+    return unsupported(f"{param}.type", f"type {tag[1:-1][:40]!r} is not known here; these are: {known}")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """("messages", 0, "content", "<list>", 1) -> "messages[0].content[1]"."""
+    path = ""
+    for part in location:
+        if isinstance(part, str) and part.startswith("<") and part.endswith(">"):
+            continue
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
