@@ -6,6 +6,8 @@ from typing import Literal
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 LATENT_PAGE_SIZE = 64  # best for latent rows: a tile of attention over them, which a tensor map then brings whole
 MAX_MEMORY_SHARE = 0.95
+BACKEND_NAMES = ("torch", "triton", "flashinfer", "trtllm")  # the rows of `attention.registry.BACKENDS`
+ROUNDS_ONLY = frozenset({"trtllm"})  # backends that do not attend to prompt chunks
 MIN_WINDOW = 64  # of a draft: more than a round has columns, all of which a window then holds
 
 
@@ -45,10 +47,13 @@ class CacheConfig:
 @dataclass(frozen=True)
 class TargetAttention:
     """Backend names of the target: `prefill` for prompt chunks, `decode` for decoding and tree verification. One of
-    torch, triton, flashinfer, trtllm (table in `attention.registry`), or "auto": triton on a GPU, torch on a CPU."""
+    `BACKEND_NAMES`, or "auto": triton on a GPU, torch on a CPU. What each can serve is in `attention.registry`."""
 
     prefill: str = "auto"
     decode: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_names(prefill=self.prefill, decode=self.decode)
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,20 @@ class DraftAttention:
     prefill: str = "auto"
     extend: str = "auto"
     decode: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_names(prefill=self.prefill, extend=self.extend, decode=self.decode)
+
+
+def _check_names(**names: str) -> None:
+    """Raises ValueError for what no model and no device can have; `attention.registry.check_choices` asks the rest."""
+    for field, name in names.items():
+        if name == "auto":
+            continue
+        if name not in BACKEND_NAMES:
+            raise ValueError(
+                f"{field}={name}: there is no such backend; choose one of auto, {', '.join(BACKEND_NAMES)}"
+            )
+        if field == "prefill" and name in ROUNDS_ONLY:
+            able = ", ".join(other for other in BACKEND_NAMES if other not in ROUNDS_ONLY)
+            raise ValueError(f"{field}={name}: {name} attends to rounds only; choose one of auto, {able}")

@@ -25,12 +25,26 @@ XQA_MAX_GROUP = 32  # rows of one of its tiles
 
 
 @dataclass(frozen=True)
+class DeviceKind:
+    """type: "cpu" or "cuda". capability: of the GPU, (major, minor); None where it is not known yet, as for a plan that
+    is made on another machine."""
+
+    type: str
+    capability: tuple[int, int] | None = None
+
+    @staticmethod
+    def of(device: torch.device) -> "DeviceKind":
+        """Of a device of this process."""
+        return DeviceKind(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+
+
+@dataclass(frozen=True)
 class AttentionUse:
     """What one model does in one mode on one rank.
 
     num_heads, num_kv_heads: of this rank.
     device: "cpu" or "cuda".
-    capability: of the GPU, (major, minor).
+    capability: of the GPU, (major, minor); None where it is not known, which `attention.registry.limit` resolves.
     tree: whether branches share a pass (speculative.top_k above 1).
     layout: how KV is kept, the `kind` of its `KVLayout`.
     value_dim: of what comes out of a head, if that is not head_dim: of latent rows the leading part, whose dimensions

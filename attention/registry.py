@@ -4,11 +4,13 @@ Called where an engine is assembled. The interface is `attention.backend`; what 
 `attention.limits`, so that the table can be read on any machine: a backend's module is imported when it is built.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from attention.backend import AttentionBackend
+from attention.config import BACKEND_NAMES, ROUNDS_ONLY
 from attention.distribution import install_command
 from attention.limits import AttentionUse, flashinfer_refusal, torch_refusal, triton_refusal, trtllm_refusal
 from attention.metadata import Mode
@@ -16,6 +18,7 @@ from attention.metadata import Mode
 ALL_MODES = frozenset(Mode)
 DECODE_MODES = ALL_MODES - {Mode.PREFILL}
 ALL_LAYOUTS = frozenset({"heads", "latent rows"})
+CAPABILITIES = ((8, 0), (12, 0), (10, 0), (9, 0))  # one of each generation that `attention.limits` distinguishes
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ BACKENDS: dict[str, BackendFacts] = {
     "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, layouts=ALL_LAYOUTS, package="flashinfer"),
     "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),
 }
+assert tuple(BACKENDS) == BACKEND_NAMES
+assert {name for name, facts in BACKENDS.items() if Mode.PREFILL not in facts.modes} == ROUNDS_ONLY
 
 
 @dataclass(frozen=True)
@@ -86,42 +91,54 @@ class Choice:
 
 
 def choose_backends(choices: Iterable[Choice]) -> dict[Mode, AttentionBackend]:
-    """A backend per mode, one object per name. "auto" is triton on a GPU, torch on a CPU.
-
-    Raises ValueError with field, reason and the backends that can, where one does not exist or cannot serve its use.
-    """
+    """A backend per mode, one object per name. Raises ValueError as `check_choices` does."""
     made: dict[str, AttentionBackend] = {}
     chosen = {}
-    for choice in choices:
-        name = choice.name
-        if name == "auto":
-            name = "triton" if choice.use.device == "cuda" else "torch"
-        reason = refusal(name, choice.use)
-        if reason is not None:
-            able = [other for other in BACKENDS if refusal(other, choice.use) is None]
-            raise ValueError(
-                f"{choice.field}={choice.name}: {name} cannot serve {choice.use.mode.value}: {reason}; "
-                f"{'those that can: ' + ', '.join(able) if able else 'no backend can'}"
-            )
+    for choice, name in check_choices(choices):
         if name not in made:
             made[name] = BACKENDS[name].build()
         chosen[choice.use.mode] = made[name]
     return chosen
 
 
-def refusal(name: str, use: AttentionUse) -> str | None:
-    """Why backend `name` cannot serve `use` in this process, None if it can."""
+def check_choices(choices: Iterable[Choice], here: bool = True) -> list[tuple[Choice, str]]:
+    """Each choice and the backend that it names: "auto" is triton on a GPU, torch on a CPU. Imports no kernel library.
+    here: this machine will serve them, so that a package which is not installed counts.
+
+    Raises ValueError with field, reason and the backends that can, where one does not exist or cannot serve its use.
+    """
+    named = []
+    for choice in choices:
+        name = choice.name
+        if name == "auto":
+            name = "triton" if choice.use.device == "cuda" else "torch"
+        reason = refusal(name, choice.use, here)
+        if reason is not None:
+            able = [other for other in BACKENDS if refusal(other, choice.use, here) is None]
+            raise ValueError(
+                f"{choice.field}={choice.name}: {name} cannot serve {choice.use.mode.value}: {reason}; "
+                f"{'those that can: ' + ', '.join(able) if able else 'no backend can'}"
+            )
+        named.append((choice, name))
+    return named
+
+
+def refusal(name: str, use: AttentionUse, here: bool = True) -> str | None:
+    """Why backend `name` cannot serve `use`, None if it can. here: see `check_choices`."""
     if name not in BACKENDS:
         return "there is no such backend"
     facts = BACKENDS[name]
     reason = limit(facts, use)
-    if reason is None and facts.package is not None and find_spec(facts.package) is None:
+    if here and reason is None and facts.package is not None and find_spec(facts.package) is None:
         return f"the package {facts.package} is not installed: {install_command('cuda')}"
     return reason
 
 
 def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
-    """The same, whatever is installed."""
+    """The same, whatever is installed. Of a GPU whose capability is not known, what every one would refuse."""
+    if use.device == "cuda" and use.capability is None:
+        reasons = [limit(facts, dataclasses.replace(use, capability=each)) for each in CAPABILITIES]
+        return None if None in reasons else reasons[-1]
     if use.mode not in facts.modes:
         return _mode_refusal(facts)
     if use.layout not in facts.layouts:

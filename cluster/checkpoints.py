@@ -1,7 +1,7 @@
 """The configuration checked against the checkpoints it names, before anything is started. Used by `deploy`."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cluster.assembly import engine_spec
 from cluster.config import AerieConfig, ConfigError
@@ -39,6 +39,21 @@ def with_checkpoints(config: AerieConfig, need_weights: bool = True) -> AerieCon
         raise ConfigError(str(error)) from None
     model = dataclasses.replace(config.model, max_model_len=layout.max_model_len)
     return config.model_copy(update={"model": model})
+
+
+def check_device(
+    config: AerieConfig, device: Literal["cpu", "cuda"], capability: tuple[int, int] | None = None, here: bool = False
+) -> None:
+    """Raise ConfigError where an engine of this configuration could not start on such a device: backends of attention
+    that cannot serve the mode, model or draft that they are named for, and what `deterministic` or experts need.
+    capability: of the GPUs, None if it is not known. here: they are this machine's, whose packages count too."""
+    from attention.limits import DeviceKind
+    from speculative.build import check_device
+
+    try:
+        check_device(engine_spec(config), _layout(config), DeviceKind(device, capability), here)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def lacking_weights(config: AerieConfig) -> list[str]:

@@ -8,14 +8,16 @@ from ray.serve import Application
 from cluster.config import parse
 from cluster.deployments import application
 from cluster.replica.placement import NodeResources
-from deploy.checks import checked
+from deploy.checks import check_devices, checked
 from deploy.configs import PACKAGED
 
 
 def build(args: dict[str, Any]) -> Application:
     """Called by Serve in a Ray process. Relative paths in `args` start at this folder: Serve does not say where their
     file lies. Raises ConfigError, which Serve prints as the cause."""
-    return application(checked(args), cluster_nodes())
+    config, nodes = checked(args), cluster_nodes()
+    check_devices(config, nodes)
+    return application(config, nodes)
 
 
 def build_checked(args: dict[str, Any]) -> Application:

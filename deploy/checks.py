@@ -1,15 +1,18 @@
 """Checks that need no cluster: of a configuration and of its checkpoints."""
 
+import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.config import AerieConfig, parse, read_args, set_process_environment
+from cluster.config import AerieConfig, ConfigError, parse, read_args, set_process_environment
 from cluster.replica.placement import NodeResources, place
 from cluster.replica.plan_report import plan_lines
 from cluster.start_log import StartLog
@@ -33,8 +36,11 @@ def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
 def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[NodeResources]:
     """`count` nodes like this machine, or with the CPUs and GPUs given."""
     cpus = float(os.cpu_count() or 1) if cpus is None else cpus
-    gpus = float(count_gpus()) if gpus is None else gpus
-    return [NodeResources(f"node{n}", f"node{n}", cpus, gpus) for n in range(count)]
+    capability = None
+    if gpus is None:
+        here = counted_gpus()()
+        gpus, capability = float(here.count), here.capability
+    return [NodeResources(f"node{n}", f"node{n}", cpus, gpus, capability) for n in range(count)]
 
 
 def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
@@ -43,6 +49,7 @@ def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
     from cluster.checkpoints import lacking_weights
 
     config = checked_file(path, need_weights=False)
+    check_devices(config, nodes)
     _print_plan(path, config, nodes)
     if lacking := lacking_weights(config):
         print(f"not checked {', '.join(lacking)}: no weight files yet; a start needs them")
@@ -50,9 +57,9 @@ def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
 
 
 def check_and_begin(
-    path: Path, num_gpus: Callable[[], int] | None, ranks: str, tell: Callable[[dict[str, object]], None]
+    path: Path, gpus: "Callable[[], LocalGpus] | None", ranks: str, tell: Callable[[dict[str, object]], None]
 ) -> None:
-    """`print_plan` for `aerie serve`, on this machine. num_gpus: of this machine; None: the nodes are not known yet.
+    """`print_plan` for `aerie serve`, on this machine. gpus: of this machine; None: the nodes are not known yet.
     ranks: a folder for the sockets of an engine's ranks, which are begun as soon as the configuration is found right;
     "": none are. tell: called before the plan is printed, which takes seconds on GPUs, with what only the checkpoints
     know (`deploy.configs.use_checked`). Raises ConfigError, if at all, before that."""
@@ -60,7 +67,11 @@ def check_and_begin(
     log.done("torch imported")
     set_process_environment(parse(read_args(path), path.resolve().parent).engine.threads_per_worker)
     config = checked_file(path)
-    nodes = [] if num_gpus is None else local_nodes(1, None, num_gpus())
+    nodes = []
+    if gpus is not None:
+        here = gpus()
+        nodes = [dataclasses.replace(node, capability=here.capability) for node in local_nodes(1, None, here.count)]
+    check_devices(config, nodes)
     log.done("checkpoints read")
     device = place(config, nodes).device if nodes else None
     if device and ranks:
@@ -68,6 +79,27 @@ def check_and_begin(
         log.done("ranks begun")
     tell({"max_model_len": config.model.max_model_len})
     _print_plan(path, config, nodes)
+
+
+def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
+    """Refuse what could not start on these nodes' devices, as far as that is known (see `check_device` in
+    `cluster.checkpoints`); without nodes, what could start on none. Raises ConfigError."""
+    from cluster.checkpoints import check_device
+
+    if nodes:
+        known = {node.capability for node in nodes}
+        capability = known.pop() if len(known) == 1 else None
+        check_device(config, place(config, nodes).device, capability, here=capability is not None)
+    elif config.model.device != "auto":
+        check_device(config, config.model.device)
+    else:
+        try:
+            check_device(config, "cuda")
+        except ConfigError as error:
+            with contextlib.suppress(ConfigError):
+                check_device(config, "cpu")
+                return
+            raise error from None
 
 
 def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
@@ -94,19 +126,30 @@ def _begin_ranks(config: AerieConfig, device: Literal["cpu", "cuda"], folder: Pa
         print(f"ranks are not begun before Ray has started: {error}", file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True)
+class LocalGpus:
+    """The GPUs of this machine. capability: (major, minor) of all, None if there are none, or several kinds."""
+
+    count: int
+    capability: tuple[int, int] | None = None
+
+    @staticmethod
+    def listed(text: str) -> "LocalGpus":
+        """Of nvidia-smi's lines, a compute capability each."""
+        found = [match for line in text.splitlines() if (match := re.fullmatch(r"(\d+)\.(\d+)", line.strip()))]
+        kinds = {(int(match[1]), int(match[2])) for match in found}
+        return LocalGpus(len(found), kinds.pop() if len(kinds) == 1 else None)
+
+
 def count_gpus() -> int:
     """Of this machine."""
-    return counted_gpus()()
+    return counted_gpus()().count
 
 
-def counted_gpus() -> Callable[[], int]:
-    """Begin to count; the function waits for the number."""
+def counted_gpus() -> Callable[[], LocalGpus]:
+    """Begin to count; the function waits for the result."""
     if shutil.which("nvidia-smi") is None:
-        return lambda: 0
-    counting = subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True)
-
-    def count() -> int:
-        listed, _ = counting.communicate(timeout=30)
-        return sum(line.startswith("GPU ") for line in listed.splitlines())
-
-    return count
+        return lambda: LocalGpus(0)
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    counting = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    return lambda: LocalGpus.listed(counting.communicate(timeout=30)[0])

@@ -11,11 +11,13 @@ from attention.config import DraftAttention
 from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
+from attention.limits import DeviceKind
 from attention.metadata import Mode
-from speculative.backends import draft_backends
+from attention.registry import Choice, check_choices
+from speculative.backends import draft_choices
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
-from speculative.draft_models.loading import load_draft
+from speculative.draft_models.loading import fill_draft, load_draft
 from speculative.draft_models.method import DraftMethod
 from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
@@ -24,13 +26,14 @@ from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.config import ModelConfig
-from workers.models.loading import load_target, read_target_config
+from workers.models.loading import fill_target, read_target_config
 from workers.models.registry import family_of
 from workers.models.weight_bytes import META, weight_bytes
 from workers.runner import build
 from workers.runner.backends import Backends, ModelShape
 from workers.runner.build import BuiltRank, PhaseReport
 from workers.runner.decoding import CuttableStrategy
+from workers.runner.deterministic import checked_deterministic
 from workers.runner.layout import EngineLayout, EngineParts, NoSpeculation, PhaseDone, Speculation
 from workers.runner.layout import plan_layout as layout_of
 from workers.runner.worker import Worker
@@ -69,7 +72,7 @@ class DraftSpeculation:
     """
 
     config: SpeculativeConfig
-    attention: DraftAttention
+    attention_names: DraftAttention
     draft: DraftMethod
     draft_tp: int
     shapes: RoundShapes
@@ -97,9 +100,9 @@ class DraftSpeculation:
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return self.draft.model.kv_groups(self.draft_tp, dtype)
 
-    def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
+    def attention(self, page_size: int, dtype: torch.dtype, device: DeviceKind) -> list[Choice]:
         shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device)
-        return draft_backends(self.attention, shape, self._drafts_trees, self.config.window)
+        return draft_choices(self.attention_names, shape, self._drafts_trees, self.config.window)
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         draft, group = self.draft, TPGroup(0, self.draft_tp)
@@ -149,9 +152,21 @@ def check_weights(spec: EngineSpec, layout: EngineLayout) -> None:
     source, speculation = spec.worker.model, layout.speculation
     if source.load_format == "dummy":
         return
-    target = load_target(source, layout.target, SOLO, META, 1, speculation.captured_layers)
+    target = fill_target(source, layout.target, SOLO, META, 1, speculation.captured_layers)
     if isinstance(speculation, DraftSpeculation):
-        load_draft(speculation.draft, source, target, SOLO, META, max_position=1)
+        fill_draft(speculation.draft, source, target, SOLO, META, max_position=1)
+
+
+def check_device(spec: EngineSpec, layout: EngineLayout, device: DeviceKind, here: bool) -> None:
+    """Refuse what `build_rank` would on such a device, as far as it can be told without one: backends of attention,
+    `deterministic`, types and capabilities that a model needs. layout: what `plan_layout` made of `spec`, for any
+    device. here: see `attention.registry.check_choices`. Raises ValueError."""
+    worker, target = spec.worker, layout.target
+    on_device = torch.device(device.type)
+    dtype = resolve_dtype(worker.model.dtype, target.dtype, on_device)
+    target.check_device(device, dtype, f"model {worker.model.path}")
+    checked_deterministic(worker, target, dtype, on_device)
+    check_choices(build.attention_choices(worker, layout, dtype, device), here)
 
 
 def _target_config(spec: EngineSpec) -> ModelConfig:

@@ -19,12 +19,13 @@ WORKER_CPUS = 0.5  # logical: lets two workers and the rest fit on a two-core ma
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What one node of the cluster has in all."""
+    """What one node of the cluster has in all. capability: of its GPUs, (major, minor), None where it is not known."""
 
     node_id: str
     address: str
     cpus: float
     gpus: float
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,25 @@ def load_draft(
     max_position: int,
 ) -> DraftModel:
     """This rank's part of the draft. Embedding and vocabulary head that its checkpoint lacks are the target's: the same
-    modules where both are cut alike, copies from the target's checkpoint otherwise. source: of the target. device:
-    "meta" checks headers only, as `load_target` does; `target` is then such a one, and cut alike.
+    modules where both are cut alike, copies from the target's checkpoint otherwise. source: of the target.
 
     Raises ValueError naming what the checkpoint lacks, or holds and the model does not know, or is not finite.
     """
+    model = fill_draft(method, source, target, group, device, max_position)
+    finish_weights(model)
+    return model.eval()
+
+
+def fill_draft(
+    method: DraftMethod,
+    source: ModelSource,
+    target: Decoder,
+    group: TPGroup,
+    device: torch.device,
+    max_position: int,
+) -> DraftModel:
+    """`load_draft` without the packing. device: "meta" checks headers only, as `fill_target` does; `target` is then a
+    model on it too, and cut alike."""
     dtype = next(target.parameters()).dtype
     names = method.weight_names
     model = allocate(lambda: method.build(group, max_position, device), names, method.model.quant, dtype, device)
@@ -48,11 +62,9 @@ def load_draft(
         tensors = {name: tensor for name, tensor in tensors.items() if not names.ignores(name)}
         shared = _share_with_target(model, tensors.keys(), method, source, target)
         load_weights(model, tensors.values(), names, f"draft {method.path}", elsewhere=shared)
-        if device.type == "meta":
-            return model
-        check_finite(model, tensors.values, names, f"draft {method.path}", elsewhere=shared)
-    finish_weights(model)
-    return model.eval()
+        if device.type != "meta":
+            check_finite(model, tensors.values, names, f"draft {method.path}", elsewhere=shared)
+    return model
 
 
 def _dummy_target_ids(method: DraftMethod, device: torch.device) -> Tensor | None:

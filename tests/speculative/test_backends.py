@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backend import AttentionBackend, Prepared
 from attention.config import DraftAttention, TargetAttention
+from attention.limits import DeviceKind
 from attention.metadata import DecodeBatch, Mode
 from attention.registry import BACKENDS, build_backend
 from speculative.backends import draft_backends
@@ -73,11 +74,11 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
         r"a GPU; those that can: torch$",
     ):
         build_worker(dataclasses.replace(spec, worker=worker), plan_layout(spec), 0, "")
-    spec = dataclasses.replace(spec, draft_attention=DraftAttention(extend="fa9"))
+    spec = dataclasses.replace(spec, draft_attention=DraftAttention(extend="flashinfer"))
     with pytest.raises(
         ValueError,
-        match=r"^draft_attention.extend=fa9: fa9 cannot serve draft_extend: there is no "
-        r"such backend; those that can: torch$",
+        match=r"^draft_attention.extend=flashinfer: flashinfer cannot serve draft_extend: device=cpu: it needs a GPU; "
+        r"those that can: torch$",
     ):
         build_worker(spec, plan_layout(spec), 0, "")
 
@@ -87,7 +88,7 @@ def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.Monkey
     monkeypatch.setattr("attention.registry.find_spec", lambda package: package)
     layout = plan_layout(pair.spec(pair.chain()))
     config = dataclasses.replace(layout.target, head_dim=128)
-    return ModelShape(config, 1, torch.bfloat16, 16, torch.device("cuda", 0))
+    return ModelShape(config, 1, torch.bfloat16, 16, DeviceKind.of(torch.device("cuda", 0)))
 
 
 def test_each_role_and_phase_has_its_backend(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +151,8 @@ def test_one_backend_that_reads_lengths_on_the_host_costs_the_graphs(
     assert reason == "flashinfer in draft_extend"
     with caplog.at_level(logging.WARNING):
         worker = pair.spec().worker
-        assert rounds_are_graphs(worker, shape.device, None, rank=0)
-        assert not any(rounds_are_graphs(worker, shape.device, reason, rank) for rank in (0, 1))
+        assert rounds_are_graphs(worker, torch.device("cuda"), None, rank=0)
+        assert not any(rounds_are_graphs(worker, torch.device("cuda"), reason, rank) for rank in (0, 1))
     (record,) = caplog.records
     assert "without CUDA graphs" in record.message and "flashinfer in draft_extend reads them" in record.message
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from attention.limits import DeviceKind
 from workers.config import ModelSource
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
@@ -55,19 +56,33 @@ def load_target(
     deterministic: bool = False,
 ) -> Decoder:
     """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
-    deterministic: see `finish_weights`. device: "meta" reads the headers of the checkpoint's files only, and checks
-    them; the model cannot run.
+    deterministic: see `finish_weights`. Raises ValueError as `fill_target`."""
+    name = f"model {source.path}"
+    config.check_device(DeviceKind.of(device), resolve_dtype(source.dtype, config.dtype, device), name)
+    fallback = config.quant.fallback(device)
+    if fallback is not None and group.rank == 0:
+        logger.warning("%s: %s", name, fallback)
+    model = fill_target(source, config, group, device, max_position, capture)
+    finish_weights(model, deterministic)
+    return model.eval()
+
+
+def fill_target(
+    source: ModelSource,
+    config: ModelConfig,
+    group: TPGroup,
+    device: torch.device,
+    max_position: int,
+    capture: tuple[int, ...] = (),
+) -> Decoder:
+    """`load_target` without the packing. device: "meta" reads the headers of the checkpoint's files only, and checks
+    them.
 
     Raises ValueError naming file and tensor where the checkpoint is damaged, does not fit, or is not finite."""
     name = f"model {source.path}"
     family = family_of(config.architecture, name)
     names = family.weight_names(config)
     dtype = resolve_dtype(source.dtype, config.dtype, device)
-    config.check_device(device, dtype, name)
-    is_check = device.type == "meta"
-    fallback = None if is_check else config.quant.fallback(device)
-    if fallback is not None and group.rank == 0:
-        logger.warning("%s: %s", name, fallback)
     model = allocate(
         lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
     )
@@ -76,11 +91,9 @@ def load_target(
     else:
         read = partial(checkpoint_tensors, source.path, device)
         load_weights(model, read(), names, name)
-        if is_check:
-            return model
-        check_finite(model, read, names, name)
-    finish_weights(model, deterministic)
-    return model.eval()
+        if device.type != "meta":
+            check_finite(model, read, names, name)
+    return model
 
 
 def allocate(

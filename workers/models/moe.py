@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from attention.limits import DeviceKind
 from workers.layers.routing import Routing
 from workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
 
@@ -48,7 +49,7 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
     }
 
 
-def check_experts_device(device: torch.device, dtype: torch.dtype, source: str) -> None:
+def check_experts_device(device: DeviceKind, dtype: torch.dtype, source: str) -> None:
     """Raises ValueError, naming `source`, where experts would wait for the device in every layer, which a captured step
     cannot."""
     if device.type != "cuda":
@@ -56,8 +57,8 @@ def check_experts_device(device: torch.device, dtype: torch.dtype, source: str) 
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ValueError(f"{source}: experts on a GPU are multiplied in bfloat16, not in {name}; set dtype: bfloat16")
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] not in _GROUPED_MAJORS:
+    capability = device.capability
+    if capability is not None and capability[0] not in _GROUPED_MAJORS:
         raise ValueError(
             f"{source}: experts need a GPU of compute capability 9.x or 10.x, this one has "
             f"{capability[0]}.{capability[1]}; serve a dense model"

@@ -10,7 +10,7 @@ from attention import registry
 from attention.backend import AttentionBackend
 from attention.config import TargetAttention
 from attention.kv_cache.latent import LatentLayout
-from attention.limits import AttentionUse
+from attention.limits import AttentionUse, DeviceKind
 from attention.metadata import Mode
 from attention.registry import Choice, choose_backends
 from workers.models.config import ModelConfig
@@ -26,14 +26,13 @@ class ModelShape:
     tensor_parallel: int
     dtype: torch.dtype
     page_size: int
-    device: torch.device
+    device: DeviceKind
 
     def use(self, mode: Mode, tree: bool = False, window: int | None = None) -> AttentionUse:
         """tree: whether masks branch in this mode. window: as in `AttentionUse`."""
         layouts = [group.layout for group in self.config.kv_groups(self.tensor_parallel, self.dtype)]
         layout = layouts[0]
         assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one kind of view"
-        cuda = self.device.type == "cuda"
         return AttentionUse(
             mode=mode,
             num_heads=self.config.num_heads // self.tensor_parallel,
@@ -42,7 +41,7 @@ class ModelShape:
             page_size=self.page_size,
             dtype=self.dtype,
             device=self.device.type,
-            capability=torch.cuda.get_device_capability(self.device) if cuda else None,
+            capability=self.device.capability,
             tree=tree,
             layout=layout.kind,
             value_dim=layout.latent if isinstance(layout, LatentLayout) else None,
@@ -50,17 +49,24 @@ class ModelShape:
         )
 
 
-def target_backends(
-    names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool], span: int | None = None
-) -> Backends:
-    """Verification follows decode. verified: `workers.runner.layout.Speculation.verified_modes`. span: of
-    `TritonBackend`, the only one that has it. Raises ValueError as `choose_backends` does."""
+def target_choices(names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool]) -> list[Choice]:
+    """What a configuration names for the target; verification follows decode. verified:
+    `workers.runner.layout.Speculation.verified_modes`."""
     choices = [
         Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
         Choice("attention.decode", names.decode, shape.use(Mode.DECODE)),
     ]
-    choices += [Choice("attention.decode", names.decode, shape.use(mode, tree)) for mode, tree in verified.items()]
-    chosen = choose_backends(choices)
+    return choices + [
+        Choice("attention.decode", names.decode, shape.use(mode, tree)) for mode, tree in verified.items()
+    ]
+
+
+def target_backends(
+    names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool], span: int | None = None
+) -> Backends:
+    """The backends of `target_choices`. span: of `TritonBackend`, the only one that has it. Raises ValueError as
+    `choose_backends` does."""
+    chosen = choose_backends(target_choices(names, shape, verified))
     if span is None:
         return chosen
     from attention.backends.triton_backend import TritonBackend

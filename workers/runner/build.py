@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kv_cache.pool import KVPool
+from attention.limits import DeviceKind
+from attention.registry import Choice, choose_backends
 from workers.config import WorkerConfig
 from workers.device import resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
-from workers.runner.backends import Backends, ModelShape, chunks_on_device, needs_cpu_seq_lens, target_backends
+from workers.runner.backends import (
+    Backends,
+    ModelShape,
+    chunks_on_device,
+    needs_cpu_seq_lens,
+    target_backends,
+    target_choices,
+)
 from workers.runner.costs.cost_points import measured_steps
 from workers.runner.costs.cost_probe import probe_costs, probe_extent
 from workers.runner.decoding import CuttableStrategy
@@ -82,7 +91,7 @@ def build_rank(
         torch.cuda.set_device(device)
     deterministic = checked_deterministic(worker, layout.target, layout.dtype, device)
     backends = _backends_of_target(worker, layout, device, deterministic)
-    others = layout.speculation.backends(worker.cache.page_size, layout.dtype, device)
+    others = choose_backends(layout.speculation.attention(worker.cache.page_size, layout.dtype, DeviceKind.of(device)))
     phases = _Phases(report)
     memory = RankMemory(device_memory(device), worker, layout, device)
     # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
@@ -195,11 +204,23 @@ def rounds_are_graphs(worker: WorkerConfig, device: torch.device, host_readers: 
     return wanted and host_readers is None
 
 
+def attention_choices(
+    worker: WorkerConfig, layout: EngineLayout, dtype: torch.dtype, device: DeviceKind
+) -> list[Choice]:
+    """The backends that a configuration names for all models. dtype: that they compute with on `device`."""
+    shape = ModelShape(layout.target, worker.tensor_parallel, dtype, worker.cache.page_size, device)
+    return [
+        *target_choices(worker.attention, shape, layout.speculation.verified_modes),
+        *layout.speculation.attention(worker.cache.page_size, dtype, device),
+    ]
+
+
 def _backends_of_target(
     worker: WorkerConfig, layout: EngineLayout, device: torch.device, deterministic: bool
 ) -> Backends:
     """Raises ValueError where one cannot do what it is named for."""
-    shape = ModelShape(layout.target, worker.tensor_parallel, layout.dtype, worker.cache.page_size, device)
+    kind = DeviceKind.of(device)
+    shape = ModelShape(layout.target, worker.tensor_parallel, layout.dtype, worker.cache.page_size, kind)
     span = None
     if deterministic:
         from attention.backends.triton_backend import fixed_span

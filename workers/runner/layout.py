@@ -12,7 +12,9 @@ from attention.config import CacheConfig
 from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
+from attention.limits import DeviceKind
 from attention.metadata import Mode
+from attention.registry import Choice
 from workers.config import AUTO_SLOTS, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.device import resolve_device, resolve_dtype
 from workers.distributed.tp_group import TPGroup
@@ -55,15 +57,15 @@ class Speculation(Protocol):
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         """Of the layers whose KV is kept beside the target's, in as many pages of the same ids."""
 
-    def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
-        """Of the models beside the target; raises ValueError where one cannot do what it is named for."""
+    def attention(self, page_size: int, dtype: torch.dtype, device: DeviceKind) -> list[Choice]:
+        """The backends that are named for the models beside the target."""
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         """Of what is loaded beside the target on each rank, at most. multiplies_fp8: as for
         `workers.models.weight_bytes.weight_bytes`."""
 
     def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> CuttableStrategy:
-        """Loads what drafts. backends: what `backends` chose. done: hears each phase that ends.
+        """Loads what drafts. backends: of `attention`. done: hears each phase that ends.
         Raises ValueError where a checkpoint does not fit."""
 
 
@@ -175,8 +177,8 @@ class NoSpeculation:
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return ()
 
-    def backends(self, page_size: int, dtype: torch.dtype, device: torch.device) -> Backends:
-        return {}
+    def attention(self, page_size: int, dtype: torch.dtype, device: DeviceKind) -> list[Choice]:
+        return []
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         return 0
