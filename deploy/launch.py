@@ -26,6 +26,7 @@ from deploy.hub import with_downloads
 from deploy.process_watch import ProcessWatch
 from deploy.ray_files import keep_to_owner
 from deploy.ray_output import leave_out_ends, leave_out_token_line
+from deploy.start_watch import StartWatch
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port, free_ports
 
@@ -134,7 +135,10 @@ def serve(
         use_checked(content, found)
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
-        _run(absolute, empty, config.engine.drain_timeout_s, watches, folder / ENDING)
+        start = StartWatch()
+        _run(absolute, empty, config.engine.drain_timeout_s, watches, start, folder / ENDING)
+    if start.reason:
+        raise ConfigError(start.reason)
     return 0
 
 
@@ -153,9 +157,11 @@ def _is_one_engine(content: Mapping[str, Any]) -> bool:
     return len(content["applications"]) == 1 and parallel.get("replicas", 1) == 1
 
 
-def _run(path: Path, empty: Path, drain_timeout_s: float, watches: list[Watch], ending: Path) -> None:
-    """Deploy it and stay until a signal. empty: a folder without modules. ending: a file that is made before the
-    application is deleted."""
+def _run(
+    path: Path, empty: Path, drain_timeout_s: float, watches: list[Watch], start: StartWatch, ending: Path
+) -> None:
+    """Deploy it and stay until a signal. empty: a folder without modules. start: ends a start that cannot succeed.
+    ending: a file that is made before the application is deleted."""
     from ray.serve.scripts import run
 
     def drain(signum: int, frame: object) -> None:
@@ -164,8 +170,9 @@ def _run(path: Path, empty: Path, drain_timeout_s: float, watches: list[Watch], 
         late.daemon = True
         late.start()
         ending.touch()
-        _drain(drain_timeout_s)
-        for watch in watches:
+        if not start.reason:
+            _drain(drain_timeout_s)
+        for watch in (start, *watches):
             watch.stop()
         leave_out_ends()
         raise KeyboardInterrupt
@@ -173,6 +180,7 @@ def _run(path: Path, empty: Path, drain_timeout_s: float, watches: list[Watch], 
     # After Ray's own handlers, which end the process with a stack trace.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, drain)
+    start.start()
     arguments = ["--app-dir", str(empty), str(path)]
     with contextlib.suppress(SystemExit):  # how `serve run` ends after Ctrl-C
         run.main(arguments, prog_name="serve run", standalone_mode=False)

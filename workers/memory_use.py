@@ -7,6 +7,11 @@ from dataclasses import dataclass
 HOST_SHARE, HOST_LIMIT_BYTES = 0.1, 10**9
 
 
+class DeviceMemoryError(ValueError):
+    """A GPU has not the memory now. Unlike other refusals of a start this may pass: a process that has just been killed
+    holds its memory for a moment."""
+
+
 @dataclass(frozen=True)
 class MemoryUse:
     """In bytes. All numbers but `total` and `others` are of

@@ -5,6 +5,8 @@ supervisor         starts coordinator and worker group, watches them, restarts t
 coordinator_actor  the Ray actor around `cluster.coordinator`
 worker_group       one epoch of workers: started, watched and killed together
 worker_actor       the Ray actor of one rank
+errors             why ranks could not be started
+refusals           remembers a start that was refused
 rank_process       ranks begun before Ray, and the actor's end of one; no Ray
 worker_loop        a rank's loop: plans in, results and heartbeats out; no Ray
 placement          bundles, strategy and the order of ranks, as plain values; no Ray

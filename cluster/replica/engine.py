@@ -16,11 +16,13 @@ from ray.serve.context import _get_global_client
 
 from cluster.config import AerieConfig
 from cluster.logs import use_json_logs
+from cluster.replica import refusals
+from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.plan_report import ready_line
 from cluster.replica.scaling import engine_load
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_actor import Worker
-from cluster.replica.worker_group import WorkerGroupError, WorkerGroupPlan
+from cluster.replica.worker_group import WorkerGroupPlan
 from cluster.start_log import StartLog, print_line
 from cluster.transport.discovery import coordinator_prefix
 from cluster.transport.folders import private_folder
@@ -53,8 +55,14 @@ class Engine:
             report=print_line,
         )
         started = time.monotonic()
+        if reason := refusals.remembered(application, config):
+            raise StartRefusedError(reason)
         try:
             await self._supervisor.start()
+        except StartRefusedError as error:
+            print_line(f"the engine could not start: {error}")
+            refusals.remember(application, config, str(error))
+            raise
         except (WorkerGroupError, CoordinatorLostError) as error:
             print_line(f"the engine could not start: {error}")  # Serve tells this to its log file only, in some modes
             raise

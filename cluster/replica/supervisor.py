@@ -15,9 +15,10 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.replica.coordinator_actor import EagleCoordinator
+from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.placement import ENGINE_CPUS
 from cluster.replica.plan_report import cost_line, rank_lines
-from cluster.replica.worker_group import Report, Spares, WorkerGroup, WorkerGroupError, WorkerGroupPlan, first_line
+from cluster.replica.worker_group import Report, Spares, WorkerGroup, WorkerGroupPlan, first_line
 from cluster.transport.discovery import NAMESPACE
 from cluster.transport.messages import EngineStats
 
@@ -111,6 +112,11 @@ class Supervisor:
             try:
                 await self._bring_up()
                 return
+            except StartRefusedError as error:
+                self.stop()
+                raise GaveUpError(
+                    f"engine {self._engine_id}: gave up, as another start would end alike: {error}"
+                ) from None
             except (WorkerGroupError, CoordinatorLostError) as error:
                 self._report(f"engine {self._engine_id}: attempt {attempt} of {config.max_restarts} failed: {error}")
                 if isinstance(error, CoordinatorLostError):

@@ -19,11 +19,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.assembly import Layout
 from cluster.config import AerieConfig
+from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.placement import WORKER_CPUS, RankPlace, order_ranks
 from cluster.replica.worker_actor import Worker
 from cluster.start_log import StartLog
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
+from workers.memory_use import DeviceMemoryError
 from workers.scheduling.cost_table import CostTable
 
 LOOPBACK = "127.0.0.1"
@@ -31,10 +33,6 @@ PLACED_POLL_S = 0.1
 
 Report = Callable[[str], None]
 T = TypeVar("T")
-
-
-class WorkerGroupError(RuntimeError):
-    """A worker group could not be started, or lost a rank; the message names the first cause."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +229,10 @@ class WorkerGroup:
             call.add_done_callback(_retrieve)
         for rank, call in enumerate(calls):
             if call in done and call.exception() is not None:
+                error = call.exception()
                 where = f" ({self.places[rank].process})" if self.places else ""
-                raise WorkerGroupError(
-                    f"rank {rank}{where}, {method}: {first_line(call.exception())}"
-                ) from call.exception()
+                kind = StartRefusedError if is_refusal(error) else WorkerGroupError
+                raise kind(f"rank {rank}{where}, {method}: {first_line(error)}") from error
         return [call.result() for call in calls]
 
 
@@ -251,6 +249,12 @@ def _retrieve(call: "asyncio.Future[Any]") -> None:
     """Mark a call's exception as seen: it belongs to a worker group that is already dead."""
     with contextlib.suppress(asyncio.CancelledError):
         call.exception()
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether an error that came from an actor is a refusal with its reason (ValueError), of what stays as it is."""
+    cause = getattr(error, "cause", None) or error
+    return isinstance(cause, ValueError) and not isinstance(cause, DeviceMemoryError)
 
 
 def first_line(error: BaseException | None) -> str:

@@ -13,9 +13,12 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from deploy.cli import main
 from deploy.configs import located, packaged_names, starting_point
+from tests.support.prompts import MODELS
+from workers.distributed.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,6 +187,32 @@ def test_checkpoints_that_do_not_fit_stop_serve_and_the_ray_that_it_started(tmp_
     left = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in left if folder in " ".join(command or [])]
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.ray
+def test_weights_that_only_a_rank_can_refuse_end_the_first_start(tmp_path: Path) -> None:
+    """NaN is found while weights are loaded: the command ends with the tensor's name, and no second start is tried."""
+    model = Path(shutil.copytree(MODELS / "target", tmp_path / "target"))
+    tensors = load_file(str(model / "model.safetensors"))
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, str(model / "model.safetensors"))
+    path = _config(tmp_path, model={"path": str(model)}, parallel={"tensor_parallel": 1})
+    folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "serve", str(path), "--port", str(free_port())],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"},
+        check=False,
+        timeout=120,
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("the engine could not start: rank 0"), done.stderr
+    assert last.endswith(f"weights are NaN or infinite: {name} (model.safetensors); download the checkpoint again")
+    assert (done.stdout + done.stderr).count("device opened") == 1
 
 
 def test_taken_port_stops_serve_before_ray_starts(tmp_path: Path) -> None:

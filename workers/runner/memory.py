@@ -15,7 +15,7 @@ import torch
 
 from workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from workers.distributed.tp_group import TPGroup
-from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
+from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, DeviceMemoryError, MemoryUse
 from workers.runner.device_memory import DeviceMemory
 from workers.runner.graphs.warm_up import largest_steps, run
 from workers.runner.layout import EngineLayout, pages_asked
@@ -192,11 +192,11 @@ def wait_until_free(
 
 @contextmanager
 def must_fit(what: str, remedy: str) -> Iterator[None]:
-    """Turns a GPU's lack of memory into a ValueError that says for what it was needed, and what to do."""
+    """Turns a GPU's lack of memory into a DeviceMemoryError that says for what it was needed, and what to do."""
     try:
         yield
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info()
-        raise ValueError(
+        raise DeviceMemoryError(
             f"no GPU memory for {what} ({free / 1e9:.1f} of {total / 1e9:.1f} GB are free): {remedy}"
         ) from None

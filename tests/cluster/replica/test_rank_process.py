@@ -90,5 +90,5 @@ def test_a_rank_that_outlives_its_actor_prints_no_error() -> None:
 def test_the_server_goes_on_while_the_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(checks, "_print_plan", lambda *plan: seen.append("plan"))
-    checks.check_and_begin(find_config("eagle"), lambda: 0, "", seen.append)
+    checks.check_and_begin(find_config("eagle"), lambda: checks.LocalGpus(0), "", seen.append)
     assert seen == [{"max_model_len": 2048}, "plan"]

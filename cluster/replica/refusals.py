@@ -1,0 +1,51 @@
+"""Remembers, in Ray's key-value store, that an engine's start was refused. Serve (2.60) begins a replica anew whatever
+its constructor raised: the next ones raise the same at once instead of loading again, and `aerie serve` ends."""
+
+import hashlib
+import time
+from pathlib import Path
+
+import msgspec
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+from cluster.config import AerieConfig
+
+# Serve begins replicas anew after 1, 2 and 4 s. A longer memory would outlast a fault of one node.
+FRESH_S = 30.0
+
+
+class Refusal(msgspec.Struct):
+    """at: Unix seconds. identity: of the start, see `identity_of`. reason: the error's text."""
+
+    at: float
+    identity: str
+    reason: str
+
+
+def remember(application: str, config: AerieConfig, reason: str) -> None:
+    """Tell all processes of the cluster why an engine of `application` cannot start."""
+    _internal_kv_put(_key(application), msgspec.msgpack.encode(Refusal(time.time(), identity_of(config), reason)))
+
+
+def remembered(application: str, config: AerieConfig | None = None) -> str:
+    """Why an engine of `application` cannot start, "" if nothing is known. config: the refused start must have had the
+    same, and the same files."""
+    found = _internal_kv_get(_key(application))
+    if not found:
+        return ""
+    refusal = msgspec.msgpack.decode(found, type=Refusal)
+    is_same = config is None or refusal.identity == identity_of(config)
+    return refusal.reason if is_same and time.time() - refusal.at < FRESH_S else ""
+
+
+def identity_of(config: AerieConfig) -> str:
+    """A digest of the configuration and of the names, sizes and times of the checkpoints' files, so that a mended
+    checkpoint is tried at once."""
+    paths = {config.model.path, *([config.speculative.path] if config.speculative is not None else [])}
+    files = [file for path in sorted(paths) for file in sorted(Path(path).glob("*")) if file.is_file()]
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((config.model_dump(), facts)).encode()).hexdigest()
+
+
+def _key(application: str) -> bytes:
+    return f"aerie-refused:{application}".encode()

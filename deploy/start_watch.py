@@ -1,0 +1,48 @@
+"""Watches whether the application that `aerie serve` has deployed can start at all. Used by `deploy.launch`."""
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.watches import Watch
+
+
+class StartWatch(Watch):
+    """Ends this process with SIGTERM once an engine's start was refused, or Serve has given the application up; stops
+    looking once the application runs. Serve (2.60) would try again, and `serve run` stays in any case.
+
+    reason: why the start cannot succeed; "" while it may."""
+
+    period_s = 0.25
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason = ""
+
+    def stop(self) -> None:
+        """Waits for no answer of Serve's, which may be what hangs."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        from ray import serve
+
+        applications = serve.status().applications
+        self.reason = failure(applications)
+        if self.reason:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.reason or (applications and all(app.status == "RUNNING" for app in applications.values())):
+            self._stopped.set()
+
+
+def failure(applications: Mapping[str, Any]) -> str:
+    """Why one of the applications of `serve.status()` cannot start, "" where each may."""
+    from cluster.replica.refusals import remembered
+
+    for name, application in applications.items():
+        if reason := remembered(name):
+            return f"the engine could not start: {reason}"
+        if application.status == "DEPLOY_FAILED":
+            last = application.message.strip().splitlines()
+            return f"Serve gave up application {name}: {last[-1] if last else 'it does not say why'}"
+    return ""

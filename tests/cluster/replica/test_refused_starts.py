@@ -1,0 +1,121 @@
+"""A start that was refused is not tried again: told from failures that may pass, given up at once with its reason, and
+seen by the command that waits for it."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.config import parse
+from cluster.replica import refusals
+from cluster.replica.errors import StartRefusedError, WorkerGroupError
+from cluster.replica.supervisor import GaveUpError, Supervisor
+from cluster.replica.worker_group import WorkerGroup
+from deploy.start_watch import StartWatch, failure
+from tests.support.prompts import MODELS
+from workers.memory_use import DeviceMemoryError
+
+ARGS = {
+    "model": {"path": str(MODELS / "target")},
+    "engine": {"restart_backoff_s": 0.001, "max_restarts": 4},
+}
+NAN = "model /m: weights are NaN or infinite: model.norm.weight (model.safetensors)"
+
+
+class Rank:
+    """An actor's handle, whose method fails as Ray has it fail."""
+
+    def __init__(self, error: Exception) -> None:
+        async def failing() -> None:
+            raise ray.exceptions.RayTaskError("build", "Traceback ...", error)
+
+        self.build = SimpleNamespace(remote=failing)
+
+
+async def failed(error: Exception) -> WorkerGroupError:
+    group: Any = object.__new__(WorkerGroup)
+    group._workers, group.places = [Rank(error)], []
+    with pytest.raises(WorkerGroupError) as raised:
+        await group._all("build")
+    return raised.value
+
+
+def test_a_refusal_is_told_from_what_may_pass() -> None:
+    refused = asyncio.run(failed(ValueError(NAN)))
+    assert isinstance(refused, StartRefusedError) and str(refused) == f"rank 0, build: ValueError: {NAN}"
+    for error in (RuntimeError("NCCL error"), DeviceMemoryError("no GPU memory for graphs"), OSError("No space left")):
+        assert type(asyncio.run(failed(error))) is WorkerGroupError
+
+
+@pytest.mark.parametrize("error,attempts", [(StartRefusedError(NAN), 1), (WorkerGroupError("NCCL"), 4)])
+def test_a_restart_that_is_refused_is_given_up_at_once(error: Exception, attempts: int) -> None:
+    plan = SimpleNamespace(config=parse(ARGS, MODELS), folder="/nonexistent")
+    supervisor: Any = Supervisor(plan, "e", "p", lambda line: None)  # type: ignore[arg-type]
+    tried = []
+
+    async def bring_up() -> None:
+        tried.append(error)
+        raise error
+
+    supervisor._bring_up = bring_up
+    with pytest.raises(GaveUpError) as raised:
+        asyncio.run(supervisor._restart())
+    assert len(tried) == attempts
+    if attempts == 1:
+        assert str(raised.value) == f"engine e: gave up, as another start would end alike: {NAN}"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, bytes]:
+    """Ray's key-value store."""
+    kept: dict[bytes, bytes] = {}
+    monkeypatch.setattr(refusals, "_internal_kv_put", kept.__setitem__)
+    monkeypatch.setattr(refusals, "_internal_kv_get", kept.get)
+    return kept
+
+
+def test_a_refusal_is_remembered_for_the_same_start(
+    store: dict[bytes, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = parse({"model": {"path": str(tmp_path)}}, tmp_path)
+    assert refusals.remembered("aerie", config) == ""
+    refusals.remember("aerie", config, NAN)
+    assert refusals.remembered("aerie", config) == refusals.remembered("aerie") == NAN
+    assert refusals.remembered("another", config) == ""
+    other = parse({"model": {"path": str(tmp_path), "max_model_len": 64}}, tmp_path)
+    assert refusals.remembered("aerie", other) == ""
+    (tmp_path / "model.safetensors").write_text("mended")
+    assert refusals.remembered("aerie", config) == ""
+    monkeypatch.setattr(refusals, "FRESH_S", 0.0)
+    assert refusals.remembered("aerie") == ""
+
+
+def applications(status: str = "DEPLOYING", message: str = "") -> dict[str, Any]:
+    """As `serve.status()` has them."""
+    return {"aerie": SimpleNamespace(status=status, message=message)}
+
+
+def test_the_command_sees_a_refusal_and_what_serve_gave_up(store: dict[bytes, bytes]) -> None:
+    assert failure({}) == failure(applications()) == failure(applications("RUNNING")) == ""
+    gave_up = failure(applications("DEPLOY_FAILED", message="Failed to update.\nOSError: No space left"))
+    assert gave_up == "Serve gave up application aerie: OSError: No space left"
+    refusals.remember("aerie", parse(ARGS, MODELS), NAN)
+    assert failure(applications()) == f"the engine could not start: {NAN}"
+
+
+def test_the_watch_looks_no_further_once_the_application_runs(
+    store: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray import serve
+
+    shown = [applications(), applications("RUNNING"), applications("DEPLOY_FAILED")]
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=shown.pop(0)))
+    watch = StartWatch()
+    watch.period_s = 0.001
+    watch.start()
+    watch._thread.join(10)
+    assert not watch._thread.is_alive() and watch.reason == "" and len(shown) == 1
