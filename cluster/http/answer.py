@@ -49,6 +49,8 @@ class Answer:
     num_tokens: up to and including the one that ended the answer, as vLLM counts usage.
     cached_tokens, speculation: of the last delta that had them, the round that brought a stop string included.
     prompt_scores: of the prompt, where they are asked for; whole with the first token.
+    num_reasoning_tokens: of those whose text came as reasoning; counted by the answer's driver, which has a parser.
+    matched_stop: the stop string, or the id of the token that ended the answer, end of sequence included.
 
     The text of a stop token is not shown. Nothing after the end leaks: accepted tokens after a stop string are dropped
     from text, tokens, logprobs and counts.
@@ -73,7 +75,9 @@ class Answer:
         self.stop_reason: str | int | None = None
         self.cached_tokens: int | None = None
         self.speculation: SpeculationStats | None = None
+        self.matched_stop: str | int | None = None
         self.prompt_scores = PromptScores()
+        self.num_reasoning_tokens = 0
 
     def push(self, delta: TokenDelta) -> Piece:
         """The next piece. Raises EngineFailedError if the delta says so."""
@@ -116,7 +120,7 @@ class Answer:
             return False
         shown.append(result.shown + result.stop if self._include_stop else result.shown)
         self.finish = "stop"
-        self.stop_reason = result.stop
+        self.stop_reason = self.matched_stop = result.stop
         return True
 
     def _finish(self, delta: TokenDelta, held: str, shown: list[str]) -> None:
@@ -124,8 +128,9 @@ class Answer:
         if not self._show(held, shown):
             shown.append(self._matcher.flush())
             self.finish = _END_REASONS[delta.finish]
-            if delta.finish == "stop" and delta.tokens and delta.tokens[-1] not in self._eos_token_ids:
-                self.stop_reason = delta.tokens[-1]
+            if delta.finish == "stop" and delta.tokens:
+                self.matched_stop = delta.tokens[-1]
+                self.stop_reason = None if self.matched_stop in self._eos_token_ids else self.matched_stop
 
     def _piece(self, delta: TokenDelta, shown: list[str], offsets: list[int], texts: list[str]) -> Piece:
         """offsets, texts: of those of the delta's tokens that belong to the answer."""

@@ -35,8 +35,8 @@ class Endpoint:
     handler: takes the HTTP request and, if there is a body, the checked one; gives the reply, or a Response if it sends
         by itself. Raises ApiError. Its docstring describes the route.
     body: the schema of the request's body.
-    reply: the schema of the reply; None for plain text.
-    event: the schema of the events of a stream, if it can stream.
+    reply: the schemas of the reply; none for plain text.
+    event: the schemas of the events of a stream, if it can stream.
     errors: the schemas of the replies of other statuses than 200.
     restate: gives errors the route's own form, if it has one.
     generates: refused while the ingress is full or drains, before the work of reading the body.
@@ -46,8 +46,8 @@ class Endpoint:
     path: str
     handler: Handler
     body: type[BaseModel] | None
-    reply: type[msgspec.Struct] | None
-    event: type[msgspec.Struct] | None = None
+    reply: tuple[type[msgspec.Struct], ...]
+    event: tuple[type[msgspec.Struct], ...] = ()
     errors: tuple[type[msgspec.Struct], ...] = (ErrorReply,)
     generates: bool = False
     restate: Callable[[ApiError], ApiError] | None = None
@@ -60,31 +60,35 @@ def get(
     errors: tuple[type[msgspec.Struct], ...] = (ErrorReply,),
 ) -> Endpoint:
     """A route without a body."""
-    return Endpoint("GET", path, handler, None, reply, errors=errors)
+    return Endpoint("GET", path, handler, None, () if reply is None else (reply,), errors=errors)
 
 
 def post(
     path: str,
     handler: Callable[[Request, Body], Awaitable[Reply | Response]],
-    body: type[Body],
-    reply: type[Reply],
-    event: type[msgspec.Struct] | None = None,
+    body: type[BaseModel],
+    reply: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...],
+    event: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...] = (),
     generates: bool = False,
     error: type[msgspec.Struct] = ErrorReply,
     restate: Callable[[ApiError], ApiError] | None = None,
 ) -> Endpoint:
     """A route with a JSON body."""
-    return Endpoint("POST", path, handler, body, reply, event, (error,), generates, restate)
+    return Endpoint("POST", path, handler, body, _several(reply), _several(event), (error,), generates, restate)
 
 
 def command(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
     """A POST route without a body."""
-    return Endpoint("POST", path, handler, None, reply)
+    return Endpoint("POST", path, handler, None, (reply,))
 
 
 def delete(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
     """A DELETE route."""
-    return Endpoint("DELETE", path, handler, None, reply)
+    return Endpoint("DELETE", path, handler, None, (reply,))
+
+
+def _several(kinds: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]) -> tuple[type[msgspec.Struct], ...]:
+    return kinds if isinstance(kinds, tuple) else (kinds,)
 
 
 def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> Callable[[Request], Awaitable[Response]]:

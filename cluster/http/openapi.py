@@ -30,12 +30,11 @@ def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, A
 
 def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
     content = {"text/plain": {"schema": {"type": "string"}}}
-    if endpoint.reply is not None:
-        content = {"application/json": _schema(endpoint.reply)}
-    if endpoint.event is not None:
+    if endpoint.reply:
+        content = {"application/json": _schema(*endpoint.reply)}
+    if endpoint.event:
         # Each event's `data:` is one of these; the last is [DONE].
-        content["text/event-stream"] = _schema(endpoint.event)
-    errors = [_schema(kind)["schema"] for kind in endpoint.errors]
+        content["text/event-stream"] = _schema(*endpoint.event)
     operation: dict[str, Any] = {
         "operationId": path.strip("/").translate(str.maketrans("/{}", "___")).strip("_"),
         "summary": (inspect.getdoc(endpoint.handler) or "").partition("\n")[0],
@@ -43,7 +42,7 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
             "200": {"description": "Success", "content": content},
             "default": {
                 "description": "An error",
-                "content": {"application/json": {"schema": errors[0] if len(errors) == 1 else {"anyOf": errors}}},
+                "content": {"application/json": _schema(*endpoint.errors)},
             },
         },
     }
@@ -57,18 +56,14 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
     return operation
 
 
-def _schema(kind: type) -> dict[str, Any]:
-    return {"schema": {"$ref": _REF.format(kind.__name__)}}
+def _schema(*kinds: type) -> dict[str, Any]:
+    refs = [{"$ref": _REF.format(kind.__name__)} for kind in kinds]
+    return {"schema": refs[0] if len(refs) == 1 else {"anyOf": refs}}
 
 
 def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """Every class that a route names, and those that they are made of."""
-    replies = [
-        kind
-        for endpoint in endpoints
-        for kind in (endpoint.reply, endpoint.event, *endpoint.errors)
-        if kind is not None
-    ]
+    replies = [kind for endpoint in endpoints for kind in (*endpoint.reply, *endpoint.event, *endpoint.errors)]
     _, of_replies = msgspec.json.schema_components(replies, ref_template=_REF.format("{name}"))
     structs = {struct.__name__: struct for struct in _subclasses(Struct)}
     for name, schema in of_replies.items():

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,11 +23,17 @@ from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reaso
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
 from cluster.http.parsers.marks import MARKS
-from cluster.http.parsers.output_parser import ReplyDelta, joined_deltas
+from cluster.http.parsers.output_parser import (
+    HeldReasoning,
+    OutputParser,
+    ReplyDelta,
+    joined_deltas,
+    num_reasoning_tokens,
+)
 from cluster.http.parsers.table import PARSERS
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
-from cluster.http.requests.edge_request import EdgeRequest
+from cluster.http.requests.edge_request import Choice, EdgeRequest
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.tracing import RequestTrace, Tracing
@@ -55,7 +62,7 @@ class GenerationResponse(Response):
     """The reply to `request`.
 
     reply_form: the endpoint's.
-    reply_id: unique, names the generations on the engine too.
+    reply_id: what the client reads, which may have chosen it.
     request_id: the client's name for the request, for logs and error messages.
     restate: gives errors the endpoint's own form.
     """
@@ -73,10 +80,11 @@ class GenerationResponse(Response):
         self.background = None
         self._edge = edge
         self._request = request
-        self._reply_id = reply_id
+        self._engine_id = f"{reply_id.partition('-')[0]}-{uuid.uuid4().hex}"  # unique
         self._request_id = request_id
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
-        self._parsers = [PARSERS[request.output_parser](request, edge.tokenizer) for _ in request.choices]
+        self._parsers = [self._parser(choice) for choice in request.choices]
+        self._held = [HeldReasoning() for _ in request.choices]
         self._reply = reply_form(
             ReplyContext(
                 request, self._answers, reply_id, int(time.time()), edge.config.served_model_name, edge.tokenizer
@@ -178,11 +186,11 @@ class GenerationResponse(Response):
     async def _run_choice(self, index: int, emit: Emit) -> None:
         """One choice to its end. A stop string ends it before the engine does: leaving the block aborts it there."""
         choice = self._request.choices[index]
-        answer, parser = self._answers[index], self._parsers[index]
+        answer = self._answers[index]
         prompt = self._request.prompts[choice.prompt]
         # Where a stop string may end the answer, the last delta read may be any.
         running_stats, origins = bool(self._request.stops), self._request.return_token_origins
-        name = f"{self._reply_id}-{index}"
+        name = f"{self._engine_id}-{index}"
         deltas = self._edge.engine.generate(prompt, choice.sampling, name, running_stats, origins)
         trace = self._trace
         if trace is not None:
@@ -196,10 +204,23 @@ class GenerationResponse(Response):
                     continue
                 if piece.finish is not None:
                     break
-                await emit(index, piece, parser.push(piece))
+                await emit(index, piece, self._parsed(index, piece))
             else:
                 raise EngineFailedError("the engine's stream ended without a last delta")
-        await emit(index, piece, parser.push(piece))
+        await emit(index, piece, self._parsed(index, piece))
+
+    def _parser(self, choice: Choice) -> OutputParser:
+        """Of one choice's answer."""
+        request = self._request
+        prompt = request.prompt_texts[choice.prompt] if request.chat else ""
+        return PARSERS[request.output_parser](request, prompt, self._edge.tokenizer)
+
+    def _parsed(self, index: int, piece: Piece) -> ReplyDelta:
+        """What the choice's parser makes of a piece."""
+        delta = self._parsers[index].push(piece)
+        if delta.reasoning:
+            self._answers[index].num_reasoning_tokens += num_reasoning_tokens(delta, piece, self._edge.tokenizer)
+        return delta if self._request.stream_reasoning else self._held[index].push(delta)
 
 
 def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answer:

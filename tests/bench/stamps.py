@@ -86,7 +86,7 @@ def _begin(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
 def _reply(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:
     """A traced request has got its name."""
     number = _traced.get()
-    return [(args[0]._reply_id, number)] if number != NOTHING else []
+    return [(args[0]._engine_id, number)] if number != NOTHING else []
 
 
 def _of_request(args: tuple[Any, ...], result: Any) -> Iterable[Subject]:

@@ -12,31 +12,31 @@ from cluster.http.parsers.tool_calls import CallReader, Llama3Calls, deepseek_ca
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 
-_Maker = Callable[[EdgeRequest, ChatTokenizer], OutputParser]
+_Maker = Callable[[EdgeRequest, str, ChatTokenizer], OutputParser]  # of the request, its prompt's text
 
 
 def _marked(calls: Callable[[], CallReader] | None, opens: str = "<think>", closes: str = "</think>") -> _Maker:
-    def make(request: EdgeRequest, tokenizer: ChatTokenizer) -> OutputParser:
-        reasoning = ReasoningReader(opens, closes, request.prompt_text)
+    def make(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
+        reasoning = ReasoningReader(opens, closes, prompt) if request.separate_reasoning else None
         reader = calls() if calls is not None and request.reads_calls else None
         return MarkedParser(reasoning, reader, request.parallel_calls)
 
     return make
 
 
-def _harmony(request: EdgeRequest, tokenizer: ChatTokenizer) -> OutputParser:
+def _harmony(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
     return HarmonyParser(request.reads_calls, request.parallel_calls)
 
 
-def _response_template(request: EdgeRequest, tokenizer: ChatTokenizer) -> OutputParser:
+def _response_template(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
     assert tokenizer.response_template is not None
     tools = request.tools if request.reads_calls else ()
-    return ResponseTemplateParser(tokenizer.response_template, request.prompt_text, tools, request.parallel_calls)
+    return ResponseTemplateParser(tokenizer.response_template, prompt, tools, request.parallel_calls)
 
 
 # What a request may need of its model's form is in the request and the tokenizer.
 PARSERS: dict[OutputParserName, _Maker] = {
-    "text": lambda request, tokenizer: TextParser(),
+    "text": lambda request, prompt, tokenizer: TextParser(),
     "think": _marked(None),
     "hermes": _marked(hermes_calls),
     "llama3": _marked(Llama3Calls),

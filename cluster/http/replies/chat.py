@@ -34,7 +34,8 @@ class ChatReply:
 
     def first_event(self, index: int) -> bytes:
         request = self._context.request
-        choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+        prefix = request.echo[request.choices[index].prompt] if request.echo else ""
+        choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=prefix))
         if request.return_token_ids:
             choice.prompt_token_ids = request.prompts[request.choices[index].prompt]
         return chunk_event(self._chunk(choice))
@@ -63,9 +64,9 @@ class ChatReply:
 
     def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
         answer = self._context.answers[index]
-        chunk = self._chunk(
-            ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish, stop_reason=answer.stop_reason)
-        )
+        choice = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish, stop_reason=answer.stop_reason)
+        choice.matched_stop = answer.matched_stop
+        chunk = self._chunk(choice)
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)
 
@@ -89,7 +90,7 @@ class ChatReply:
                 choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
                 usage=context.usage(),
                 metrics=context.metrics(),
-                prompt_token_ids=context.request.prompts[0] if context.request.return_token_ids else UNSET,
+                prompt_token_ids=context.request.prompts[0] if context.request.return_token_ids else None,
                 prompt_logprobs=context.prompt_logprobs(0),
             )
         )
@@ -97,19 +98,21 @@ class ChatReply:
     def _choice(self, index: int, answer: WholeAnswer) -> ChatChoice:
         piece, delta, tool_calls = answer
         assert delta.finish is not None
-        reasoning = self._reasoning(delta)
+        request, reasoning = self._context.request, self._reasoning(delta)
+        content = request.echo[request.choices[index].prompt] + delta.content if request.echo else delta.content
         return ChatChoice(
             index=index,
             message=AssistantMessage(
-                content=delta.content if delta.content or not tool_calls else None,
-                reasoning_content=reasoning,
-                reasoning=reasoning,
+                content=content if content or not tool_calls else None,
+                reasoning_content=None if reasoning is UNSET else reasoning,
+                reasoning=None if reasoning is UNSET else reasoning,
                 tool_calls=tool_calls or UNSET,
             ),
             logprobs=self._logprobs(index, piece),
             finish_reason=delta.finish,
             stop_reason=piece.stop_reason,
-            token_ids=piece.tokens if self._context.request.return_token_ids else UNSET,
+            matched_stop=self._context.answers[index].matched_stop,
+            token_ids=piece.tokens if request.return_token_ids else None,
             token_origins=self._context.origins(piece),
         )
 

@@ -41,7 +41,7 @@ def text_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: 
     return TextLogprobs(
         tokens=[_text(token, tokenizer, as_ids) for token in piece.tokens],
         token_logprobs=[_finite(entry.logprob) for entry in piece.logprobs],
-        top_logprobs=tops if num_top else None,
+        top_logprobs=tops,
         text_offset=[begin + offset for offset in piece.offsets],
     )
 
@@ -58,20 +58,17 @@ def echo_logprobs(
     return TextLogprobs(
         tokens=[_text(token, tokenizer, as_ids) for token in prompt],
         token_logprobs=logprobs,
-        top_logprobs=tops if num_top else None,
+        top_logprobs=tops,
         text_offset=_offsets(prompt, echo, tokenizer),
     )
 
 
 def joined_logprobs(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
     """One after the other."""
-    tops = None
-    if first.top_logprobs is not None and second.top_logprobs is not None:
-        tops = first.top_logprobs + second.top_logprobs
     return TextLogprobs(
         tokens=first.tokens + second.tokens,
         token_logprobs=first.token_logprobs + second.token_logprobs,
-        top_logprobs=tops,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
         text_offset=first.text_offset + second.text_offset,
     )
 

@@ -17,6 +17,7 @@ from cluster.http.schema.response import (
     CachedTokens,
     FinishReason,
     PromptToken,
+    ReasoningTokens,
     RequestMetrics,
     SpeculationMetrics,
     TokenOrigin,
@@ -61,7 +62,7 @@ class ReplyContext:
     """What all documents and events of one reply share.
 
     answers: one per choice, in order; whoever drives the request advances them.
-    reply_id: unique.
+    reply_id: what the client reads, which may have chosen it.
     created: Unix seconds.
     """
 
@@ -98,7 +99,13 @@ class ReplyContext:
             completion_tokens=num_output,
             total_tokens=num_prompt + num_output,
             prompt_tokens_details=CachedTokens(cached_tokens=sum(known)) if len(known) == len(cached) else UNSET,
+            completion_tokens_details=ReasoningTokens(self.num_reasoning_tokens) if request.chat else UNSET,
         )
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(answer.num_reasoning_tokens for answer in self.answers)
 
     def event_usage(self) -> Usage | None | UnsetType:
         """`usage` of an event that is not the usage event."""
@@ -110,11 +117,11 @@ class ReplyContext:
         """`metrics` of the last event of a choice: unless a usage event follows, which has them."""
         return UNSET if self.request.include_usage else self.metrics()
 
-    def prompt_logprobs(self, index: int) -> list[dict[str, PromptToken] | None] | UnsetType:
+    def prompt_logprobs(self, index: int) -> list[dict[str, PromptToken] | None] | None:
         """Of the prompt of choice `index`, if they are asked for by this name."""
         request = self.request
         if request.prompt_logprobs < 0:
-            return UNSET
+            return None
         prompt = request.prompts[request.choices[index].prompt]
         return prompt_logprobs(prompt, self.answers[index].prompt_scores, request.prompt_logprobs, self.tokenizer)
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
-from msgspec import UNSET
 
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
@@ -49,7 +48,9 @@ class TextReply:
 
     def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
         answer = self._context.answers[index]
-        chunk = self._chunk(TextChunkChoice(index=index, text="", finish_reason=finish, stop_reason=answer.stop_reason))
+        choice = TextChunkChoice(index=index, text="", finish_reason=finish, stop_reason=answer.stop_reason)
+        choice.matched_stop = answer.matched_stop
+        chunk = self._chunk(choice)
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)
 
@@ -88,9 +89,10 @@ class TextReply:
             logprobs=logprobs if logprobs is None or of_echo is None else joined_logprobs(of_echo, logprobs),
             finish_reason=delta.finish,
             stop_reason=piece.stop_reason,
-            token_ids=piece.tokens if request.return_token_ids else UNSET,
+            matched_stop=self._context.answers[index].matched_stop,
+            token_ids=piece.tokens if request.return_token_ids else None,
             token_origins=self._context.origins(piece),
-            prompt_token_ids=request.prompts[prompt] if request.return_token_ids else UNSET,
+            prompt_token_ids=request.prompts[prompt] if request.return_token_ids else None,
             prompt_logprobs=self._context.prompt_logprobs(index),
         )
 

@@ -13,12 +13,19 @@ from typing import Any
 import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
-from cluster.http.errors import invalid, model_not_found, too_long, unsupported
-from cluster.http.requests.prompts import chat_text, encode_prompt, listed_prompts, template_tool
+from cluster.http.errors import ApiError, invalid, model_not_found, too_long, unsupported
+from cluster.http.requests.prompts import (
+    chat_text,
+    check_token_ids,
+    content_text,
+    encode_prompt,
+    listed_prompts,
+    template_tool,
+)
 from cluster.http.requests.sampling import sampling_params
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
-from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import SamplingParams
 
@@ -39,12 +46,13 @@ class EdgeRequest:
 
     choices: prompt by prompt, n of each.
     echo: texts in front of the answers, one per prompt, or none.
+    prompt_texts: of chats, one per prompt.
     eos_token_ids: the model's own among the stop tokens.
     logprobs: as in SamplingParams.
     prompt_logprobs: the same, of prompts. echo_logprobs: whether echoes have them. echo_only: and nothing after them.
-    prompt_text: of a chat.
     tools: as the chat template gets them.
-    include_reasoning: whether the reply shows what the model thinks.
+    include_reasoning: whether the reply shows what the model thinks. separate_reasoning: apart from the content.
+        stream_reasoning: while it thinks.
     reads_calls: whether the answer's parser looks for tool calls. parallel_calls: and shows more than the first.
     The rest says how the answer is shown.
     """
@@ -67,15 +75,17 @@ class EdgeRequest:
     include_usage: bool
     continuous_usage: bool
     output_parser: OutputParserName
-    prompt_text: str = ""
+    prompt_texts: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     reads_calls: bool = False
     parallel_calls: bool = True
     include_reasoning: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
 
     @property
     def echo_logprobs(self) -> bool:
-        return bool(self.echo) and self.logprobs >= 0
+        return bool(self.echo) and self.logprobs >= 0 and not self.chat
 
     @property
     def scores_prompt(self) -> bool:
@@ -92,12 +102,10 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     _num_choices(body.n, 1, config)
     calls = tool_calling(body, _chat_parser(config))
-    text = _chat_text(body, calls, tokenizer)
-    whole = body.truncate_prompt_tokens is None
-    prompt = await encode_prompt(text, False, "messages", whole, tokenizer, config)
+    text, prompt = await _chat_prompt(body, calls, config, tokenizer)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     max_tokens = body.max_completion_tokens or body.max_tokens
-    request = _request(body, [prompt], [], logprobs, max_tokens, config, tokenizer)
+    request = _request(body, [prompt], _chat_echo(body), logprobs, max_tokens, config, tokenizer)
     sampling, template = request.choices[0].sampling, tokenizer.template_source
     maker = GrammarMaker(config, request.eos_token_ids)
     if body.allowed_token_ids or body.bad_words:  # of the whole answer, thinking included
@@ -114,11 +122,37 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
             Choice(choice.prompt, msgspec.structs.replace(choice.sampling, grammar=grammar))
             for choice in request.choices
         ],
-        prompt_text=text,
+        prompt_texts=(text,),
         tools=tuple(template_tool(tool) for tool in calls.tools),
         reads_calls=bool(calls.tools),
         parallel_calls=calls.parallel,
         include_reasoning=body.include_reasoning is not False,
+        separate_reasoning=_separates(body, request.output_parser),
+        stream_reasoning=body.stream_reasoning is not False,
+    )
+
+
+async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
+    """The chats of a batch as one request with a prompt for each. Raises ApiError."""
+    if len(body.messages) > config.max_choices:
+        raise invalid("messages", f"{len(body.messages)} conversations are more than {config.max_choices}")
+    values = {name: getattr(body, name) for name in body.model_fields_set - {"messages", *(body.model_extra or ())}}
+    chats = []
+    for i, messages in enumerate(body.messages):
+        try:
+            one = ChatCompletionRequest.model_construct(messages=messages, **values)
+            chats.append(await chat_request(one, config, tokenizer))
+        except ApiError as error:
+            if error.param is not None and error.param.startswith("messages"):
+                error.param = error.param.replace("messages", f"messages[{i}]", 1)
+                error.message = error.message.replace("messages", f"messages[{i}]", 1)
+            raise
+    return dataclasses.replace(
+        chats[0],
+        prompts=[chat.prompts[0] for chat in chats],
+        prompt_texts=tuple(chat.prompt_texts[0] for chat in chats),
+        choices=[dataclasses.replace(chat.choices[0], prompt=i) for i, chat in enumerate(chats)],
+        echo=[(chat.echo or [""])[0] for chat in chats],
     )
 
 
@@ -127,6 +161,32 @@ async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokeni
     check_model(body.model, config)
     text = _chat_text(body, tool_calling(body, _chat_parser(config)), tokenizer)
     return await tokenizer.encode(text, add_special_tokens=False)
+
+
+async def _chat_prompt(
+    body: ChatCompletionRequest, calls: ToolCalling, config: EdgeConfig, tokenizer: ChatTokenizer
+) -> tuple[str, list[int]]:
+    """The text of a chat's prompt, and its tokens."""
+    if body.input_ids is not None:
+        prompt = check_token_ids("input_ids", body.input_ids, tokenizer)
+        return tokenizer.decode(prompt), prompt
+    text = _chat_text(body, calls, tokenizer)
+    whole = body.truncate_prompt_tokens is None
+    return text, await encode_prompt(text, False, "messages", whole, tokenizer, config)
+
+
+def _chat_echo(body: ChatCompletionRequest) -> list[str]:
+    """What stands before the answer: the last message, if it is the assistant's and is asked for."""
+    last = body.messages[-1]
+    return [content_text(last.content or "")] if body.echo and last.role == "assistant" else []
+
+
+def _separates(body: ChatCompletionRequest, parser: OutputParserName) -> bool:
+    """Whether reasoning and content are told apart."""
+    separates = body.separate_reasoning is not False
+    if not separates and parser in ("harmony", "response_template"):
+        raise unsupported("separate_reasoning", "this model's form of answers has no text that is both")
+    return separates
 
 
 def _chat_text(body: ChatCompletionRequest, calls: ToolCalling, tokenizer: ChatTokenizer) -> str:
@@ -192,7 +252,7 @@ def _request(
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     chat = isinstance(body, ChatCompletionRequest)
     n = _num_choices(body.n, len(prompts), config)
-    prompts = [_truncated(prompt, body.truncate_prompt_tokens, max_tokens, config) for prompt in prompts]
+    prompts = [_truncated(prompt, body, max_tokens, config) for prompt in prompts]
     eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
     prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     scored = max(prompt_logprobs, logprobs if echo else -1)
@@ -221,13 +281,13 @@ def _request(
         prompt_logprobs=prompt_logprobs,
         echo_only=max_tokens == 0,
         stops=_stops(body.stop, config),
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         return_token_origins=bool(body.return_token_origins),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         output_parser=_chat_parser(config) if chat else "text",
     )
 
@@ -246,15 +306,22 @@ def _check_scores(
         )
 
 
-def _truncated(prompt: list[int], limit: int | None, max_tokens: int | None, config: EdgeConfig) -> list[int]:
-    """The last `limit` tokens of a prompt; -1: as many as leave room for the answer."""
+def _truncated(
+    prompt: list[int],
+    body: ChatCompletionRequest | CompletionRequest,
+    max_tokens: int | None,
+    config: EdgeConfig,
+) -> list[int]:
+    """The last tokens of a prompt, or the first with `truncation_side: right`; -1: as many as leave room for the
+    answer."""
+    limit = body.truncate_prompt_tokens
     if limit is None:
         return prompt
     if limit == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for the length")
     if limit == -1:
         limit = max(1, config.max_model_len - (max_tokens or 1))
-    return prompt[-limit:]
+    return prompt[:limit] if body.truncation_side == "right" else prompt[-limit:]
 
 
 def _chat_parser(config: EdgeConfig) -> OutputParserName:

@@ -1,6 +1,5 @@
 """The routes that generate: OpenAI's chat completions and completions."""
 
-import uuid
 from collections.abc import Callable
 
 from starlette.requests import Request
@@ -10,51 +9,62 @@ from cluster.http.endpoint import Endpoint, post
 from cluster.http.replies.chat import ChatReply
 from cluster.http.replies.reply import Reply, ReplyContext
 from cluster.http.replies.text import TextReply
-from cluster.http.requests.edge_request import EdgeRequest, chat_request, text_request
+from cluster.http.requests.edge_request import EdgeRequest, batch_request, chat_request, text_request
 from cluster.http.schema.chat_reply import ChatCompletion, ChatCompletionChunk
-from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from cluster.http.schema.request import (
+    BatchRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Invocation,
+    SamplingFields,
+)
 from cluster.http.schema.text_reply import Completion, CompletionChunk
 from cluster.http.serving import Edge, GenerationResponse
 from cluster.logs import request_id
+
+CHATS = "/v1/chat/completions"
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
     """Of one ingress."""
     config, tokenizer = edge.config, edge.tokenizer
 
-    def response(
-        http: Request, request: EdgeRequest, form: Callable[[ReplyContext], Reply], prefix: str, own_id: str | None
+    async def response(
+        http: Request, body: SamplingFields, request: EdgeRequest, form: Callable[[ReplyContext], Reply], prefix: str
     ) -> Response:
-        if own_id is not None:
-            http.state.request_id = own_id
-            request_id.set(own_id)
-        return GenerationResponse(edge, request, form, f"{prefix}-{uuid.uuid4().hex}", http.state.request_id)
-
-    async def checked(request: EdgeRequest) -> EdgeRequest:
-        """`request`, once its grammar is known to compile; all choices have the same."""
+        """The reply, once the request's grammar is known to compile; all choices have the same."""
         grammar = request.choices[0].sampling.grammar
         if grammar is not None:
             await edge.grammars.check(grammar)
-        return request
+        own_id = body.request_id or body.rid
+        if own_id is not None:
+            http.state.request_id = own_id
+            request_id.set(own_id)
+        name = http.state.request_id
+        return GenerationResponse(edge, request, form, f"{prefix}-{name}", name)
 
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Continues a conversation."""
-        request = await checked(await chat_request(body, config, tokenizer))
-        return response(http, request, ChatReply, "chatcmpl", body.request_id)
+        return await response(http, body, await chat_request(body, config, tokenizer), ChatReply, "chatcmpl")
+
+    async def batch(http: Request, body: BatchRequest) -> Response:
+        """Continues several conversations, each by itself: a choice for each."""
+        return await response(http, body, await batch_request(body, config, tokenizer), ChatReply, "chatcmpl")
 
     async def completions(http: Request, body: CompletionRequest) -> Response:
         """Continues a text."""
-        request = await checked(await text_request(body, config, tokenizer))
-        return response(http, request, TextReply, "cmpl", body.request_id)
+        return await response(http, body, await text_request(body, config, tokenizer), TextReply, "cmpl")
 
+    async def invocations(http: Request, body: ChatCompletionRequest | CompletionRequest) -> Response:
+        """Continues a conversation or a text, by what the body has: the route of hosting services."""
+        if isinstance(body, ChatCompletionRequest):
+            return await chat_completions(http, body)
+        return await completions(http, body)
+
+    chunks = (ChatCompletionChunk, CompletionChunk)
     return [
-        post(
-            "/v1/chat/completions",
-            chat_completions,
-            ChatCompletionRequest,
-            ChatCompletion,
-            event=ChatCompletionChunk,
-            generates=True,
-        ),
+        post(CHATS, chat_completions, ChatCompletionRequest, ChatCompletion, event=ChatCompletionChunk, generates=True),
+        post(f"{CHATS}/batch", batch, BatchRequest, ChatCompletion, generates=True),
         post("/v1/completions", completions, CompletionRequest, Completion, event=CompletionChunk, generates=True),
+        post("/invocations", invocations, Invocation, (ChatCompletion, Completion), event=chunks, generates=True),
     ]

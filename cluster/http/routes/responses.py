@@ -6,10 +6,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
-from cluster.http.endpoint import Endpoint, delete, get, post
+from cluster.http.endpoint import Endpoint, command, delete, get, post
 from cluster.http.errors import JSON_HEADERS, ApiError, invalid
 from cluster.http.replies.reply import ReplyContext
+from cluster.http.replies.response_items import replayed
 from cluster.http.replies.responses import ResponsesReply
+from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import chat_request
 from cluster.http.requests.responses import (
     ResponseStore,
@@ -47,8 +49,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                 await edge.grammars.check(grammar)
         except ApiError as error:
             raise renamed(error) from None
-        if body.request_id is not None:
-            http.state.request_id = body.request_id
+        if (own_id := body.request_id or body.rid) is not None:
+            http.state.request_id = own_id
 
         def keep(response: Response, document: bytes) -> None:
             if store:
@@ -62,8 +64,17 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return GenerationResponse(edge, request, form, f"resp_{uuid.uuid4().hex}", http.state.request_id)
 
     async def retrieve(http: Request) -> HTTPResponse:
-        """A response that was stored."""
-        return HTTPResponse(stored.get(http.path_params["response_id"], None).document, headers=JSON_HEADERS)
+        """A response that was stored. `stream=true`: as events, after those up to `starting_after`."""
+        document = stored.get(http.path_params["response_id"], None).document
+        if http.query_params.get("stream", "").lower() != "true":
+            return HTTPResponse(document, headers=JSON_HEADERS)
+        events = list(replayed(msgspec.json.decode(document, type=Response)))
+        content = b"".join(events[_starting_after(http) + 1 :])
+        return HTTPResponse(content, headers={key.decode(): value.decode() for key, value in STREAM_HEADERS})
+
+    async def compact(http: Request) -> DeletedResponse:
+        """Not available: conversations are not shortened here (404)."""
+        raise ApiError(404, "Responses are not compacted here; send the conversation as input", code="not_found")
 
     async def remove(http: Request) -> DeletedResponse:
         """Forgets a stored response."""
@@ -71,7 +82,16 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return DeletedResponse(id=http.path_params["response_id"])
 
     return [
+        command("/v1/responses/compact", compact, DeletedResponse),
         post("/v1/responses", responses, ResponsesRequest, Response, event=ResponseEvent, generates=True),
         get("/v1/responses/{response_id}", retrieve, Response),
         delete("/v1/responses/{response_id}", remove, DeletedResponse),
     ]
+
+
+def _starting_after(http: Request) -> int:
+    given = http.query_params.get("starting_after", "-1")
+    try:
+        return max(-1, int(given[:10]))
+    except ValueError:
+        raise invalid("starting_after", "starting_after must be the number of an event") from None

@@ -6,7 +6,7 @@ part of a body, because every part is a `Schema`. Called by `cluster.http.endpoi
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
@@ -38,6 +38,14 @@ class Schema(BaseModel):
 
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """A body of one of several schemas, which its fields tell apart."""
+
+    @classmethod
+    def choose(cls, values: Mapping[str, Any]) -> type[Schema]: ...
 
 
 def by_type(default: str = "") -> Discriminator:
@@ -76,6 +84,8 @@ def parse_body(raw: bytes, kind: type[Body], strict: bool = False) -> tuple[Body
 def checked_body(values: Mapping[str, Any], kind: type[Body], strict: bool) -> tuple[Body, list[str]]:
     """The same of a body that is decoded. Raises ApiError (400)."""
     _check_sizes(values)
+    if issubclass(kind, Choosing):
+        kind = kind.choose(values)
     if issubclass(kind, Schema):
         values = _without_refused(values, kind.refused)
         _check_spelling(values, kind)
@@ -116,7 +126,10 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
 
 def _check_conversation(name: str, messages: list[Any]) -> None:
     """Raises ApiError for more messages, fields or parts than are allowed."""
-    if len(messages) > MAX_MESSAGES:
+    for i, conversation in enumerate(messages):
+        if isinstance(conversation, list):  # of a batch
+            _check_conversation(f"{name}[{i}]", conversation)
+    if len(messages) + sum(len(entry) for entry in messages if isinstance(entry, list)) > MAX_MESSAGES:
         raise invalid(name, f"{name} has {len(messages)} entries; at most {MAX_MESSAGES} are allowed")
     num_parts = 0
     for i, message in enumerate(messages):

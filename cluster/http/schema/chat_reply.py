@@ -49,20 +49,22 @@ class AssistantMessage(Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
-    """stop_reason: the stop string or the stop token's id that ended the answer."""
+    """stop_reason: the stop string or the stop token's id that ended the answer, null for the end of sequence.
+    matched_stop: SGLang's name, with the id of the end of sequence too."""
 
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
-    token_ids: tuple[int, ...] | UnsetType = UNSET
+    matched_stop: str | int | None
+    token_ids: tuple[int, ...] | None = None
     token_origins: list[TokenOrigin] | UnsetType = UNSET
 
 
@@ -74,8 +76,8 @@ class ChatCompletion(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     metrics: RequestMetrics | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
 
 
 class FunctionDelta(Struct):
@@ -114,6 +116,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None | UnsetType = UNSET
+    matched_stop: str | int | None | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
     token_origins: list[TokenOrigin] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

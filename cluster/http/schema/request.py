@@ -4,9 +4,10 @@ A parameter is honoured, known to have no effect, refused with a reason (`REFUSE
 `cluster.http.schema.body` deals with. What needs the tokenizer is checked in `cluster.http.requests.edge_request`.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, RootModel, WithJsonSchema
 
 from cluster.http.schema.body import Refusals, Schema
 from cluster.http.schema.message import MAX_TOOLS, Message, ReasoningEffort, Tool, ToolChoice
@@ -135,10 +136,14 @@ class SamplingFields(Schema):
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: RequestId | None = None
+    # SGLang's names: of include_stop_str_in_output, and of request_id.
+    no_stop_trim: bool | None = None
+    rid: RequestId | None = None
     # Kept by OpenAI for its own accounting; nothing here depends on them.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -168,7 +173,12 @@ class _SamplingRequest(SamplingFields):
 
 
 class ChatCompletionRequest(_SamplingRequest):
-    """Continue a conversation."""
+    """Continue a conversation.
+
+    echo: put the last message's text before the answer, if it is the assistant's.
+    input_ids: the prompt as tokens, instead of what the chat template makes of the messages (SGLang's).
+    separate_reasoning: false leaves reasoning in the content. stream_reasoning: false sends it whole (SGLang's).
+    """
 
     refused = CHAT_REFUSED
 
@@ -179,12 +189,15 @@ class ChatCompletionRequest(_SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: Literal[False] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    input_ids: TokenIds | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     continue_final_message: bool | None = None
 
 
@@ -200,6 +213,33 @@ class CompletionRequest(_SamplingRequest):
     include_reasoning: Literal[True] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class BatchRequest(ChatCompletionRequest):
+    """Continue several conversations, none of which knows of the others."""
+
+    refused = CHAT_REFUSED | {
+        "stream": ("a batch is answered as a whole", (False,)),
+        "n": ("a batch has one answer for each conversation", (1,)),
+        "tools": ("a batch calls no tools", ([],)),
+        "tool_choice": ("a batch calls no tools", ("none", "auto")),
+        "prompt_logprobs": ("ask for them one conversation at a time", ()),
+        "return_token_ids": ("ask for them one conversation at a time", (False,)),
+        "input_ids": ("send each prompt to /v1/completions", ()),
+    }
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[list[Message], Field(min_length=1)]], Field(min_length=1)
+    ]
+
+
+class Invocation(RootModel[ChatCompletionRequest | CompletionRequest]):
+    """A chat's request, if it has `messages`, else a completion's."""
+
+    @classmethod
+    def choose(cls, values: Mapping[str, Any]) -> type[Schema]:
+        """See `cluster.http.schema.body.Choosing`."""
+        return ChatCompletionRequest if "messages" in values else CompletionRequest
 
 
 class TokenizeRequest(Schema):

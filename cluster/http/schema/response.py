@@ -22,13 +22,21 @@ class CachedTokens(Struct):
     cached_tokens: int
 
 
+class ReasoningTokens(Struct):
+    """reasoning_tokens: those whose text came as reasoning, marks not included."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct):
-    """Tokens of the whole request. A prompt counts once, however many choices it has."""
+    """Tokens of the whole request. A prompt counts once, however many choices it has. completion_tokens_details: of
+    chats."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | UnsetType = UNSET
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
 class TokenOrigin(Struct):

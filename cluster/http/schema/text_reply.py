@@ -13,22 +13,23 @@ class TextLogprobs(Struct):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class TextChoice(Struct):
-    """stop_reason: the stop string or the stop token's id that ended the answer."""
+    """stop_reason, matched_stop: as of a chat's choice."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
-    token_ids: tuple[int, ...] | UnsetType = UNSET
+    matched_stop: str | int | None
+    token_ids: tuple[int, ...] | None = None
     token_origins: list[TokenOrigin] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
 
 
 class Completion(Struct, kw_only=True):
@@ -47,6 +48,7 @@ class TextChunkChoice(Struct):
     logprobs: TextLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None | UnsetType = UNSET
+    matched_stop: str | int | None | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
     token_origins: list[TokenOrigin] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

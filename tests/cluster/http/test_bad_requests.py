@@ -107,7 +107,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"prompt": "x"}, "prompt"),
-    ({"echo": True}, "echo"),
+    ({"input_ids": [10**6]}, "input_ids[0]"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs.a"),
 ]

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.transport.messages import SpeculationStats, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process
-from tests.support.fake_engine import FakeEngine, Step, says, small_tokenizer
+from tests.support.fake_engine import EOS, FakeEngine, Step, says, small_tokenizer
 from workers.scheduling.plan import TokenLogprobs
 
 STATS = SpeculationStats(num_rounds=4, histogram=(1, 1, 2), num_draft_tokens=2, num_drafted=8)
@@ -57,17 +57,28 @@ async def test_chat_reply() -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "hello world ä", "refusal": None},
+                "message": {
+                    "role": "assistant",
+                    "content": "hello world ä",
+                    "refusal": None,
+                    "reasoning": None,
+                    "reasoning_content": None,
+                },
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "matched_stop": small_tokenizer().token_to_id(EOS),
+                "token_ids": None,
             }
         ],
+        "prompt_token_ids": None,
+        "prompt_logprobs": None,
         "usage": {
             "prompt_tokens": 21,
             "completion_tokens": num_tokens,
             "total_tokens": 21 + num_tokens,
             "prompt_tokens_details": {"cached_tokens": 16},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
         "metrics": {"speculative_decoding": METRICS},
     }
@@ -104,6 +115,9 @@ async def test_continuous_usage_counts_up() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = await _stream(FakeEngine(says("a", "bc", finish="length")), TEXT, PROMPT | {"stream_options": options})
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 3, 3, 3]
+    alone = PROMPT | {"stream_options": {"continuous_usage_stats": True}}
+    chunks = await _stream(FakeEngine(says("a", finish="length")), TEXT, alone)
+    assert not any("usage" in chunk for chunk in chunks), "as with vLLM, only beside include_usage"
 
 
 @pytest.mark.parametrize("route_body", [(CHAT, HELLO), (TEXT, PROMPT)])
@@ -145,7 +159,7 @@ async def test_legacy_logprobs_are_parallel_lists() -> None:
     assert logprobs == {
         "tokens": ["h", "ä"],
         "token_logprobs": [-token / 100 for token in _tokens("hä")],
-        "top_logprobs": None,
+        "top_logprobs": [{"h": -_tokens("h")[0] / 100}, {"ä": -_tokens("ä")[0] / 100}],
         "text_offset": [0, 1],
     }
     reply = await _post(FakeEngine(says("h", finish="length")), TEXT, PROMPT | {"logprobs": 2})

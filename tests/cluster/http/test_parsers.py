@@ -40,7 +40,7 @@ FLAT = [part for call in CALLS for part in call]
 class Request:
     """The fields of an `EdgeRequest` that parsers read."""
 
-    prompt_text: str = ""
+    separate_reasoning: bool = True
     reads_calls: bool = True
     parallel_calls: bool = True
     tools: tuple[Any, ...] = ({"type": "function", "function": {"name": "look_up", "parameters": {}}},)
@@ -75,9 +75,9 @@ FORMS: list[tuple[OutputParserName, str, str, str]] = [  # parser, answer, conte
 
 
 def _parse(
-    name: OutputParserName, pieces: list[str], finish: Any = "stop", **request: Any
+    name: OutputParserName, pieces: list[str], finish: Any = "stop", prompt: str = "", **request: Any
 ) -> tuple[Any, Any, list[Any]]:
-    parser = PARSERS[name](Request(**request), chat_tokenizer())  # type: ignore[arg-type]
+    parser = PARSERS[name](Request(**request), prompt, chat_tokenizer())  # type: ignore[arg-type]
     deltas = [parser.push(Piece(text, (0,))) for text in pieces[:-1]]
     deltas.append(parser.push(Piece(pieces[-1], (0,), finish=finish)))
     whole, calls = joined_deltas(deltas)
@@ -127,11 +127,11 @@ def test_what_is_no_call_after_all_is_content() -> None:
 
 
 def test_thinking_begins_in_the_prompt() -> None:
-    whole, _, _ = _parse("hermes", ["so ", "be it</think>", "\n\nyes"], prompt_text="user: hi\nassistant: <think>\n")
+    whole, _, _ = _parse("hermes", ["so ", "be it</think>", "\n\nyes"], prompt="user: hi\nassistant: <think>\n")
     assert (whole.reasoning, whole.content) == ("so be it", "yes")
-    whole, _, _ = _parse("hermes", ["so be it"], "length", prompt_text="<think>")
+    whole, _, _ = _parse("hermes", ["so be it"], "length", prompt="<think>")
     assert (whole.reasoning, whole.content) == ("so be it", "")
-    whole, _, _ = _parse("hermes", ["so be it"], prompt_text="<think>\n\n</think>\n\n")
+    whole, _, _ = _parse("hermes", ["so be it"], prompt="<think>\n\n</think>\n\n")
     assert (whole.reasoning, whole.content) == ("", "so be it")
 
 

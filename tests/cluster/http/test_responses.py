@@ -224,3 +224,35 @@ async def test_sampling_parameters_of_chats_reach_the_engine() -> None:
     assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.min_tokens) == ({3: -100.0}, (9,), 2)
     assert grammar is not None and "const_string" in grammar.text
+
+
+async def test_a_stored_response_comes_as_events_too() -> None:
+    async with in_process(FakeEngine(ANSWER)) as client:
+        stream = await client.post(RESPONSES, json=ASK | THINKS | {"tools": [WEATHER], "stream": True})
+        sent = _events(stream.text)
+        place = f"{RESPONSES}/{sent[-1]['response']['id']}"
+        replay = await client.get(place, params={"stream": "true"})
+        rest = await client.get(place, params={"stream": "true", "starting_after": "3"})
+        wrong = await client.get(place, params={"stream": "true", "starting_after": "x"})
+        whole = (await client.get(place)).json()
+    assert replay.headers["content-type"].startswith("text/event-stream")
+    replayed = _events(replay.text)
+    assert replayed[-1] == {"type": "response.completed", "sequence_number": len(replayed) - 1, "response": whole}
+
+    def gist(events: list[dict[str, Any]]) -> Any:
+        """Items and texts, however they were cut."""
+        done = [(event["type"], event.get("item"), event.get("text")) for event in events if "done" in event["type"]]
+        deltas = [event["delta"] for event in events if "delta" in event["type"]]
+        return done, "".join(deltas)
+
+    assert gist(replayed) == gist(sent)
+    kinds = [[event["type"] for event in events if "delta" not in event["type"]] for events in (replayed, sent)]
+    assert kinds[0] == kinds[1]
+    assert rest.text == "".join(f"{block}\n\n" for block in replay.text.split("\n\n")[4:-1])
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "starting_after"
+
+
+async def test_compaction_is_not_found() -> None:
+    async with in_process(FakeEngine(says("x"))) as client:
+        reply = await client.post(f"{RESPONSES}/compact", json=ASK)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")

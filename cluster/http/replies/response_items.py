@@ -1,0 +1,140 @@
+"""The items of a response, and the events in which they grow: as they come, or of a response that is whole."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from cluster.http.schema.chat_reply import FunctionDelta, TokenLogprob, ToolCallDelta
+from cluster.http.schema.responses_reply import (
+    FunctionCallItem,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+    ResponseEvent,
+)
+
+
+class ItemEvents:
+    """output: the items so far; the last may be open. item_id, of its methods: of an item that has one already."""
+
+    def __init__(self) -> None:
+        self.output: list[OutputItem] = []
+        self._is_open = False  # the last item
+        self._num_events = 0
+
+    def reasoning(self, text: str, item_id: str = "") -> bytes:
+        """More of what the model thought."""
+        events = b""
+        if not (self._is_open and isinstance(self.output[-1], ReasoningItem)):
+            item = ReasoningItem(id=item_id or _id("rs"), status="in_progress", content=[])
+            events = self._open(item) + self._part("response.content_part.added", ReasoningText(""))
+            item.content = [ReasoningText("")]
+        last = self.output[-1]
+        assert isinstance(last, ReasoningItem)
+        last.content[0].text += text
+        return events + self.event("response.reasoning_text.delta", **self._place(0), delta=text)
+
+    def content(self, text: str, logprobs: list[TokenLogprob], item_id: str = "") -> bytes:
+        """More of the answer's text."""
+        events = b""
+        if not (self._is_open and isinstance(self.output[-1], OutputMessage)):
+            item = OutputMessage(id=item_id or _id("msg"), status="in_progress", content=[])
+            events = self._open(item) + self._part("response.content_part.added", OutputText(""))
+            item.content = [OutputText("", [], [])]
+        last = self.output[-1]
+        assert isinstance(last, OutputMessage)
+        last.content[0].text += text
+        last.content[0].logprobs += logprobs
+        return events + self.event("response.output_text.delta", **self._place(0), delta=text, logprobs=logprobs)
+
+    def call(self, call: ToolCallDelta, item_id: str = "") -> bytes:
+        """More of a call, or the beginning of one."""
+        events = b""
+        if call.id is not UNSET:
+            assert call.function.name is not UNSET
+            item = FunctionCallItem(
+                id=item_id or _id("fc"), call_id=call.id, name=call.function.name, arguments="", status="in_progress"
+            )
+            events = self._open(item)
+        last = self.output[-1]
+        assert isinstance(last, FunctionCallItem)
+        arguments = call.function.arguments
+        if arguments is UNSET or not arguments:
+            return events
+        last.arguments += arguments
+        return events + self.event("response.function_call_arguments.delta", **self._place(), delta=arguments)
+
+    def _open(self, item: OutputItem) -> bytes:
+        events = self.close("completed")
+        self.output.append(item)
+        self._is_open = True
+        return events + self.event("response.output_item.added", output_index=len(self.output) - 1, item=item)
+
+    def close(self, status: ItemStatus) -> bytes:
+        """End the item that is open."""
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item = self.output[-1]
+        item.status = status
+        place = self._place(0)
+        if isinstance(item, FunctionCallItem):
+            done = {"name": item.name, "arguments": item.arguments}
+            events = self.event("response.function_call_arguments.done", **self._place(), **done)
+        elif isinstance(item, ReasoningItem):
+            events = self.event("response.reasoning_text.done", **place, text=item.content[0].text)
+            events += self._part("response.content_part.done", item.content[0])
+        else:
+            text = item.content[0]
+            events = self.event("response.output_text.done", **place, text=text.text, logprobs=text.logprobs)
+            events += self._part("response.content_part.done", text)
+        return events + self.event("response.output_item.done", output_index=len(self.output) - 1, item=item)
+
+    def _part(self, kind: str, part: OutputText | ReasoningText) -> bytes:
+        return self.event(kind, **self._place(0), part=part)
+
+    def _place(self, content_index: int | None = None) -> dict[str, Any]:
+        place: dict[str, Any] = {"output_index": len(self.output) - 1, "item_id": self.output[-1].id}
+        return place if content_index is None else place | {"content_index": content_index}
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """The next event."""
+        payload = msgspec.json.encode(ResponseEvent(type=kind, sequence_number=self._num_events, **fields))
+        self._num_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + payload + b"\n\n"
+
+    def whole(self, item: OutputItem) -> Iterator[bytes]:
+        """The events of an item that is over."""
+        if isinstance(item, ReasoningItem):
+            events = self.reasoning(item.content[0].text, item.id)
+        elif isinstance(item, FunctionCallItem):
+            function = FunctionDelta(name=item.name, arguments=item.arguments)
+            events = self.call(ToolCallDelta(index=0, id=item.call_id, function=function), item.id)
+        else:
+            events = self.content(item.content[0].text, item.content[0].logprobs, item.id)
+        for event in (events + self.close(item.status)).split(b"\n\n")[:-1]:
+            yield event + b"\n\n"
+
+
+def replayed(response: Response) -> Iterator[bytes]:
+    """The events of a response that is over, one after the other. A text comes whole."""
+    items = ItemEvents()
+    begun = msgspec.structs.replace(
+        response, status="in_progress", output=[], usage=None, incomplete_details=None, metrics=UNSET
+    )
+    yield items.event("response.created", response=begun)
+    yield items.event("response.in_progress", response=begun)
+    for item in response.output:
+        yield from items.whole(item)
+    yield items.event(f"response.{response.status}", response=response)
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
