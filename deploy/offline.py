@@ -22,6 +22,7 @@ import msgspec
 from cluster.assembly import engine_spec
 from cluster.config import ConfigError, read_args
 from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.text.user_text import ChatText
 from deploy.checks import checked
 from deploy.configs import find_config
 from speculative.local import local_engine
@@ -87,7 +88,7 @@ class LLM:
         texts = [self.tokenizer.render(messages) for messages in conversations]
         return self._run(self._encoded(texts, add_special_tokens=False), sampling)
 
-    def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    def _encoded(self, texts: Sequence[str | ChatText], add_special_tokens: bool) -> list[list[int]]:
         async def encode() -> list[list[int]]:
             return [await self.tokenizer.encode(text, add_special_tokens) for text in texts]
 

@@ -26,7 +26,9 @@ from cluster.http.requests.sampling import sampling_params
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
 from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest
+from cluster.http.text.long_text import Kept
 from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.text.user_text import ChatText
 from workers.scheduling.plan import SamplingParams
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -102,9 +104,9 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     _num_choices(body.n, 1, config)
     calls = tool_calling(body, _chat_parser(config))
-    text, prompt = await _chat_prompt(body, calls, config, tokenizer)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     max_tokens = body.max_completion_tokens or body.max_tokens
+    text, prompt = await _chat_prompt(body, calls, max_tokens, config, tokenizer)
     request = _request(body, [prompt], _chat_echo(body), logprobs, max_tokens, config, tokenizer)
     sampling, template = request.choices[0].sampling, tokenizer.template_source
     maker = GrammarMaker(config, request.eos_token_ids)
@@ -157,22 +159,26 @@ async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatT
 
 
 async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> list[int]:
-    """The tokens of a chat's prompt, longer than the model's length or not. Raises ApiError."""
+    """The tokens of a chat's prompt; some more than the model's length are allowed. Raises ApiError."""
     check_model(body.model, config)
-    text = _chat_text(body, tool_calling(body, _chat_parser(config)), tokenizer)
-    return await tokenizer.encode(text, add_special_tokens=False)
+    text = await _chat_text(body, tool_calling(body, _chat_parser(config)), tokenizer)
+    return await encode_prompt(text, False, "messages", tokenizer, config)
 
 
 async def _chat_prompt(
-    body: ChatCompletionRequest, calls: ToolCalling, config: EdgeConfig, tokenizer: ChatTokenizer
+    body: ChatCompletionRequest,
+    calls: ToolCalling,
+    max_tokens: int | None,
+    config: EdgeConfig,
+    tokenizer: ChatTokenizer,
 ) -> tuple[str, list[int]]:
     """The text of a chat's prompt, and its tokens."""
     if body.input_ids is not None:
         prompt = check_token_ids("input_ids", body.input_ids, tokenizer)
-        return tokenizer.decode(prompt), prompt
-    text = _chat_text(body, calls, tokenizer)
-    whole = body.truncate_prompt_tokens is None
-    return text, await encode_prompt(text, False, "messages", whole, tokenizer, config)
+        return await tokenizer.decode_long(prompt), prompt
+    chat = await _chat_text(body, calls, tokenizer)
+    kept = _kept(body, max_tokens, config)
+    return chat.text, await encode_prompt(chat, False, "messages", tokenizer, config, kept)
 
 
 def _chat_echo(body: ChatCompletionRequest) -> list[str]:
@@ -189,9 +195,9 @@ def _separates(body: ChatCompletionRequest, parser: OutputParserName) -> bool:
     return separates
 
 
-def _chat_text(body: ChatCompletionRequest, calls: ToolCalling, tokenizer: ChatTokenizer) -> str:
+async def _chat_text(body: ChatCompletionRequest, calls: ToolCalling, tokenizer: ChatTokenizer) -> ChatText:
     continued = body.continue_final_message is True
-    return chat_text(
+    return await chat_text(
         body.messages,
         tokenizer,
         not continued if body.add_generation_prompt is None else body.add_generation_prompt,
@@ -212,14 +218,14 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo: true for the prompt alone")
     given = listed_prompts(body.prompt, config.max_choices, tokenizer)
     _num_choices(body.n, len(given), config)
-    whole = body.truncate_prompt_tokens is None
+    kept = _kept(body, body.max_tokens, config)
     prompts = [
-        await encode_prompt(prompt, body.add_special_tokens is not False, "prompt", whole, tokenizer, config)
+        await encode_prompt(prompt, body.add_special_tokens is not False, "prompt", tokenizer, config, kept)
         if isinstance(prompt, str)
         else prompt
         for prompt in given
     ]
-    echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in given] if body.echo else []
+    echo = [p if isinstance(p, str) else await tokenizer.decode_long(p) for p in given] if body.echo else []
     logprobs = -1 if body.logprobs is None else body.logprobs
     return _request(body, prompts, echo, logprobs, body.max_tokens, config, tokenizer)
 
@@ -252,7 +258,8 @@ def _request(
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     chat = isinstance(body, ChatCompletionRequest)
     n = _num_choices(body.n, len(prompts), config)
-    prompts = [_truncated(prompt, body, max_tokens, config) for prompt in prompts]
+    if (kept := _kept(body, max_tokens, config)) is not None:
+        prompts = [kept.of(prompt) for prompt in prompts]
     eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
     prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     scored = max(prompt_logprobs, logprobs if echo else -1)
@@ -306,22 +313,17 @@ def _check_scores(
         )
 
 
-def _truncated(
-    prompt: list[int],
-    body: ChatCompletionRequest | CompletionRequest,
-    max_tokens: int | None,
-    config: EdgeConfig,
-) -> list[int]:
-    """The last tokens of a prompt, or the first with `truncation_side: right`; -1: as many as leave room for the
-    answer."""
+def _kept(body: ChatCompletionRequest | CompletionRequest, max_tokens: int | None, config: EdgeConfig) -> Kept | None:
+    """The end of a prompt that stays, or its beginning with `truncation_side: right`; None: all of it. -1 stands for as
+    many tokens as leave room for the answer."""
     limit = body.truncate_prompt_tokens
     if limit is None:
-        return prompt
+        return None
     if limit == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for the length")
     if limit == -1:
         limit = max(1, config.max_model_len - (max_tokens or 1))
-    return prompt[:limit] if body.truncation_side == "right" else prompt[-limit:]
+    return Kept(limit, at_end=body.truncation_side != "right")
 
 
 def _chat_parser(config: EdgeConfig) -> OutputParserName:

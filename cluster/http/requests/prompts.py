@@ -5,72 +5,76 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.http.config import EdgeConfig
-from cluster.http.errors import invalid, too_long
+from cluster.http.errors import ApiError, invalid, too_long
 from cluster.http.schema.message import NO_PARAMETERS, Message, MessageToolCall, RefusalPart, TextPart, Tool
 from cluster.http.text.chat_template import ChatTemplateError
-from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.text.long_text import Kept
+from cluster.http.text.tokenizer import ChatTokenizer, TooManyTokensError
+from cluster.http.text.user_text import ChatText
 
 MAX_TEMPLATE_VARIABLES = 32
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 async def encode_prompt(
-    text: str, add_special_tokens: bool, param: str, bounded: bool, tokenizer: ChatTokenizer, config: EdgeConfig
+    text: str | ChatText,
+    add_special_tokens: bool,
+    param: str,
+    tokenizer: ChatTokenizer,
+    config: EdgeConfig,
+    kept: Kept | None = None,
 ) -> list[int]:
-    """The tokens of a prompt's text. bounded: one that must have more than the model's length is refused before the
-    work."""
+    """The tokens of a prompt's text. One that must have more than the model's length is refused before the work, unless
+    a part of its tokens is `kept`; a few more may come."""
     longest = config.max_bytes_per_token or tokenizer.longest_token_bytes
     # len(text) characters are at least as many bytes; counting those copies the text.
-    if bounded and longest and len(text) > longest * config.max_model_len:
-        raise too_long(
-            f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer together, but "
-            f"the prompt has {len(text)} characters, which are more tokens in any case; shorten it",
-            param,
-        )
-    return await tokenizer.encode(text, add_special_tokens)
+    if kept is None and longest and len(text) > longest * config.max_model_len:
+        raise _too_long(f"{len(text)} characters, which are more tokens in any case", param, config)
+    try:
+        return await tokenizer.encode(text, add_special_tokens, config.max_model_len, kept)
+    except TooManyTokensError as error:
+        raise _too_long(f"more than {error.num_tokens} tokens", param, config) from None
 
 
-def chat_text(
+def _too_long(size: str, param: str, config: EdgeConfig) -> ApiError:
+    return too_long(
+        f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer together, but the "
+        f"prompt has {size}; shorten it",
+        param,
+    )
+
+
+async def chat_text(
     messages: Sequence[Message],
     tokenizer: ChatTokenizer,
     add_generation_prompt: bool,
     variables: Mapping[str, Any] | None,
     tools: Sequence[Tool] = (),
     continue_final_message: bool = False,
-) -> str:
+) -> ChatText:
     """Messages through the model's template. variables: `chat_template_kwargs`, further names the template may use."""
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     _check_variables(variables or {})
     if continue_final_message and add_generation_prompt:
         raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt: false")
+    shown = [template_tool(tool) for tool in tools]
     try:
-        text = tokenizer.render(turns, add_generation_prompt, variables, [template_tool(tool) for tool in tools])
+        text = await tokenizer.rendered(turns, add_generation_prompt, variables, shown)
     except ChatTemplateError as error:
         raise invalid("messages", str(error), "chat_template_error") from None
     return _cut_after(turns[-1]["content"], text) if continue_final_message else text
 
 
-async def chat_prompt(
-    messages: Sequence[Message],
-    tokenizer: ChatTokenizer,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any] | None,
-) -> list[int]:
-    """The tokens of `chat_text`."""
-    text = chat_text(messages, tokenizer, add_generation_prompt, variables)
-    return await tokenizer.encode(text, add_special_tokens=False)
-
-
-def _cut_after(content: str, text: str) -> str:
+def _cut_after(content: str, chat: ChatText) -> ChatText:
     """A rendered chat without what the template writes after its last message's content, which it may strip."""
-    at = text.rfind(content.strip())
+    at = chat.text.rfind(content.strip())
     if not content.strip() or at < 0:
         raise invalid(
             "continue_final_message",
             "continue_final_message needs a last message whose text the chat template shows as it is",
         )
-    whole = text[at:].startswith(content)
-    return text[: at + len(content if whole else content.strip())]
+    whole = chat.text[at:].startswith(content)
+    return chat.part(0, at + len(content if whole else content.strip()))
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:

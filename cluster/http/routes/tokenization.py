@@ -6,10 +6,11 @@ from starlette.requests import Request
 from cluster.http.endpoint import Endpoint, get, post
 from cluster.http.errors import invalid
 from cluster.http.requests.edge_request import check_model
-from cluster.http.requests.prompts import chat_prompt, check_token_ids
+from cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
 from cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
 from cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
 from cluster.http.serving import Edge
+from cluster.http.text.user_text import ChatText
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -21,12 +22,23 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         check_model(body.model, config)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        if body.messages is not None:
-            add_generation_prompt = body.add_generation_prompt is not False
-            tokens = await chat_prompt(body.messages, tokenizer, add_generation_prompt, body.chat_template_kwargs)
-        else:
+        if body.messages is None:
             assert body.prompt is not None
-            tokens = await tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+            text: str | ChatText = body.prompt
+        else:
+            continued = body.continue_final_message is True
+            text = await chat_text(
+                body.messages,
+                tokenizer,
+                not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+                body.chat_template_kwargs,
+                body.tools or (),
+                continued,
+            )
+        # A chat's template writes the special tokens itself.
+        special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+        param = "prompt" if body.messages is None else "messages"
+        tokens = await encode_prompt(text, special, param, tokenizer, config)
         return TokenizeReply(
             count=len(tokens),
             max_model_len=config.max_model_len,
@@ -37,7 +49,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def detokenize(http: Request, body: DetokenizeRequest) -> DetokenizeReply:
         """The text of tokens."""
         check_model(body.model, config)
-        return DetokenizeReply(prompt=tokenizer.decode(check_token_ids("tokens", body.tokens, tokenizer)))
+        tokens = check_token_ids("tokens", body.tokens, tokenizer)
+        return DetokenizeReply(prompt=await tokenizer.decode_long(tokens))
 
     async def tokenizer_info(http: Request) -> TokenizerReply:
         """What clients that tokenize for themselves need to know."""
@@ -47,6 +60,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             eos_token_ids=tokenizer.eos_token_ids,
             special_tokens=tokenizer.special_tokens,
             chat_template=tokenizer.template_source or None,
+            tokenizer_class=tokenizer.class_name,
         )
 
     return [

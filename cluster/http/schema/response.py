@@ -112,13 +112,15 @@ class DetokenizeReply(Struct):
 
 
 class TokenizerReply(Struct):
-    """chat_template: null where the model has none. special_tokens: by their names in tokenizer_config.json."""
+    """chat_template: null where the model has none. special_tokens: by their names in tokenizer_config.json.
+    tokenizer_class: transformers' name for it, null where the model says none."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     special_tokens: dict[str, str]
     chat_template: str | None
+    tokenizer_class: str | None
 
 
 class ModelCard(Struct, kw_only=True):

@@ -1,7 +1,11 @@
 """Between text and tokens.
 
-tokenizer      the model's tokenizer: text to tokens and back
-chat_template  messages as a prompt's text
-detokenizer    tokens to text, one at a time
-stop_strings   where an answer's text ends
+tokenizer        the model's tokenizer: text to tokens and back
+long_text        what is too long to be encoded as a whole
+control_tokens   tokens that text from users must not become
+chat_template    messages as a prompt's text
+template_limits  how long that may take, and become
+user_text        which parts of it users wrote
+detokenizer      tokens to text, one at a time
+stop_strings     where an answer's text ends
 """

@@ -14,8 +14,11 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cluster.http.text.template_limits import LimitedEnvironment, TemplateLimitError, TemplateTimeError, time_limit
+
+MAX_RENDER_S = 5.0
+_ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")  # of `user_text.MARKS`
 _ASKS_FOR_NONE = re.compile(r"content(?:['\"]\])? is (?:not )?none", re.IGNORECASE)
 
 
@@ -23,15 +26,20 @@ class ChatTemplateError(ValueError):
     """The template refused the messages, or failed on them; the message is fit for the client."""
 
 
+class SlowTemplateError(ChatTemplateError):
+    """The template took longer than it may."""
+
+
 class ChatTemplate:
     """Renders messages.
 
     source: Jinja text.
     special_tokens: names and texts that the template may use ("bos_token" -> "<s>").
+    limit_s: for one rendering.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+    def __init__(self, source: str, special_tokens: Mapping[str, str], limit_s: float = MAX_RENDER_S) -> None:
+        environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
@@ -45,6 +53,7 @@ class ChatTemplate:
                 "tokenizer_config.json"
             ) from None
         self.source = source
+        self._limit_s = limit_s
         self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         # Some templates know an assistant's turn of nothing but tool calls by its content.
@@ -56,11 +65,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        limit_s: float | None = None,
     ) -> str:
         """The prompt's text. A "developer" message becomes "system" where the template has no such role. Arguments of
         tool calls are objects, or JSON texts where the template fails on objects.
 
-        Raises ChatTemplateError.
+        Raises ChatTemplateError, or SlowTemplateError after `limit_s` (None: the template's own limit).
         """
         turns = [dict(message) for message in messages]
         for turn in turns:
@@ -72,19 +82,37 @@ class ChatTemplate:
         values = {**self.special_tokens, **(variables or {})}
         values |= {"messages": turns, "tools": [dict(tool) for tool in tools] or None, "documents": None}
         values["add_generation_prompt"] = add_generation_prompt
-        if any(turn.get("tool_calls") for turn in turns):
-            with contextlib.suppress(jinja2.TemplateError, TypeError):
-                return self._template.render(values)
-            values["messages"] = [_with_texts(turn) for turn in turns]
         try:
-            return self._template.render(values)
+            with time_limit(self._limit_s if limit_s is None else limit_s):
+                return self._rendered(values)
+        except TemplateTimeError as error:
+            raise SlowTemplateError(str(error)) from None
+        except TemplateLimitError as error:
+            raise ChatTemplateError(str(error)) from None
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             # A template is code: fed with roles or fields it does not expect, it fails in Python's ways.
             raise ChatTemplateError(
                 f"the model's chat template cannot render these messages ({type(error).__name__})"
             ) from None
+
+    def _rendered(self, values: dict[str, Any]) -> str:
+        turns = values["messages"]
+        if any(turn.get("tool_calls") for turn in turns):
+            with contextlib.suppress(jinja2.TemplateError, TypeError):
+                return self._template.render(values)
+            values["messages"] = [_with_texts(turn) for turn in turns]
+        return self._template.render(values)
 
 
 def _with_texts(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,4 +149,5 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own filter, escapes no HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _ESCAPED_MARK.sub(lambda found: found[1] + chr(int(found[2], 16)), text) if ensure_ascii else text

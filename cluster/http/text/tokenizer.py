@@ -6,6 +6,7 @@ config.json, chat_template.jinja.
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,28 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
+from cluster.http.text import long_text
+from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
+from cluster.http.text.control_tokens import ControlTokens
 from cluster.http.text.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
+from cluster.http.text.long_text import Kept
+from cluster.http.text.user_text import ChatText, marked, unmarked
+from cluster.linux import give_memory_back
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2
+MANY_MESSAGES = 32  # are rendered in a thread; fewer take a millisecond
+QUICK_RENDER_S = 0.05  # for a template that is rendered in the event loop; then it is begun again in a thread
 TOKENS_BEFORE = 5  # of the prompt, seen by a PrefixDetokenizer
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TooManyTokensError(ValueError):
+    """num_tokens: the text has more."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"more than {num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class ChatTokenizer:
@@ -28,6 +44,7 @@ class ChatTokenizer:
 
     eos_token_ids: tokens that end an answer.
     response_template: how the model's answers are to be read, as transformers has it; None: the model does not say.
+    class_name: transformers' name for the tokenizer.
     """
 
     def __init__(
@@ -36,13 +53,16 @@ class ChatTokenizer:
         template: ChatTemplate | None,
         eos_token_ids: tuple[int, ...],
         response_template: Mapping[str, Any] | None = None,
+        class_name: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.eos_token_ids = eos_token_ids
         self.response_template = response_template
+        self.class_name = class_name
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, content in added.items() if content.special)
+        self._controls = ControlTokens(tokenizer)
         self._long_encodes = asyncio.Semaphore(MAX_LONG_ENCODES)
         self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
         self._bytes = ByteVocabulary(tokenizer) if _is_byte_level(tokenizer) else None
@@ -65,7 +85,7 @@ class ChatTokenizer:
         eos = _eos_ids(path / "generation_config.json") or _eos_ids(path / "config.json")
         own = tokenizer.token_to_id(special.get("eos_token", ""))
         eos_ids = dict.fromkeys([*eos, *([] if own is None else [own])])
-        return cls(tokenizer, template, tuple(eos_ids), _response_template(config))
+        return cls(tokenizer, template, tuple(eos_ids), _response_template(config), config.get("tokenizer_class"))
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -83,21 +103,61 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
-        """Messages through the chat template. Raises ChatTemplateError."""
+        limit_s: float | None = None,
+    ) -> ChatText:
+        """Messages through the chat template, which may take `limit_s` (None: its own limit). Raises
+        ChatTemplateError."""
         if self._template is None:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or add chat_template.jinja to the model's folder"
             )
-        return self._template.render(messages, add_generation_prompt, variables, tools)
+        try:
+            turns, (named, shown), mark = marked(messages, (variables or {}, list(tools)), *self._controls.texts)
+        except ValueError as error:
+            raise ChatTemplateError(str(error)) from None
+        return unmarked(self._template.render(turns, add_generation_prompt, named, shown, limit_s), mark)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. Long texts are encoded in a thread, beside which the event loop goes on, two at a time: each takes
-        a hundred times its size while it is worked on."""
-        if len(text) < LONG_TEXT:
-            return self._encode(text, add_special_tokens)
+    async def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> ChatText:
+        """As `render`; what takes long is done in a thread, beside which the event loop goes on."""
+        num_chars = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
+        if len(messages) < MANY_MESSAGES and num_chars < LONG_TEXT * MANY_MESSAGES:
+            with contextlib.suppress(SlowTemplateError):
+                return self.render(messages, add_generation_prompt, variables, tools, QUICK_RENDER_S)
+        return await asyncio.to_thread(self.render, messages, add_generation_prompt, variables, tools)
+
+    async def encode(
+        self,
+        text: str | ChatText,
+        add_special_tokens: bool,
+        max_tokens: int | None = None,
+        kept: Kept | None = None,
+    ) -> list[int]:
+        """Token ids. Control tokens are those of plain texts, and of chats those that the template wrote.
+
+        max_tokens: raises TooManyTokensError for a text that has more than twice as many, before all of it is encoded.
+        kept: these tokens are wanted, of a text of any length; a few more may come.
+
+        Long texts are encoded in a thread, beside which the event loop goes on, two at a time: each takes hundreds of
+        bytes a token while it is worked on.
+        """
+        chat = text if isinstance(text, ChatText) else ChatText(text)
+        if len(chat) < LONG_TEXT:
+            return self._encode(chat, add_special_tokens)
         async with self._long_encodes:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+            return await asyncio.to_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
+
+    async def decode_long(self, tokens: Sequence[int]) -> str:
+        """As `decode`, beside the event loop."""
+        if len(tokens) < LONG_TEXT:
+            return self.decode(tokens)
+        async with self._long_encodes:
+            return await asyncio.to_thread(self.decode, tokens)
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
@@ -140,10 +200,32 @@ class ChatTokenizer:
         """The vocabulary's entry of a token, "" if there is none."""
         return self._tokenizer.id_to_token(token) or ""
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode_long(
+        self, chat: ChatText, add_special_tokens: bool, max_tokens: int | None, kept: Kept | None
+    ) -> list[int]:
+        try:
+            if kept is not None:
+                chat = chat.part(*kept.part(self._num_tokens, chat.text))
+            elif (
+                max_tokens is not None
+                and len(chat) > max(long_text.PIECE_CHARS, max_tokens)
+                and long_text.exceeds(self._num_tokens, chat.text, 2 * max_tokens)
+            ):
+                raise TooManyTokensError(2 * max_tokens)
+            return self._encode(chat, add_special_tokens)
+        finally:
+            if len(chat) > long_text.PIECE_CHARS:
+                give_memory_back()
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self._encode(ChatText(text), False))
+
+    def _encode(self, chat: ChatText, add_special_tokens: bool) -> list[int]:
+        if chat.marks:
+            return self._controls.encode(chat, add_special_tokens)
         # Of tokenizers 0.23's ways, `encode` holds the interpreter's lock throughout (2 MB of text: 4.3 s on a 2.1 GHz
         # Xeon); this one releases it, leaves out the offsets that nobody reads, and takes 0.6 s.
-        encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        encodings = self._tokenizer.encode_batch_fast([chat.text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids
 

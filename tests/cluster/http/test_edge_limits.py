@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.http.text.tokenizer import MAX_LONG_ENCODES, ChatTokenizer
+from cluster.http.text.user_text import ChatText
 from tests.support.edge_client import CHAT, HELLO, PROMPT, RESPONSES, TEXT, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 
@@ -58,7 +59,7 @@ async def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized(
 async def test_the_bound_refuses_nothing_that_fits() -> None:
     tokenizer = chat_tokenizer()
     text = " world" * 200
-    assert tokenizer.longest_token_bytes >= len(" world") and len(tokenizer._encode(text, False)) == 200
+    assert tokenizer.longest_token_bytes >= len(" world") and len(tokenizer._encode(ChatText(text), False)) == 200
     async with in_process(FakeEngine(says("x"))) as client:
         assert (await client.post(TEXT, json=PROMPT | {"prompt": text})).status_code == 200
 
@@ -66,7 +67,7 @@ async def test_the_bound_refuses_nothing_that_fits() -> None:
 async def test_long_texts_are_encoded_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, running, most = threading.Lock(), 0, 0
 
-    def encode(self: ChatTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self: ChatTokenizer, chat: ChatText, add_special_tokens: bool) -> list[int]:
         nonlocal running, most
         with lock:
             running += 1

@@ -80,7 +80,7 @@ async def test_chat_prompts_equal_those_of_transformers(
         text = theirs.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
-        assert ours.render(messages, add_generation_prompt, variables) == text
+        assert ours.render(messages, add_generation_prompt, variables).text == text
         assert await ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
 
 

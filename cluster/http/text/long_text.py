@@ -1,0 +1,61 @@
+"""Long texts, before they are encoded as a whole: a tokenizer takes hundreds of bytes for each token while it works, so
+that first pieces are counted, one at a time, and what is too long is not encoded at all.
+
+Where a text is cut, a token may be cut too; so sums over pieces are a little too large, never much.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+PIECE_CHARS = 2**16
+_SEARCH_CHARS = 256  # in front of a piece's end, for a space to cut at: most tokens begin with one
+SLACK_TOKENS = 1024  # that a part has beyond those wanted of it, so that the cut at its beginning changes none of them
+
+Count = Callable[[str], int]
+
+
+def exceeds(count: Count, text: str, num_tokens: int) -> bool:
+    """Whether `text` has more tokens, for sure: cuts are allowed for."""
+    found = 0
+    for number, (start, end) in enumerate(_pieces(text)):
+        found += count(text[start:end])
+        if found - 8 * number > num_tokens:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens of a prompt that is truncated.
+
+    num_tokens: at most so many.
+    at_end: the last ones; else the first.
+    """
+
+    num_tokens: int
+    at_end: bool = True
+
+    def of(self, tokens: list[int]) -> list[int]:
+        """Those of `tokens`."""
+        return tokens[-self.num_tokens :] if self.at_end else tokens[: self.num_tokens]
+
+    def part(self, count: Count, text: str) -> tuple[int, int]:
+        """Where a part of `text` begins and ends that holds these tokens of it, and some more."""
+        pieces = list(_pieces(text))
+        found = 0
+        for start, end in reversed(pieces) if self.at_end else pieces:
+            found += count(text[start:end])
+            if found > self.num_tokens + SLACK_TOKENS:
+                return (start, len(text)) if self.at_end else (0, end)
+        return 0, len(text)
+
+
+def _pieces(text: str) -> Iterator[tuple[int, int]]:
+    start = 0
+    while start < len(text):
+        end = min(len(text), start + PIECE_CHARS)
+        if end < len(text):
+            space = text.rfind(" ", end - _SEARCH_CHARS, end)
+            end = space if space > start else end
+        yield start, end
+        start = end

@@ -1,0 +1,181 @@
+"""Texts from users beside a chat template's own: what looks like a control token in them is text, and no token.
+
+A template puts both into one text. So the characters of users' texts that a control token would have to begin with are
+marked, with a character that is no text, before the template is rendered, and the marks are taken out of what it makes:
+`ChatText.marks` says where they were. `ChatTokenizer.encode` makes no control token of a span with a mark in it.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# U+FDD0 to U+FDEF are noncharacters: no honest text has one. One that is in no text of the request is used.
+MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+# Roles whose texts the application writes, or the model: tags that are no special tokens (<think>, <tool_call>) stay
+# what they are in them.
+TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
+ROLES = TRUSTED_ROLES | {"user", "tool"}
+Change = Callable[[str, "ControlTexts", bool], str]  # of a text, with the control tokens to look for, and at its edges
+_TAG = re.compile(r"<\S.*>|\[\S.*\]")  # added tokens that are no tag are words or spaces, of users too
+
+
+@dataclass(frozen=True)
+class ChatText:
+    """A chat as its template shows it.
+
+    marks: ascending places of characters that are not part of a control token.
+    """
+
+    text: str
+    marks: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def part(self, start: int, end: int) -> "ChatText":
+        """A slice."""
+        first, last = bisect_left(self.marks, start), bisect_left(self.marks, end)
+        return ChatText(self.text[start:end], tuple(mark - start for mark in self.marks[first:last]))
+
+    def is_marked(self, start: int, end: int) -> bool:
+        """Whether a span has a mark in it."""
+        index = bisect_left(self.marks, start)
+        return index < len(self.marks) and self.marks[index] < end
+
+
+def is_tag(text: str) -> bool:
+    """Whether an added token that is not special says how a chat is made, such as <tool_call>."""
+    return _TAG.fullmatch(text) is not None
+
+
+class ControlTexts:
+    """Finds control tokens, and beginnings and ends of them, in a user's text.
+
+    texts: of the tokens.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        found = sorted(filter(None, set(texts)), key=len, reverse=True)
+        by_first: dict[str, list[str]] = {}
+        for text in found:
+            by_first.setdefault(text[0], []).append(re.escape(text[1:]))
+        # A first character, and in front of what; so that the search leaps from one such character to the next.
+        branches = [f"{re.escape(first)}(?={'|'.join(rests)})" for first, rests in by_first.items()]
+        self._whole = re.compile("|".join(branches)) if branches else None
+        self._longest = max(map(len, found), default=0)
+        self._beginnings = frozenset(text[:end] for text in found for end in range(1, len(text)))
+        self._ends = frozenset(text[start:] for text in found for start in range(1, len(text)))
+        self._middles = "\n".join(found)
+
+    def places(self, text: str, edges: bool) -> list[int]:
+        """The characters of `text` that no control token may contain, so that none has a part of it. edges: also of
+        tokens that what stands beside this text might complete."""
+        if self._whole is None or not text:
+            return []
+        found = {match.start() for match in self._whole.finditer(text)}
+        shown = text.strip() if edges else ""  # templates strip
+        if not shown:
+            return sorted(found)
+        first = len(text) - len(text.lstrip())
+        last = first + len(shown) - 1
+        tail, head = shown[-self._longest :], shown[: self._longest]
+        if any(tail[start:] in self._beginnings for start in range(len(tail))):
+            found.add(last)
+        if any(head[:end] in self._ends for end in range(1, len(head) + 1)):
+            found.add(first)
+        if len(shown) < self._longest and shown in self._middles:
+            found.add(last)
+        return sorted(found)
+
+
+def marked(
+    messages: Sequence[Mapping[str, Any]],
+    others: Sequence[Any],
+    special: ControlTexts,
+    special_or_tags: ControlTexts,
+) -> tuple[list[dict[str, Any]], list[Any], str]:
+    """Messages and other values (tools, variables) with their texts marked; and the mark, "" where nothing is to be.
+
+    Raises ValueError where each of `MARKS` is in some text.
+    """
+
+    def changed(change: Change) -> tuple[list[dict[str, Any]], list[Any]]:
+        return [
+            _message(message, special if message.get("role") in TRUSTED_ROLES else special_or_tags, change)
+            for message in messages
+        ], [_changed(value, special, change) for value in others]
+
+    needed = False
+
+    def look(text: str, controls: ControlTexts, edges: bool) -> str:
+        nonlocal needed
+        needed = needed or bool(controls.places(text, edges))
+        return text
+
+    same = changed(look)
+    if not needed:
+        return *same, ""
+    texts = [*_texts(messages), *_texts(others)]
+    mark = next((mark for mark in MARKS if not any(mark in text for text in texts)), None)
+    if mark is None:
+        raise ValueError("the messages contain all of U+FDD0 to U+FDEF, which are no characters")
+    return *changed(lambda text, controls, edges: _with_marks(text, controls.places(text, edges), mark)), mark
+
+
+def unmarked(text: str, mark: str) -> ChatText:
+    """A rendered text without its marks."""
+    if not mark:
+        return ChatText(text)
+    pieces = text.split(mark)
+    places, length = [], 0
+    for piece in pieces[:-1]:
+        length += len(piece)
+        if length:
+            places.append(length - 1)
+    return ChatText("".join(pieces), tuple(places))
+
+
+def _with_marks(text: str, places: Sequence[int], mark: str) -> str:
+    """A mark after each of these characters."""
+    pieces, start = [], 0
+    for place in places:
+        pieces.append(text[start : place + 1])
+        start = place + 1
+    return mark.join([*pieces, text[start:]])
+
+
+def _message(message: Mapping[str, Any], controls: ControlTexts, change: Change) -> dict[str, Any]:
+    return {
+        name: value
+        if name == "role" and value in ROLES
+        else change(value, controls, True)
+        if isinstance(value, str)
+        else _changed(value, controls, change)
+        for name, value in message.items()
+    }
+
+
+def _changed(value: Any, controls: ControlTexts, change: Change) -> Any:
+    """A value of JSON with each text in it changed, keys too. Templates look for some of them (a parameter's type), so
+    that those alone are changed which are, or contain, a control token."""
+    if isinstance(value, str):
+        return change(value, controls, False)
+    if isinstance(value, Mapping):
+        return {_changed(k, controls, change): _changed(part, controls, change) for k, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(part, controls, change) for part in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _texts(name)
+            yield from _texts(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)

@@ -1,0 +1,63 @@
+"""Between text and tokens over HTTP: what is tokenized is what a request of the same messages would be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cluster.http.text.chat_template import ChatTemplate
+from cluster.http.text.tokenizer import ChatTokenizer
+from tests.support.edge_client import CHAT, MODEL, in_process
+from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
+
+WITH_TOOLS = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools><tool_call>{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+USER = {"role": "user", "content": f"hello {EOS}"}
+ANSWER = {"role": "assistant", "content": "it is"}
+
+
+@pytest.mark.parametrize(
+    ("tokenize", "chat"),
+    [
+        ({"messages": [USER]}, {}),
+        ({"messages": [USER], "tools": [TOOL]}, {}),
+        (
+            {"messages": [USER, ANSWER], "continue_final_message": True, "add_generation_prompt": False},
+            {},
+        ),
+        ({"messages": [USER, ANSWER], "continue_final_message": True}, {}),
+        ({"messages": [USER], "add_generation_prompt": False, "return_token_strs": True}, {"return_token_strs": None}),
+    ],
+)
+async def test_a_chat_is_tokenized_as_it_would_be_asked(tokenize: dict[str, Any], chat: dict[str, Any]) -> None:
+    engine = FakeEngine(says("x"))
+    tokenizer = ChatTokenizer(small_tokenizer(), ChatTemplate(WITH_TOOLS, {}), (1,))
+    asked = {name: value for name, value in (tokenize | chat).items() if value is not None}
+    async with in_process(engine, tokenizer, output_parser="hermes") as client:
+        found = (await client.post("/tokenize", json={"model": MODEL, **tokenize})).json()
+        assert (await client.post(CHAT, json={"model": MODEL, **asked})).status_code == 200
+    assert found["tokens"] == engine.calls[0].prompt and found["count"] == len(found["tokens"])
+    if tokenize.get("return_token_strs"):
+        assert found["token_strs"] == [small_tokenizer().id_to_token(token) for token in found["tokens"]]
+
+
+async def test_what_cannot_be_continued_is_refused() -> None:
+    body = {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True}
+    async with in_process(FakeEngine(says("x"))) as client:
+        error = (await client.post("/tokenize", json=body)).json()["error"]
+    assert error["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize("name", ["TokenizersBackend", None])
+async def test_tokenizer_info_names_the_class_of_the_models_folder(tmp_path: Path, name: str | None) -> None:
+    if name is None:
+        tokenizer = ChatTokenizer(small_tokenizer(), None, (1,))
+    else:
+        PreTrainedTokenizerFast(tokenizer_object=small_tokenizer()).save_pretrained(tmp_path)
+        tokenizer = ChatTokenizer.from_folder(tmp_path)
+    async with in_process(FakeEngine(says("x")), tokenizer) as client:
+        assert (await client.get("/tokenizer_info")).json()["tokenizer_class"] == name
