@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.http.admission import Admission
-from cluster.http.answer import Answer, EngineFailedError, Piece, joined, without_tokens
+from cluster.http.answer import Answer, EngineFailedError, Piece, RequestInvalidError, joined, without_tokens
 from cluster.http.config import EdgeConfig
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
-from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
+from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
 from cluster.http.parsers.marks import MARKS
 from cluster.http.parsers.output_parser import (
     HeldReasoning,
@@ -173,6 +173,9 @@ class GenerationResponse(Response):
                 await _all([self._run_choice(i, emit) for i in range(len(self._answers))])
         except EngineRefused as refusal:
             raise refused(refusal.refusal) from None
+        except RequestInvalidError as fault:
+            logger.info("request %s ended: %s", self._request_id, fault)
+            raise invalid(None, f"The request cannot be answered: {fault}", "unanswerable_request") from None
         except EngineFailedError as failure:
             logger.error("request %s: the engine failed: %s", self._request_id, failure)
             raise engine_failed(self._request_id) from None

@@ -248,7 +248,7 @@ class RemoteEngines:
                         raise EngineFailed(f"no engine took it within {TAKEN_TIMEOUT_S:g} s", had_taken=False)
                 if call.done():
                     summary = _outcome(call)
-                    if summary.finish in ("error", "abort"):
+                    if summary.finish in ("error", "invalid", "abort"):
                         yield TokenDelta(request_id=client_id, tokens=(), finish=summary.finish, error=summary.error)
                         return
                     ended_at = self._clock() if ended_at is None else ended_at

@@ -56,7 +56,10 @@ def test_what_tries_grammars_is_begun_before_the_first_of_them(server: Server) -
     """It takes seconds to start, which the first request with a grammar would wait for."""
     (ingress,) = actor_pids("ServeReplica:aerie:Ingress")
     deadline_s = time.monotonic() + 30.0
-    while not (found := _children(ingress, "workers.structured_output.trial")) and time.monotonic() < deadline_s:
+    while (
+        not (found := _children(ingress, "workers.structured_output.template_process"))
+        and time.monotonic() < deadline_s
+    ):
         time.sleep(0.1)
     assert len(found) == 1
 

@@ -17,7 +17,7 @@ from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepRounds
-from workers.scheduling.plan import StepPlan, StepResult, pack_i32
+from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
 from workers.scheduling.request import (
     FinishReason,
@@ -33,6 +33,9 @@ from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.slot_pages import Int64s, SlotPages, Slots
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_results import StepResults
+
+MASK_WAIT_MS = 250.0  # where no costs are known
+MIN_MASK_WAIT_MS = 5.0
 
 
 class Scheduler:
@@ -70,8 +73,8 @@ class Scheduler:
         self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead) if cache.prefix_cache else None
         self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
-        self.queues = RequestQueues(self.slot_pages, self.stats)
         self._grammars = GrammarQueue()
+        self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, clock)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
@@ -226,6 +229,8 @@ class Scheduler:
             inits=tuple(builder.inits),
             chunks=tuple(builder.chunks),
             grammars=self._grammars.announce(self.queues.waiting),
+            ended=pack_i32(self._grammars.take_ended()),
+            mask_wait_ms=self._mask_wait_ms(),
         )
         self._next_step += 1
         return plan
@@ -239,8 +244,14 @@ class Scheduler:
         assert result.step == in_flight_step.step, f"result of step {result.step}, awaited {in_flight_step.step}"
         if self.captures.has_ended(result.graphs):
             return []
-        self._grammars.compiled(result.num_grammars)
-        return self._results.apply(in_flight_step, result)
+        self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
+        return self._results.apply(in_flight_step, result, self._next_step - 1)
+
+    def _mask_wait_ms(self) -> float:
+        """How long a step may wait for masks: half of what a token may take, since the ranks may wait as long again
+        where the process that fills them does not answer."""
+        budget = self._prefill.budget
+        return MASK_WAIT_MS if budget is None else max(MIN_MASK_WAIT_MS, budget.target_ms / 2)
 
     def _plan_capture(self) -> StepPlan:
         """A capture has the ranks to itself: nothing is in flight, and nothing follows before its result."""
