@@ -72,12 +72,9 @@ class GrammarQueue:
         if self._late_since:
             self._late_since.pop(sequence.number, None)
 
-    def overdue(self, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
-        """Those that have had no mask for too long."""
-        if not self._late_since:
-            return []
-        limit_s = now - LATE_LIMIT_S
-        return [sequence for sequence in sequences if self._late_since.get(sequence.number, now) < limit_s]
+    def overdue(self, now: float) -> list[int]:
+        """Numbers of the requests that have had no mask for too long."""
+        return [number for number, since_s in self._late_since.items() if now - since_s > LATE_LIMIT_S]
 
     def end(self, sequence: Sequence) -> None:
         """A request is over, in whatever state."""

@@ -87,10 +87,10 @@ class StepResults:
     def _end_failed(self, step: InFlightStep, result: StepResult, now: float) -> list[RequestOutput]:
         """End the requests that cannot go on, whether or not they still have their slots."""
         queues, failed = self._queues, [(step.sequences[entry], why) for entry, why in result.failed.items()]
-        for number, why in result.masks_failed.items():
+        late = result.masks_failed | dict.fromkeys(queues.grammars.overdue(now), TOO_LATE)
+        for number, why in late.items():
             if (sequence := queues.numbered(number)) is not None:
                 failed.append((sequence, why))
-        failed += [(sequence, TOO_LATE) for sequence in queues.grammars.overdue(queues.waiting, now)]
         outputs = []
         for sequence, why in failed:
             if not sequence.is_finished:
