@@ -227,7 +227,7 @@ def test_without_costs_a_step_holds_max_step_tokens():
     step.take(10, 0)
     assert step.room(10, 0) == 6
     step.take(6, 0)
-    assert step.room(10, 0) == 0 and step.step_ms(StepRounds()) is None
+    assert step.room(10, 0) == 0 and step.planned(StepRounds()).chunk_tokens == step.tokens
 
 
 def chunks_by_step(sim: Simulation) -> list[list[tuple[int, int]]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from workers.config import SchedulerConfig
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
+from workers.scheduling.step_time import Step
 
 MIN_SHARE = 0.25  # of the target, which prompts get beside rounds however long those are
 MAX_STRETCH = 3.0  # times the target, if that is no number of the configuration
@@ -59,8 +60,7 @@ class LatencyBudget:
         """Prompt tokens per second where many are pending, beside such rounds."""
         step = self.step(rounds, self.max_step_tokens * _MANY_STEPS)
         step.take(step.room(self.max_step_tokens, 0), 0)
-        ms = step.step_ms(rounds)
-        assert ms is not None
+        ms = self.costs.step_ms(*step.planned(rounds))
         return step.tokens * 1000.0 / ms if ms else 0.0
 
     def patience_s(self, num_tokens: int) -> float:
@@ -124,12 +124,10 @@ class StepBudget:
         self._pairs += count * context
         self._is_full = count == self._offered < self._wanted  # no scrap of the next prompt fills up what is left
 
-    def step_ms(self, rounds: StepRounds) -> float | None:
-        """What the step takes with what it was given, beside the rounds that it has in the end; None without costs."""
-        if self._costs is None:
-            return None
+    def planned(self, rounds: StepRounds) -> Step:
+        """The step with the prompt tokens that it was given, beside the rounds that it has in the end."""
         context = self._pairs / self.tokens if self.tokens else 0.0
-        return self._costs.step_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens, self.tokens, context)
+        return Step(rounds.shape, rounds.num_requests, rounds.kv_tokens, self.tokens, context)
 
     def _most(self, count: int, context: int) -> int:
         """How many of `count` tokens keep the step within its limit; of a step's first prompt at least the smallest

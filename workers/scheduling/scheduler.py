@@ -33,6 +33,7 @@ from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.slot_pages import Int64s, SlotPages, Slots
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_results import StepResults
+from workers.scheduling.step_time import StepTime
 
 MASK_WAIT_MS = 250.0  # where no costs are known
 MIN_MASK_WAIT_MS = 5.0
@@ -81,11 +82,11 @@ class Scheduler:
         self.epoch = epoch
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
-        self._costs: CostTable | None = None
+        self.step_time: StepTime | None = None
 
     def use_costs(self, costs: CostTable) -> None:
         """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
-        self._costs = costs
+        self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
         self.captures.row_ms = costs.row_ms
         self._prefill.budget = LatencyBudget.of(self._config, costs)
         self.queues.set_deadlines(self._prefill.deadline_s)
@@ -117,7 +118,7 @@ class Scheduler:
 
     @property
     def expected_ms(self) -> float | None:
-        """Milliseconds that the newest plan in flight should take by the costs; None without them."""
+        """Milliseconds that the newest plan in flight should take; None without costs."""
         return self._in_flight[-1].expected_ms
 
     @property
@@ -207,9 +208,19 @@ class Scheduler:
         users, drafted = slot_pages.user[slots], slot_pages.drafted[slots]
         reason = self.shape_choice.reason.value
         in_flight = InFlightStep(
-            self._next_step, sequences, slots, users, max_new_tokens, shape, drafted, reason, builder.asking
+            self._next_step,
+            sequences,
+            slots,
+            users,
+            max_new_tokens,
+            shape,
+            drafted,
+            reason,
+            builder.asking,
+            budget.planned(rounds),
         )
-        in_flight.expected_ms, in_flight.has_chunks = budget.step_ms(rounds), bool(builder.chunks)
+        if self.step_time is not None:
+            in_flight.expected_ms = self.step_time.predict(in_flight.load).ms
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:
@@ -318,7 +329,7 @@ class Scheduler:
             with_prompts,
             bool(slot_pages.rare_sampling[slots].any()),
         )
-        return self.shape_choice.choose(load, self._costs)
+        return self.shape_choice.choose(load, self.step_time)
 
     def _reserve_rounds(self, builder: PlanBuilder, shape: int) -> tuple[Slots, Int64s]:
         """Pages for a round of everything that decodes, preempting the youngest until they suffice. Returns the slots

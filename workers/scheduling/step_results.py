@@ -13,13 +13,14 @@ from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import InFlightStep, Sequence
 from workers.scheduling.shape_choice import ShapeChoice
 from workers.scheduling.stats import SchedulerStats
+from workers.scheduling.step_time import StepTime
 
 TOO_LATE = Failure("its grammar's next mask was not there in time")
 _FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
 
 
 class StepResults:
-    """Applies results in the order of their plans."""
+    """Applies results in the order of their plans. step_time: is told how long steps took; None without costs."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class StepResults:
         self._shapes = shapes
         self._num_drafts = np.array([shape.width - 1 for shape in shapes.shapes])
         self._clock = clock
+        self.step_time: StepTime | None = None
         self._last_s = clock()  # when the last result came
 
     def apply(self, step: InFlightStep, result: StepResult, newest: int) -> list[RequestOutput]:
@@ -52,8 +54,8 @@ class StepResults:
             min(result.elapsed_s, now - self._last_s),
             now,
         )  # from its plan, or the step before it, on
-        if step.expected_ms and step.num_rounds and not step.has_chunks:
-            self._shape_choice.observe(step.shape, step.num_rounds, step.expected_ms, took_s * 1e3)
+        if self.step_time is not None:
+            self.step_time.observe(step.load, took_s * 1e3)
         outputs += _prompt_outputs(step, result) if step.asking else []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
