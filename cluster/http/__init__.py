@@ -2,8 +2,10 @@
 
 app            the application: its routes from `routes`, put together
 config         what one ingress is configured with
-middleware     request ids, API keys, a last net for exceptions
+middleware     request ids, who may ask, a last net for exceptions
 keys           API keys as digests
+origins        and without keys, which hosts and origins are answered
+sending        replies to HEAD and to HTTP/1.0
 routes         the routes, a module for each group
 endpoint       one route: what comes in, what goes out, who answers
 openapi        the routes as an OpenAPI document

@@ -224,7 +224,9 @@ def test_bad_input_is_answered_with_a_client_error(server: Server, change: dict[
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"prompt": "\xff"}', b"NaN", b"[" * 100_000])
 def test_unreadable_body_is_a_client_error(server: Server, raw: bytes) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=raw, timeout=30)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", content=raw, headers={"content-type": "application/json"}, timeout=30
+    )
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
