@@ -17,6 +17,7 @@ requests       a checked body as prompts, sampling parameters and a grammar
 text           between text and tokens, both ways
 serving        carries out one generation request
 engine_client  what is needed from an engine
+thinking_budget  ends an answer's thinking after a number of tokens
 prompt_scores  log-probabilities of a prompt, as they come
 answer         token deltas, cut at stop strings, as text
 parsers        what of an answer is content, reasoning, a tool call
