@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 import msgspec
@@ -114,11 +114,9 @@ class RemoteEngines:
         request_id: str,
         running_stats: bool = False,
         token_origins: bool = False,
-        output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See `EngineClient.generate`. With output no queue is too full for it: its reader has its beginning."""
+        """See `EngineClient.generate`."""
         attempts = Attempts()
-        attempts.delivered.extend(output)
         known = Prompt(prompt, sampling.cache_salt)
         packed = pack_i32(prompt)
         while not attempts.is_over:
@@ -139,7 +137,7 @@ class RemoteEngines:
                 output=pack_i32(attempts.delivered),
                 running_stats=running_stats,
                 token_origins=token_origins,
-                resumed=attempts.was_taken or bool(output),
+                resumed=attempts.was_taken,
             )
             async with contextlib.aclosing(self._attempt(attempts, name, request, known, request_id)) as deltas:
                 async for delta in deltas:
@@ -250,7 +248,7 @@ class RemoteEngines:
                         raise EngineFailed(f"no engine took it within {TAKEN_TIMEOUT_S:g} s", had_taken=False)
                 if call.done():
                     summary = _outcome(call)
-                    if summary.finish in ("error", "invalid", "abort"):
+                    if summary.finish in ("error", "abort"):
                         yield TokenDelta(request_id=client_id, tokens=(), finish=summary.finish, error=summary.error)
                         return
                     ended_at = self._clock() if ended_at is None else ended_at

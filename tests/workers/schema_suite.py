@@ -17,10 +17,10 @@ import xgrammar
 from tests.support.embedded import eos_token_ids
 from tests.support.prompts import MODELS
 from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from workers.structured_output.compiler import GrammarCompiler
 from workers.structured_output.json_schema import checked_schema
 from workers.structured_output.schema_keywords import UnsupportedSchemaError
-from workers.structured_output.trial import verdict
+from workers.structured_output.trial import Trial, verdict
 
 TARGET = str(MODELS / "target")
 MAX_DEPTH = 32
@@ -29,8 +29,7 @@ VOCABULARY = 4096  # the embedded pair's
 
 def main(folders: list[str]) -> int:
     counts, keywords = Counter[str](), Counter[str]()
-    vocabulary = Vocabulary(TARGET, VOCABULARY)
-    compiler = GrammarCompiler(vocabulary)
+    compiler = GrammarCompiler(TARGET, VOCABULARY)
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json"))):
         for group in json.loads(path.read_text()):
             counts["schemas"] += 1
@@ -40,7 +39,7 @@ def main(folders: list[str]) -> int:
                 counts["refused by keyword"] += 1
                 keywords[error.keyword] += 1
                 continue
-            if verdict(grammar, vocabulary).fault:
+            if verdict(Trial(TARGET, grammar)).fault:
                 counts["refused by the compiler"] += 1
                 continue
             counts["taken"] += 1

@@ -45,4 +45,6 @@ def _route(path: str, name: str) -> Route:
     async def answer(http: Request) -> Response:
         return Response(content, headers=headers)
 
-    return Route(path, answer)
+    route = Route(path, answer, methods=["GET"])
+    route.methods = {"GET"}  # without the HEAD that Starlette adds, as all others
+    return route

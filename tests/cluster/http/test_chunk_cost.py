@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -34,7 +34,6 @@ class _Ready:
         request_id: str,
         running_stats: bool = False,
         token_origins: bool = False,
-        output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         for delta in self._deltas:
             yield delta
