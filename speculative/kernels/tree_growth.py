@@ -53,10 +53,11 @@ def _grow(
     tl.store(found_token_ptr + out, token, mask=there)
     tl.store(found_score_ptr + out, score, mask=there)
     tl.store(found_parent_ptr + out, above.to(tl.int64), mask=there)
-    left = score
+    left, number = score, child
     for i in tl.static_range(K):
         best = tl.max(left, 0)
-        chosen = tl.min(tl.where((left == best) & there, child, CHILDREN), 0)
+        # what was chosen is -inf like a masked token, and stands after all children
+        chosen = tl.min(tl.where((left == best) & there, number, CHILDREN), 0)
         chosen = tl.minimum(chosen, PARENTS * K - 1)
         here = child == chosen
         bit = (tl.full([1], 1, tl.int64) << (first_bit + i)).sum(0)
@@ -69,6 +70,7 @@ def _grow(
         tl.store(mask_ptr + b * K + i, seen)
         tl.store(parent_ptr + b * K + i, (b * PARENTS + chosen // K).to(tl.int64))
         left = tl.where(here, float("-inf"), left)
+        number = tl.where(here, CHILDREN, number)
 
 
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:

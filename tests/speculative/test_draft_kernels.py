@@ -37,8 +37,12 @@ def moved(c: Children) -> Children:
 
 
 @pytest.mark.parametrize("top_k,steps,width", [(4, 5, 8), (2, 2, 4), (3, 4, 16), (8, 4, 32), (10, 3, 60)])
-@pytest.mark.parametrize("mapped", [True, False])
-def test_a_tree_grown_and_cut_by_kernels_is_the_reference_s(top_k: int, steps: int, width: int, mapped: bool) -> None:
+@pytest.mark.parametrize("mapped,masked", [(True, False), (False, False), (False, True)])
+def test_a_tree_grown_and_cut_by_kernels_is_the_reference_s(
+    top_k: int, steps: int, width: int, mapped: bool, masked: bool
+) -> None:
+    """masked: a grammar leaves fewer tokens than a level has nodes; the rest are minus infinity, and no child comes
+    twice."""
     batch, generator = 5, torch.Generator().manual_seed(top_k)
     depths = torch.tensor(candidate_depths(steps, top_k))
     plain = Candidates.empty(batch, depths, steps)
@@ -47,6 +51,8 @@ def test_a_tree_grown_and_cut_by_kernels_is_the_reference_s(top_k: int, steps: i
     above_fused: Level | None = None
     for step in range(steps):
         found = children(batch * (top_k if step else 1), top_k, 50, generator, mapped)
+        if masked:
+            found.log_probabilities[:, 1 + step % 2 :] = float("-inf")
         first = 0 if step == 0 else top_k + (step - 1) * top_k**2
         above = grow(plain, above, found, first, step * top_k)
         above_fused = tree_growth.grow(fused, above_fused, moved(found), first, step * top_k)
@@ -115,6 +121,21 @@ def test_topk_of_log_softmax_is_torch_s(rows: int, size: int, k: int, dtype: tor
     # sums of up to 128,256 float32 terms in another order
     torch.testing.assert_close(best, expected[0], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(norms, expected[2], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size,k", [(17, 4), (5000, 8), (4097, 16), (8, 8)])
+def test_no_column_is_found_twice_where_fewer_are_finite(size: int, k: int) -> None:
+    """As a grammar's mask leaves rows: none finite, one at the end, and one less than is asked for."""
+    logits = torch.full((3, size), float("-inf"), device=DEVICE)
+    logits[1, size - 1] = 2.0
+    logits[2, :: max(1, size // (k - 1))][: k - 1] = torch.arange(k - 1, device=DEVICE).float()
+    logits[2, 0] = float("-inf")
+    best, ids, norms = topk.topk_log_softmax(logits, k)
+    expected = topk.reference(logits, k)
+    assert all(len(set(row)) == k for row in ids.tolist()), ids
+    assert torch.equal(ids, expected[1])
+    torch.testing.assert_close(best, expected[0])
+    torch.testing.assert_close(norms, expected[2])
 
 
 @pytest.mark.parametrize("rows,size", [(1, 4096), (5, 896), (33, 64)])

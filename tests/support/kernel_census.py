@@ -37,7 +37,7 @@ ON_A_GPU = {
     "workers.layers.gemm": [('device.type == "cuda"', "True")],
     "workers.layers.linear": [('device.type != "cuda"', "False")],
     "workers.models.moe": [('device.type != "cuda"', "False")],
-    "workers.runner.backends": [('self.device.type == "cuda"', "True"), ("device=self.device.type", 'device="cuda"')],
+    "attention.limits": [('if device.type == "cuda"', "if True"), ("DeviceKind(device.type", 'DeviceKind("cuda"')],
 }
 NUMPY = {
     torch.bool: np.bool_,

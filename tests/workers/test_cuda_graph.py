@@ -1,6 +1,7 @@
 """Which rounds are captured, in which order and how far, with a strategy that only notes what it runs."""
 
 from collections.abc import Callable
+from threading import BrokenBarrierError
 from typing import TypeVar
 
 import pytest
@@ -24,6 +25,7 @@ from workers.runner.graphs.graph_keys import (
     token_buckets,
 )
 from workers.runner.graphs.kernel_compilation import CompileAhead
+from workers.runner.graphs.step_capture import BrokenStepError
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
@@ -390,3 +392,95 @@ def test_a_rehearsal_of_steps_runs_nothing() -> None:
     graphs.rehearse(keys, ahead, SOLO)
     ahead.close()
     assert recorder.num_rehearsed == 3 and not strategy.ran, "the largest round, two with grammars; no kernel was new"
+
+
+class CompilerError(Exception):
+    """As Triton's are: no RuntimeError."""
+
+
+class UncompiledRecorder(EagerRecorder):
+    """Of the captures whose numbers are in `failing`, the kernels cannot be compiled."""
+
+    def __init__(self, failing: tuple[int, ...]) -> None:
+        super().__init__()
+        self._failing = failing
+
+    def record(self, function: Callable[[], T], was_run: bool = True) -> tuple[Callable[[], None], T]:
+        if self.num_recorded in self._failing:
+            self.num_recorded += 1
+            raise CompilerError("out of resource: shared memory")
+        return super().record(function, was_run)
+
+
+def test_a_kernel_that_cannot_be_compiled_costs_its_graph_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """On one rank of two; the other agrees, and neither runs the step, which would fail likewise."""
+
+    def run(group: TPGroup) -> tuple[int, int, int]:
+        recorder = UncompiledRecorder((13, 14) if group.rank == 1 else ())
+        graphs, _, _ = graphed(recorder=recorder)
+        capture_few(graphs, group)
+        apart, waiting = recorder.num_run_apart, graphs.graphs.num_waiting
+        for _ in range(3):
+            graphs.capture_next(group)
+        return len(graphs.captured), graphs.graphs.num_waiting - waiting, recorder.num_run_apart - apart
+
+    first, second = on_ranks(2, run)
+    assert first == second and first[:2] == (13 + 1, -3)
+
+
+class BreakingRecorder(EagerRecorder):
+    """A step fails when it runs eagerly, once `breaks` is set."""
+
+    breaks = False
+
+    def run_apart(self, function: Callable[[], object]) -> None:
+        if self.breaks:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super().run_apart(function)
+
+
+class SummingStrategy(NotingStrategy):
+    """Its steps end in a sum over ranks."""
+
+    def __init__(self, group: TPGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
+        out = super().step(batch, fill_masks)
+        self._group.all_reduce(out.tokens)
+        return out
+
+
+def test_a_rank_that_fails_within_a_step_ends_instead_of_waiting() -> None:
+    """The others wait in the step's sum, and would take what it says of its failure for its part of that."""
+
+    def run(group: TPGroup) -> None:
+        recorder = BreakingRecorder()
+        slots = SlotTable(40, 4, 16, CPU)
+        graphs = GraphedDecoding(SummingStrategy(group), slots, BUCKETS, 64, recorder)
+        capture_few(graphs, group)
+        graphs.want_masked()  # of a kind that has not run
+        recorder.breaks = group.rank == 1
+        try:
+            while graphs.graphs.num_waiting:
+                graphs.capture_next(group)
+        except BrokenStepError as error:
+            if not isinstance(error.__cause__, BrokenBarrierError):  # of the rank that waits, once the other has ended
+                raise
+
+    with pytest.raises(BrokenStepError, match="a step to be captured failed: OutOfMemoryError: CUDA out of memory"):
+        on_ranks(2, run)
+
+
+def test_a_rank_alone_that_fails_within_a_step_goes_on_without_its_graph(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = BreakingRecorder()
+    graphs, _, _ = graphed(recorder=recorder)
+    capture_few(graphs)
+    graphs.want_masked()
+    recorder.breaks = True
+    before, waiting = len(graphs.captured), graphs.graphs.num_waiting
+    while graphs.graphs.num_waiting:
+        graphs.capture_next(SOLO)
+    assert before <= len(graphs.captured) < before + waiting
+    assert caplog.text.count("runs without a CUDA graph of its own") == 1

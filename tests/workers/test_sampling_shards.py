@@ -64,6 +64,22 @@ def test_the_likeliest_of_all_shards(ranks: int, vocab: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("ranks,vocab", CASES)
+def test_masked_rows_find_each_token_once_and_no_padding(ranks: int, vocab: int) -> None:
+    """A grammar leaves one token or none: the others are minus infinity, as the padding of a shard is."""
+    logits = torch.full((3, vocab), float("-inf"))
+    logits[1, vocab - 1], logits[2, 0] = 1.0, 1.0
+
+    def run(group: TPGroup) -> list[Tensor]:
+        shard = VocabShard(vocab, group)
+        return [shard.topk_log_softmax(shard_of(logits, shard), k)[1] for k in range(1, vocab + 1)]
+
+    for found in on_ranks(ranks, run):
+        for k, ids in enumerate(found, start=1):
+            assert all(len(set(row)) == k and max(row) < vocab for row in ids.tolist()), (k, ids)
+            assert ids[1, 0] == vocab - 1 and ids[2, 0] == 0
+
+
+@pytest.mark.parametrize("ranks,vocab", CASES)
 def test_draws_from_all_shards(ranks: int, vocab: int) -> None:
     """The tokens of one rank with the whole vocabulary; drafts see no NaN either."""
     logits = logits_of(vocab, torch.float32)

@@ -57,7 +57,10 @@ class VocabShard:
         gathered = self.group.all_gather(packed)
         norms, values, ids = gathered[..., :1], gathered[..., 1 : 1 + local_k], gathered[..., 1 + local_k :]
         values = values.movedim(0, 1).flatten(1)
-        best, place = values.topk(k, -1)
+        if self.size * self.group.size == self.vocab_size:
+            best, place = values.topk(k, -1)
+        else:  # padding is -inf, as masked tokens are, and stands after all of them
+            best, place = (each[:, :k] for each in values.sort(dim=-1, descending=True, stable=True))
         log_probability = best - torch.logsumexp(norms.squeeze(-1), 0).unsqueeze(-1)
         return log_probability.float(), ids.movedim(0, 1).flatten(1).gather(1, place).long()
 

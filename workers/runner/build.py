@@ -260,7 +260,7 @@ def _compile_ahead(
     ahead = CompileAhead(processes=compilers)
     try:
         graphed.rehearse(first, ahead, group)
-    except RuntimeError as error:
+    except Exception as error:  # whatever a compiler raises; Triton's errors are no RuntimeErrors
         logger.warning("kernels could not be compiled ahead, and are where they are first launched: %s", error)
     finally:
         ahead.close()

@@ -24,12 +24,13 @@ def _partial(x_ptr, value_ptr, index_ptr, top_ptr, total_ptr, size, row_stride, 
     tl.store(top_ptr + place, top)
     tl.store(total_ptr + place, tl.sum(tl.exp(x - origin), 0))
     for i in tl.static_range(K):
-        best = tl.max(x, 0)
+        best = tl.max(x, 0)  # of numbers alone
         # the smallest id among equals, so that equal inputs give equal trees
         index = tl.min(tl.where(x == best, column, size), 0)
         tl.store(value_ptr + place * K + i, best)
         tl.store(index_ptr + place * K + i, index)
-        x = tl.where(column == index, float("-inf"), x)
+        # no number, since minus infinity is what masked tokens are, among which it would be found again
+        x = tl.where(column == index, float("nan"), x)
 
 
 @triton.jit
@@ -66,14 +67,15 @@ def _combine(
         tl.store(log_probability_ptr + row * K + i, best - origin)
         tl.store(id_ptr + row * K + i, tl.minimum(chosen, size - 1).to(tl.int64))
         value = tl.where(index == chosen, float("-inf"), value)
+        index = tl.where(index == chosen, size, index)
 
 
 def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k <= MAX_K largest of log_softmax(logits), best first, [rows, k] float32, their columns [rows, k] int64, and
     the rows' logsumexp [rows] float32, for logits [rows, size], any float dtype, last stride 1, size >= k.
 
-    Of equal ones the smallest column comes first. A row that is minus infinity everywhere has that as its results, and
-    any columns. Reference: `reference`.
+    Of equal ones the smallest column comes first, also of those that are minus infinity: no column comes twice.
+    Reference: `reference`.
     """
     rows, size = logits.shape
     assert logits.stride(1) == 1 and 1 <= k <= min(size, MAX_K)

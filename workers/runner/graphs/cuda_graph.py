@@ -27,7 +27,7 @@ from workers.runner.graphs.capture_queue import CaptureQueue, Taken
 from workers.runner.graphs.graph_keys import GraphKey, GraphKeys, is_always_captured
 from workers.runner.graphs.kernel_compilation import CompileAhead
 from workers.runner.graphs.recorder import Recorder
-from workers.runner.graphs.step_capture import CapturedStep, StepCapture, on_any_rank
+from workers.runner.graphs.step_capture import BrokenStepError, CapturedStep, StepCapture, on_any_rank
 from workers.sampling.sampler import Logprobs
 from workers.scheduling.plan import GraphCount
 from workers.slots.slot_table import SlotTable
@@ -164,14 +164,17 @@ class GraphedDecoding:
 
     def capture_next(self, group: TPGroup, clock: Callable[[], float] = time.perf_counter) -> None:
         """Capture one of the steps that are waiting, if any is; to be called on every rank of `group` while none of its
-        steps runs. One that fails on any of them is given up: its batches run without it, as they did before."""
+        steps runs. One that fails on any of them is given up: its batches run without it, as they did before. Raises
+        BrokenStepError where this rank cannot agree with the others any more."""
         key = self._queue.next()
         if key is None:
             return
         taken, error = Taken(0.0, 0), None
         try:
             taken = self._measured(key, group, clock)
-        except RuntimeError as failure:  # torch.OutOfMemoryError is one
+        except BrokenStepError:
+            raise
+        except Exception as failure:  # of memory, of the capture, of Triton's compiler: the engine serves without it
             error = failure
         if on_any_rank(error is not None, group, self._slots.device):
             self._captured.pop(key, None)

@@ -53,7 +53,7 @@ class CudaRecorder:
                 output = self._capture(graph, function, self._pool)
         except NewUnderCaptureError:
             raise
-        except RuntimeError:
+        except Exception:
             self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 takes the former for one that is being recorded to
             raise
         return graph.replay, output
@@ -87,9 +87,11 @@ class CudaRecorder:
 
     def run_apart(self, function: Callable[[], object]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            function()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+        finally:  # what was launched before an error still writes
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def used_bytes(self) -> int:
         torch.cuda.synchronize()

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -31,6 +32,23 @@ from workers.slots.slot_table import SlotTable
 logger = logging.getLogger(__name__)
 
 _SHARED_BYTES = 1 << 18  # of a tensor between two graphs, from which on a copy costs less than keeping it for each
+
+
+class BrokenStepError(RuntimeError):
+    """This rank failed within a step that the other ranks run: they wait in its next sum, so nothing can be agreed with
+    them, and the rank must end for all to be restarted."""
+
+
+class CaptureError(RuntimeError):
+    """Another rank could not capture what this one could."""
+
+
+class Outcome(IntEnum):
+    """How far a rank's attempt to capture came; of several ranks the greatest counts."""
+
+    CAPTURED = 0
+    MISSING = 1  # something that an eager run of the step makes
+    FAILED = 2  # memory has ended, or a kernel cannot be compiled: a run would fail too
 
 
 @dataclass
@@ -67,23 +85,26 @@ class StepCapture:
 
     def capture(self, key: GraphKey, group: TPGroup) -> CapturedStep:
         """An eager run of each kind of step, on all ranks, makes what libraries make when they are first called; after
-        that captures are tried straight away, and where one misses something the step runs eagerly too."""
+        that captures are tried straight away, and where one misses something the step runs eagerly too.
+
+        Raises BrokenStepError where an eager run fails on this rank beside others; any other error is raised where this
+        rank waits for no sum, so that the ranks can agree on it."""
         given, batch = self._padding(key)
 
         def step() -> StepTensors:
             return self._inner.step(batch())
 
         if key.needs.masked:
-            return self._capture_halves(key, given, batch)
+            return self._capture_halves(key, given, batch, group)
         if _kind(key) in self._kinds_run:
             recorded = self._try(step)
-            memory_ended = isinstance(recorded, torch.OutOfMemoryError)
-            if on_any_rank(memory_ended, group, self._slots.device):
-                raise recorded if isinstance(recorded, RuntimeError) else RuntimeError("another rank has no memory")
-            if not on_any_rank(isinstance(recorded, RuntimeError), group, self._slots.device):
-                assert not isinstance(recorded, RuntimeError)
+            worst = _worst_of_ranks(_outcome(recorded), group, self._slots.device)
+            if worst is Outcome.FAILED:
+                raise recorded if isinstance(recorded, Exception) else CaptureError("another rank failed")
+            if worst is Outcome.CAPTURED:
+                assert not isinstance(recorded, Exception)
                 return CapturedStep(key.bucket, None, recorded[0], given, recorded[1])
-        self._recorder.run_apart(step)
+        self._run(step, group)
         self._kinds_run.add(_kind(key))
         run, output = self._recorder.record(step)
         return CapturedStep(key.bucket, None, run, given, output)
@@ -94,19 +115,30 @@ class StepCapture:
         given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots)
         return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
 
-    def _try(self, step: Callable[[], StepTensors]) -> tuple[Callable[[], None], StepTensors] | RuntimeError:
+    def _run(self, step: Callable[[], object], group: TPGroup) -> None:
+        """Run a step eagerly, on all ranks at once."""
+        try:
+            self._recorder.run_apart(step)
+        except Exception as error:
+            if group.size == 1:
+                raise
+            raise BrokenStepError(f"a step to be captured failed: {type(error).__name__}: {error}") from error
+
+    def _try(self, step: Callable[[], StepTensors]) -> tuple[Callable[[], None], StepTensors] | Exception:
         """A recording, or why there is none: as a rule something that is not there yet."""
         try:
             return self._recorder.record(step, was_run=False)
-        except RuntimeError as error:
+        except Exception as error:  # Triton's are no RuntimeErrors
             if not isinstance(error, NewUnderCaptureError | torch.OutOfMemoryError):
                 logger.warning("a step could not be captured before it had run: %s", error)
             return error
 
-    def _capture_halves(self, key: GraphKey, given: StepInput, batch: Callable[[], StepBatch]) -> CapturedStep:
+    def _capture_halves(
+        self, key: GraphKey, given: StepInput, batch: Callable[[], StepBatch], group: TPGroup
+    ) -> CapturedStep:
         """Two graphs. Always after an eager run, for what both leave and share must not be allocated by a capture."""
-        self._recorder.run_apart(lambda: self._inner.step(batch()))
-        self._recorder.run_apart(lambda: self._share(self._inner.forward(batch())))
+        self._run(lambda: self._inner.step(batch()), group)
+        self._run(lambda: self._share(self._inner.forward(batch())), group)
         begin, passed = self._recorder.record(lambda: self._share(self._inner.forward(batch())))
         run, output = self._recorder.record(lambda: self._inner.choose(batch(), passed))
         return CapturedStep(key.bucket, begin, run, given, output)
@@ -127,6 +159,18 @@ class StepCapture:
             self._outgrown += [] if held is None else [held]
             held = self._shared[path] = torch.empty(passed.numel(), dtype=passed.dtype, device=passed.device)
         return held[: passed.numel()].view(passed.shape).copy_(passed)
+
+
+def _outcome(recorded: object) -> Outcome:
+    if not isinstance(recorded, Exception):
+        return Outcome.CAPTURED
+    is_missing = isinstance(recorded, RuntimeError) and not isinstance(recorded, torch.OutOfMemoryError)
+    return Outcome.MISSING if is_missing else Outcome.FAILED
+
+
+def _worst_of_ranks(mine: Outcome, group: TPGroup, device: torch.device) -> Outcome:
+    """The same answer on every rank of `group`; waits for the device."""
+    return Outcome(int(group.all_gather(torch.tensor([mine], dtype=torch.int32, device=device)).max()))
 
 
 def on_any_rank(flag: bool, group: TPGroup, device: torch.device) -> bool:
