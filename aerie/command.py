@@ -1,20 +1,38 @@
 """The entry point of the command `aerie`: starts `deploy.cli` from any folder, whatever modules lie there."""
 
 import os
+import signal
 import sys
+from types import FrameType
 
-from aerie.shadows import ROOT, hidden
+
+def _interrupted(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C while Python imports, where a KeyboardInterrupt would be a traceback."""
+    os.write(2, b"aerie: interrupted\n")
+    os._exit(128 + signal.SIGINT)
+
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _interrupted)
+
+from aerie.shadows import ROOT, hidden  # noqa: E402
 
 
 def main() -> int:
-    """Run the command; returns its exit code: 2 if other modules hide Aerie's."""
+    """Run the command; returns its exit code: 130 after Ctrl-C, 2 if other modules hide Aerie's."""
     _leave_out_current_folder()
     if fault := hidden():
         print(fault, file=sys.stderr)
         return 2
     from deploy.cli import main as run
 
-    return run()
+    try:
+        if signal.getsignal(signal.SIGINT) is _interrupted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run()
+    except KeyboardInterrupt:
+        print("aerie: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _leave_out_current_folder() -> None:

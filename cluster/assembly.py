@@ -93,10 +93,8 @@ class RankBuilder:
         self._is_cuda = config.model.device == "cuda"
         if self._is_cuda:
             from workers.runner.graphs.kernel_compilation import read_compiler
-            from workers.structured_output.grammar_cache import import_compiler
 
             read_compiler()
-            import_compiler()
         self.device_name = torch.cuda.get_device_name(0) if self._is_cuda else f"cpu, {self._num_threads} thread(s)"
 
     def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
@@ -119,6 +117,7 @@ class RankBuilder:
 
             compilers = compile_processes(spec.worker.tensor_parallel)
         self._built = build_rank(spec, layout, self._rank, rendezvous, report, compilers)
+        self._built.worker.begin_grammars()
         return self._built.worker
 
     def layout(self) -> Layout:

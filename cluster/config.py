@@ -25,7 +25,6 @@ from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerCon
 
 CORES_FOR_TWO = 8  # ingresses: each wants up to a core
 PRESTART_VARIABLE = "AERIE_PRESTART_FOLDER"  # set by `aerie serve` for the processes of a Ray that it starts
-START_VARIABLE = "AERIE_START_TIME"  # Unix seconds, set by `aerie serve` likewise
 _SECRET = "ingress.api_keys"  # no error quotes its value
 OnWorkerLoss = Literal["resume", "error"]
 
@@ -216,12 +215,6 @@ def prestart_folder() -> Path | None:
     """Where the ranks listen that `aerie serve` has begun ahead on this machine; None where none were."""
     folder = os.environ.get(PRESTART_VARIABLE)
     return Path(folder) if folder else None
-
-
-def start_time_s() -> float | None:
-    """Unix time at which `aerie serve` began this server; None where it did not, or on another machine."""
-    text = os.environ.get(START_VARIABLE)
-    return float(text) if text else None
 
 
 def pin_network_interface(name: str) -> None:

@@ -1,5 +1,5 @@
-"""Log lines as JSON objects, one a line on stderr, each with the request that it belongs to. Set up once in each
-process if `log_format` says json; else Python's own handling stays.
+"""What Aerie's processes write to the console: marked lines of text, which `aerie serve` tells from those of Ray and
+Serve, or log lines as JSON objects, each with the request that it belongs to. Set up once in each process.
 """
 
 import contextvars
@@ -7,13 +7,24 @@ import json
 import logging
 import sys
 import time
-from typing import TextIO
+from typing import Literal, TextIO
 
 OURS = ("attention", "workers", "speculative", "cluster", "deploy")  # whose loggers are set up
 _FIELDS = "fields"
+MARK = "aerie| "  # begins every line of text that an operator is to read
 
 # The client's name of the request that the current task carries out; "" outside of one.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+
+
+class MarkedFormatter(logging.Formatter):
+    """The level, the process and the message, as lines with a mark. process: what this process is, for the reader."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(levelname)s {process}: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return marked(super().format(record))
 
 
 class JsonFormatter(logging.Formatter):
@@ -46,12 +57,26 @@ def fields(**values: object) -> dict[str, object]:
     return {_FIELDS: values}
 
 
-def use_json_logs(process: str, stream: TextIO | None = None) -> None:
-    """From now on this process's lines of level INFO and above are JSON. stream: default stderr."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(process))
+def marked(text: str) -> str:
+    """The lines of `text`, each with a mark."""
+    return "\n".join(MARK + line for line in text.split("\n"))
+
+
+def print_line(text: str) -> None:
+    """Print marked lines, to the console also where Serve has redirected sys.stdout to its log file."""
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write(marked(text) + "\n")
+    sys.__stdout__.flush()
+
+
+def use_logs(log_format: Literal["text", "json"], process: str, stream: TextIO | None = None) -> None:
+    """From now on this process logs JSON of level INFO and above, or marked lines of level WARNING and above. stream:
+    default stderr, also where Serve has redirected it."""
+    is_json = log_format == "json"
+    handler = logging.StreamHandler(stream or sys.__stderr__)
+    handler.setFormatter(JsonFormatter(process) if is_json else MarkedFormatter(process))
     for name in OURS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.INFO if is_json else logging.WARNING)
         logger.propagate = False

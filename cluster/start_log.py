@@ -1,21 +1,44 @@
-"""What a start is waiting for: lines that every process prints when it is done with something, all by the clock of
-`aerie serve`. `tests.bench.startup` reads them.
+"""What a start is waiting for: a line for each step that a process has done, and for how far a long one is. Lines carry
+the time of day; `aerie serve` shows them by its own clock, wherever the process runs.
 """
 
 import os
-import sys
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-from cluster.config import start_time_s
+from cluster.logs import print_line
+
+READY = "ready"  # the last step of an engine, which then takes requests
+PROGRESS_PERIOD_S = 0.5  # between two lines of one long step
+
+_STEP = re.compile(r"^(\S+Z)  (\S.*?) {2,}(\S.*?) {2,}(\d+\.\d) s$")
+_PROGRESS = re.compile(r"^(\S+Z)  (\S.*?) {2,}(\S.*?) {2,}(\d+\.?\d*) of (\d+\.?\d*) (\w+)$")
 
 
-def print_line(line: str) -> None:
-    """To the console, also where Serve has redirected sys.stdout to its log file."""
-    assert sys.__stdout__ is not None
-    sys.__stdout__.write(line + "\n")
-    sys.__stdout__.flush()
+@dataclass(frozen=True)
+class Step:
+    """A step that is done. at_s: Unix time of its end. took_s: its seconds."""
+
+    at_s: float
+    process: str
+    what: str
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a step is: `done` of `total`, in `unit`. at_s: Unix time."""
+
+    at_s: float
+    process: str
+    what: str
+    done: float
+    total: float
+    unit: str
 
 
 class StartLog:
@@ -28,7 +51,7 @@ class StartLog:
     def __init__(self, process: str, began_s: float | None = None, report: Callable[[str], None] = print_line) -> None:
         self._process = process
         self._last_s = process_began_s() if began_s is None else began_s
-        self._start_s = start_time_s() or self._last_s
+        self._progress_s = 0.0
         self._report = report
 
     def done(self, what: str) -> None:
@@ -39,7 +62,25 @@ class StartLog:
 
     def took(self, what: str, seconds: float) -> None:
         """Print that `what` is done now, and took `seconds`."""
-        self._report(f"{time.time() - self._start_s:6.1f} s  {self._process:<12} {what:<32} {seconds:6.1f} s")
+        self._report(f"{_time_of_day(time.time())}  {self._process:<12}  {what:<32}  {seconds:.1f} s")
+
+    def progress(self, what: str, done: float, total: float, unit: str) -> None:
+        """Print how far `what` is, unless that was printed a moment ago."""
+        now_s = time.time()
+        if now_s - self._progress_s >= PROGRESS_PERIOD_S:
+            self._progress_s = now_s
+            self._report(f"{_time_of_day(now_s)}  {self._process:<12}  {what:<32}  {done:.4g} of {total:.4g} {unit}")
+
+
+def read_line(line: str) -> Step | Progress | None:
+    """Read what `StartLog` has printed; None for any other line."""
+    if step := _STEP.match(line):
+        at, process, what, took = step.groups()
+        return Step(_unix_time(at), process, what, float(took))
+    if progress := _PROGRESS.match(line):
+        at, process, what, done, total, unit = progress.groups()
+        return Progress(_unix_time(at), process, what, float(done), float(total), unit)
+    return None
 
 
 def process_began_s() -> float:
@@ -51,3 +92,11 @@ def process_began_s() -> float:
     except (OSError, ValueError, IndexError):
         return time.time()
     return time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _time_of_day(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+
+
+def _unix_time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()

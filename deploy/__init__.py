@@ -7,7 +7,8 @@ checks    `aerie plan`: what can be checked without a cluster
 check_process  the process that runs them for `aerie serve`, and then begins the ranks
 doctor    `aerie doctor`: what is needed next on this machine
 guard     the process that signals go to in place of the server
-launch    `aerie serve`; watches, process_watch: what it watches; ray_files, ray_output: who reads Ray's, and what
+launch    `aerie serve`; ray_start, ray_files: its Ray; watches, process_watch, start_watch: what it watches
+console   what `aerie serve` prints; announcement: its last line; address: where it listens
 nodes     `aerie start`; stop: `aerie stop`; server_record: what both and `aerie serve` have begun
 haproxy   the proxy in front as a server runs it; haproxy_config: what strangers may do to it, and who waits
 app       what Serve's config files name

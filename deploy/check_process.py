@@ -8,6 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +30,7 @@ class Task:
 
 
 class CheckProcess:
-    """Begins with this object. `returncode` is there once `checked` has returned None."""
+    """Begins with this object."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -35,37 +38,84 @@ class CheckProcess:
         # It forks ranks, and must have no second thread: NumPy's algebra would have some from its import on.
         variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with theirs:
-            self._process = subprocess.Popen(command, env=variables, stdin=theirs.fileno())
+            self._process = subprocess.Popen(
+                command,
+                env=variables,
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
         self._end = ours.makefile("rw")
         ours.close()
+        self._found: Future[dict[str, object]] = Future()
+        self._readers: list[threading.Thread] = []
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def returncode(self) -> int:
-        return self._process.wait()
-
-    def begin(self, task: Task) -> None:
-        """Say what to do, once."""
+    def begin(self, task: Task, receive: Callable[[str], None]) -> None:
+        """Say what to do, once. receive: gets each line that it, and the ranks, print."""
         self._end.write(json.dumps(asdict(task)) + "\n")
         self._end.flush()
+        self._readers = [
+            threading.Thread(target=self._await_answer, daemon=True),
+            threading.Thread(target=self._read_output, args=(receive,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
 
-    def checked(self) -> dict[str, object] | None:
-        """What only the checkpoints know, see `deploy.configs.use_checked`, as soon as nothing is found wrong; None if
-        something is, which has been printed."""
-        try:
-            line = self._end.readline()
-        except ConnectionError:
-            line = ""
-        return json.loads(line) if line else None
+    def on_refusal(self, refuse: Callable[[str], None]) -> None:
+        """Call `refuse` with the reason, in a thread, when something is found wrong."""
+
+        def look(found: "Future[dict[str, object]]") -> None:
+            if (error := found.exception()) is not None:
+                refuse(str(error))
+
+        self._found.add_done_callback(look)
+
+    def checked(self) -> dict[str, object]:
+        """What only the checkpoints know, see `deploy.configs.use_checked`, as soon as nothing is found wrong. Raises
+        ConfigError for what is."""
+        return self._found.result()
 
     def close(self) -> None:
         """End it, and with it ranks that nobody has taken."""
         self._process.kill()
         self._process.wait()
-        self._end.close()
+        for reader in self._readers:
+            reader.join(5)  # a compiler that outlives its rank may hold the pipe for a moment
+        if not self._readers:
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._end.close()
+
+    def _await_answer(self) -> None:
+        from cluster.config import ConfigError
+
+        with self._end:
+            try:
+                line = self._end.readline()
+            except ConnectionError:
+                line = ""
+        found = json.loads(line) if line else {"refused": self._ended()}
+        if "refused" in found:
+            self._found.set_exception(ConfigError(found["refused"]))
+        else:
+            self._found.set_result(found)
+
+    def _ended(self) -> str:
+        status = self._process.wait()
+        remedy = "it was killed, mostly for want of memory" if status == -signal.SIGKILL else "its error is in the log"
+        return f"the process that checks checkpoints ended with status {status}: {remedy}"
+
+    def _read_output(self, receive: Callable[[str], None]) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout:
+            for line in self._process.stdout:
+                receive(line)
 
 
 def run() -> None:
@@ -94,7 +144,7 @@ def run() -> None:
         try:
             check_and_begin(Path(task.path), gpus if task.has_nodes else None, task.ranks_to, tell)
         except ConfigError as error:
-            print(error, file=sys.stderr, flush=True)
+            tell({"refused": str(error)})
             sys.exit(2)
     if task.ranks_to:
         from cluster.replica.rank_process import wait_for_ranks

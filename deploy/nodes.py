@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config import ConfigError
+from cluster.linux import raise_open_files
 from deploy.haproxy import max_connections
 from deploy.launch import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 from deploy.ray_files import keep_to_owner, token_path
@@ -58,6 +59,7 @@ def start(wanted: NodeStart) -> int:
     """Becomes `ray start`; does not return. Raises ConfigError."""
     environment = dict(os.environ) | node_environment(os.environ)
     keep_to_owner(environment)
+    raise_open_files()
     ensure_token(environment, is_head=not wanted.address)
     command = ray_command(wanted, address_of)
     print(f"{' '.join(command)}\n{_next_step(wanted)}", flush=True)

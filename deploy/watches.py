@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy.guard import FAULT, end_descendants
+from deploy.console import Console
+from deploy.guard import FAULT, end_descendants, tree_below
 from deploy.haproxy import LAST, PID, STAND_IN, living
-from deploy.server_record import note
+from deploy.server_record import note, sessions_of
 
 _STARTED_S = 1.0  # a HAProxy that lives for so long has got the port
 
@@ -86,27 +87,25 @@ class RayWatch(Watch):
 
     period_s = 0.5
 
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: Any, console: Console) -> None:
         super().__init__()
         self._node = node
-
-    @property
-    def session(self) -> str:
-        """The folder of Ray's logs and sockets."""
-        path: str = self._node.get_session_dir_path()
-        return path
+        self._console = console
 
     def look(self) -> None:
         for name, process in self._node.dead_processes():
             if name in ("raylet", "gcs_server"):
-                end_at_once(
-                    f"Ray's {name} (pid {process.pid}) ended with {process.returncode}: nothing works without it"
-                )
+                ended = f"Ray's {name} (pid {process.pid}) ended with {process.returncode}"
+                end_at_once(self._console, f"aerie serve: {ended}: nothing works without it")
 
 
-def end_at_once(reason: str) -> None:
-    """With status 1 and nothing left behind."""
-    print(f"aerie serve: {reason}", file=sys.stderr, flush=True)
-    note(is_kept=True)
+def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:
+    """Say why, and end this process with `status` and nothing left behind, except Ray's logs after a fault."""
+    if status == FAULT:
+        note(is_kept=True)
+    else:
+        note(session=next(iter(sessions_of(tree_below(os.getpid()))), ""))  # a Ray that is starting has not told it
     end_descendants()
-    os._exit(FAULT)
+    console.__exit__()
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(status)

@@ -85,7 +85,7 @@ class TokenPublisher:
     def put(self, stream: Stream, output: RequestOutput) -> None:
         """A request's new tokens, for the next `flush`."""
         request, reason = output.request, output.finish_reason
-        delta = TokenDelta(stream.request_id, tuple(output.tokens), None, output.logprobs)
+        delta = TokenDelta(stream.request_id, tuple(output.tokens), None, output.logprobs, output.error)
         if output.prompt_logprobs is not None:
             delta = msgspec.structs.replace(delta, prompt_logprobs=(output.prompt_logprobs,))
         if reason is not None or stream.running_stats:

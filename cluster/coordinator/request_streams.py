@@ -86,7 +86,7 @@ class RequestStreams:
                 if output.finish_reason is not None:
                     del self._streams[request.request_id]
                     self._speed.ended(len(request.prompt), len(request.output), self._scheduler.num_waiting > 0)
-                    self._send_summary(stream, request, output.finish_reason, None)
+                    self._send_summary(stream, request, output.finish_reason, output.error)
             except Exception as error:  # a bug that one request meets must not end all others
                 logger.exception("request %s failed while its tokens were sent", request.request_id)
                 self._end(request.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")

@@ -2,8 +2,10 @@
 
 app            the application: its routes from `routes`, put together
 config         what one ingress is configured with
-middleware     request ids, API keys, a last net for exceptions
+middleware     request ids, who may ask, a last net for exceptions
 keys           API keys as digests
+origins        and without keys, which hosts and origins are answered
+sending        replies to HEAD and to HTTP/1.0
 routes         the routes, a module for each group
 endpoint       one route: what comes in, what goes out, who answers
 openapi        the routes as an OpenAPI document
@@ -15,6 +17,7 @@ requests       a checked body as prompts, sampling parameters and a grammar
 text           between text and tokens, both ways
 serving        carries out one generation request
 engine_client  what is needed from an engine
+thinking_budget  ends an answer's thinking after a number of tokens
 prompt_scores  log-probabilities of a prompt, as they come
 answer         token deltas, cut at stop strings, as text
 parsers        what of an answer is content, reasoning, a tool call

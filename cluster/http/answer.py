@@ -19,6 +19,10 @@ class EngineFailedError(Exception):
     """The engine ended the answer before its time; the message is for the log."""
 
 
+class RequestInvalidError(Exception):
+    """The request asks for what cannot be done, as was found while it ran; the message is for the client."""
+
+
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """What a delta adds to an answer. A msgspec struct, because one is made per chunk: 0.2 us, a frozen dataclass 1 us.
 
@@ -80,8 +84,10 @@ class Answer:
         self.num_reasoning_tokens = 0
 
     def push(self, delta: TokenDelta) -> Piece:
-        """The next piece. Raises EngineFailedError if the delta says so."""
+        """The next piece. Raises EngineFailedError or RequestInvalidError if the delta says so."""
         assert self.finish is None, "a delta after the last one"
+        if delta.finish == "invalid":
+            raise RequestInvalidError(delta.error or "it cannot be answered")
         if delta.finish not in _END_REASONS:
             raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}")
         if delta.cached_tokens is not None:

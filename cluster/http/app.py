@@ -11,6 +11,7 @@ import math
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -25,6 +26,7 @@ from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
+from cluster.http.origins import Origins
 from cluster.http.page.files import page_routes
 from cluster.http.parsers.detection import detect_parser
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
@@ -33,6 +35,13 @@ from cluster.http.serving import Edge
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.tracing import Tracing
 
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    "x-aerie-ignored",
+)  # for scripts of other origins
 ROUTES = (generation, responses, messages, tokenization, models, status, prefix_cache)
 
 
@@ -65,7 +74,16 @@ def build_app(
     edge = Edge(config, tokenizer, engine, admission, grammars, tracing=tracing)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
-    app.add_middleware(EdgeMiddleware, api_keys=config.api_keys, echo_request_id=echo_request_id, counts=edge.counts)
+    origins = Origins(config.allowed_hosts, config.allowed_origins)
+    app.add_middleware(EdgeMiddleware, config.api_keys, origins, echo_request_id, edge.counts)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     endpoints = [endpoint for group in ROUTES for endpoint in group.endpoints(edge)]
@@ -73,9 +91,7 @@ def build_app(
     for endpoint in endpoints:
         answer = answering(endpoint, edge.admission, config)
         # Starlette's own route: FastAPI's would look for parameters and dependencies in every request.
-        route = Route(endpoint.path, answer, methods=[endpoint.method])
-        route.methods = {endpoint.method}  # without the HEAD that Starlette adds to GET
-        app.router.routes.append(route)
+        app.router.routes.append(Route(endpoint.path, answer, methods=[endpoint.method]))
 
     app.router.routes.extend(page_routes())
 
@@ -83,14 +99,13 @@ def build_app(
     def document() -> bytes:
         return msgspec.json.encode(openapi_document(endpoints, distribution.version()))
 
-    @app.get("/openapi.json")
     async def openapi(http: Request) -> Response:
         return Response(document(), headers=JSON_HEADERS)
 
-    @app.get("/docs")
     async def docs(http: Request) -> Response:
         return HTMLResponse(docs_page(msgspec.json.decode(document())))
 
+    app.router.routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
     return app
 
 

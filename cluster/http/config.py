@@ -42,6 +42,9 @@ class EdgeConfig:
     max_stored_bytes: of them and the conversations before them.
     api_keys: if any, every route but those of health wants `Authorization: Bearer <key>`. Keys, or their digests
         (`cluster.http.keys`); this object has the digests.
+    allowed_hosts: without API keys, names in the Host header that are answered beside addresses, names without a dot,
+        private domains and this machine's name (`cluster.http.origins`); "*": all.
+    allowed_origins: pages of these origins ("https://chat.example.com") may use this server (CORS); "*": all.
     output_parser: what finds reasoning and tool calls in a chat's answer; "text": all of it is content; "auto": what
         the model's chat template tells of (`cluster.http.parsers.detection`).
     default_*: sampling parameters of a request that does not set them.
@@ -68,6 +71,8 @@ class EdgeConfig:
     max_stored_responses: int = 1024
     max_stored_bytes: int = 64 * 2**20
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     output_parser: OutputParserName | Literal["auto"] = "auto"
     default_temperature: float = 1.0
     default_top_p: float = 1.0

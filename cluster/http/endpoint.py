@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from cluster.http.admission import Admission, Reading
 from cluster.http.config import EdgeConfig
-from cluster.http.errors import JSON_HEADERS, ApiError, body_too_large, body_too_slow
+from cluster.http.errors import JSON_HEADERS, ApiError, body_too_large, body_too_slow, not_json
 from cluster.http.schema.body import parse_body
 from cluster.http.schema.response import ErrorReply
 
@@ -108,6 +108,7 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
             admission.check()
         if endpoint.body is None:
             return _response(await endpoint.handler(http))
+        _check_type(http.headers.get("content-type", ""))
         with admission.reading() as share:
             raw = await _read(http, config.max_body_bytes, config.body_timeout_s, share)
             body, ignored = parse_body(raw, endpoint.body, config.strict)
@@ -130,6 +131,13 @@ def ignored_header(ignored: Sequence[str]) -> bytes:
     """The value of `IGNORED_HEADER`: paths, separated by commas; three dots stand for those that are too many."""
     paths = [_NOT_IN_A_LIST.sub("?", path[:100]) for path in ignored[:MAX_IGNORED_TOLD]]
     return ",".join(paths + ["..."] * (len(ignored) > MAX_IGNORED_TOLD)).encode()
+
+
+def _check_type(content_type: str) -> None:
+    """Raises ApiError unless it is JSON's."""
+    kind, _, rest = content_type.partition(";")[0].strip().lower().partition("/")
+    if kind != "application" or not (rest == "json" or rest.endswith("+json")):
+        raise not_json(content_type)
 
 
 async def _read(http: Request, max_bytes: int, timeout_s: float, share: Reading) -> bytes:

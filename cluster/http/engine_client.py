@@ -4,7 +4,7 @@ The edge is written against this protocol and nothing else; `cluster.ingress.rem
 and ZeroMQ.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
@@ -29,9 +29,11 @@ class EngineClient(Protocol):
         request_id: str,
         running_stats: bool = False,
         token_origins: bool = False,
+        output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """The request's tokens as they are made, an async generator. running_stats: with statistics in every delta, not
-        only in the last. token_origins: with `drafted` in every delta that has tokens.
+        only in the last. token_origins: with `drafted` in every delta that has tokens. output: tokens that the answer
+        has already; they count against `sampling.max_tokens` and do not come again.
 
         Raises `EngineRefused` before the first delta if no engine takes it. The last delta has `finish` set; an engine
         that fails after that point says so with finish="error", not with an exception. Closing the generator

@@ -70,6 +70,13 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"The request body is larger than {limit} bytes", code="request_too_large")
 
 
+def not_json(content_type: str) -> ApiError:
+    """415; a page of another origin may send any other type without being asked."""
+    what = f"not {content_type[:100]!r}" if content_type else "which is missing"
+    message = f"Unsupported media type: send the body with content-type application/json, {what}"
+    return ApiError(415, message, code="unsupported_media_type")
+
+
 def body_too_slow(limit_s: float) -> ApiError:
     message = f"The request's body did not come within {limit_s:g} s"
     return ApiError(408, message, code="request_timeout", headers={"connection": "close", "x-should-retry": "false"})

@@ -14,7 +14,9 @@ from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reaso
 from cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
 from cluster.http.keys import is_known
+from cluster.http.origins import Origins
 from cluster.http.page.files import PAGE_ROUTES
+from cluster.http.sending import suited
 from cluster.http.tracing import ARRIVED
 from cluster.logs import fields, request_id
 
@@ -22,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 # Probes carry no keys, and the page asks for one.
-OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready"}) | PAGE_ROUTES
+OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/health_generate", "/ping"}) | PAGE_ROUTES
 QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # asked again and again: no line in the log
 
 
@@ -30,13 +32,16 @@ class EdgeMiddleware:
     """Gives each request an id (the client's X-Request-Id or a new one; `scope["state"]["request_id"]`, which a route
     may replace), wants an API key where there are keys, and answers unexpected exceptions with 500. echo_request_id:
     send the id back, unless the server around the application does. counts: takes note of every request's end.
-    api_keys: digests of keys."""
+    api_keys: digests of keys. origins: checked where there are none."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], echo_request_id: bool, counts: RequestCounts) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: tuple[str, ...], origins: Origins, echo_request_id: bool, counts: RequestCounts
+    ) -> None:
         self._app = app
         self._counts = counts
         self._echo_request_id = echo_request_id
         self._api_keys = api_keys
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +51,7 @@ class EdgeMiddleware:
         status = 0
         begin_s = time.monotonic()
         former = request_id.set("")
+        send = suited(scope, send)
 
         async def send_with_id(message: Message) -> None:
             nonlocal started, status
@@ -86,7 +92,7 @@ class EdgeMiddleware:
             request_id.reset(former)
 
     def _open(self, scope: Scope) -> None:
-        """Take the client's id and check its key. Raises ApiError."""
+        """Take the client's id and check its key, or where it comes from. Raises ApiError."""
         headers = Headers(scope=scope)
         given = headers.get("x-request-id")
         if given is not None:
@@ -99,3 +105,5 @@ class EdgeMiddleware:
                 scheme, key = "bearer", headers.get("x-api-key", "")
             if scheme.lower() != "bearer" or not is_known(key.strip(), self._api_keys):
                 raise unauthorized()
+        elif not self._api_keys and scope["path"] not in QUIET_ROUTES:
+            self._origins.check(headers)

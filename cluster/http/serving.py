@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,26 +17,29 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.http.admission import Admission
-from cluster.http.answer import Answer, EngineFailedError, Piece, joined, without_tokens
+from cluster.http.answer import Answer, EngineFailedError, Piece, RequestInvalidError, joined, without_tokens
 from cluster.http.config import EdgeConfig
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
-from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, refused, timed_out
+from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
+from cluster.http.parsers.marked import MarkedParser
 from cluster.http.parsers.marks import MARKS
 from cluster.http.parsers.output_parser import (
     HeldReasoning,
     OutputParser,
     ReplyDelta,
     joined_deltas,
-    num_reasoning_tokens,
 )
+from cluster.http.parsers.reasoning_tokens import ReasoningTokens
 from cluster.http.parsers.table import PARSERS
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import Choice, EdgeRequest
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.thinking_budget import within_budget
 from cluster.http.tracing import RequestTrace, Tracing
+from cluster.transport.messages import TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class GenerationResponse(Response):
         self._request_id = request_id
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
         self._parsers = [self._parser(choice) for choice in request.choices]
+        self._reasoning_tokens = [ReasoningTokens() for _ in request.choices]
         self._held = [HeldReasoning() for _ in request.choices]
         self._reply = reply_form(
             ReplyContext(
@@ -173,6 +177,9 @@ class GenerationResponse(Response):
                 await _all([self._run_choice(i, emit) for i in range(len(self._answers))])
         except EngineRefused as refusal:
             raise refused(refusal.refusal) from None
+        except RequestInvalidError as fault:
+            logger.info("request %s ended: %s", self._request_id, fault)
+            raise invalid(None, f"The request cannot be answered: {fault}", "unanswerable_request") from None
         except EngineFailedError as failure:
             logger.error("request %s: the engine failed: %s", self._request_id, failure)
             raise engine_failed(self._request_id) from None
@@ -185,13 +192,8 @@ class GenerationResponse(Response):
 
     async def _run_choice(self, index: int, emit: Emit) -> None:
         """One choice to its end. A stop string ends it before the engine does: leaving the block aborts it there."""
-        choice = self._request.choices[index]
         answer = self._answers[index]
-        prompt = self._request.prompts[choice.prompt]
-        # Where a stop string may end the answer, the last delta read may be any.
-        running_stats, origins = bool(self._request.stops), self._request.return_token_origins
-        name = f"{self._engine_id}-{index}"
-        deltas = self._edge.engine.generate(prompt, choice.sampling, name, running_stats, origins)
+        deltas = self._deltas(index)
         trace = self._trace
         if trace is not None:
             trace.begin(index)
@@ -209,6 +211,23 @@ class GenerationResponse(Response):
                 raise EngineFailedError("the engine's stream ended without a last delta")
         await emit(index, piece, self._parsed(index, piece))
 
+    def _deltas(self, index: int) -> AsyncGenerator[TokenDelta, None]:
+        """What the engine makes of one choice."""
+        request, choice = self._request, self._request.choices[index]
+        prompt, budget = request.prompts[choice.prompt], request.thinking_budget
+        # Where a stop string or the budget may end an answer, the last delta read may be any.
+        running_stats = bool(request.stops) or budget is not None
+
+        def generate(output: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
+            name = f"{self._engine_id}-{index}" + ("-2" if output else "")
+            origins = request.return_token_origins
+            return self._edge.engine.generate(prompt, choice.sampling, name, running_stats, origins, output)
+
+        parser = self._parsers[index]
+        if budget is None or not isinstance(parser, MarkedParser) or parser.reasoning is None:
+            return generate()
+        return within_budget(generate, budget, parser.reasoning, request.logprobs >= 0)
+
     def _parser(self, choice: Choice) -> OutputParser:
         """Of one choice's answer."""
         request = self._request
@@ -218,8 +237,10 @@ class GenerationResponse(Response):
     def _parsed(self, index: int, piece: Piece) -> ReplyDelta:
         """What the choice's parser makes of a piece."""
         delta = self._parsers[index].push(piece)
-        if delta.reasoning:
-            self._answers[index].num_reasoning_tokens += num_reasoning_tokens(delta, piece, self._edge.tokenizer)
+        if self._request.chat:
+            counted = self._reasoning_tokens[index]
+            counted.push(delta, map(self._edge.tokenizer.token_bytes, piece.tokens))
+            self._answers[index].num_reasoning_tokens = counted.num
         return delta if self._request.stream_reasoning else self._held[index].push(delta)
 
 

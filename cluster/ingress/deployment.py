@@ -25,7 +25,7 @@ from cluster.ingress.engine_links import EngineLinks
 from cluster.ingress.remote_engines import RemoteEngines
 from cluster.ingress.token_inbox import TokenInbox
 from cluster.linux import raise_open_files
-from cluster.logs import use_json_logs
+from cluster.logs import use_logs
 from cluster.start_log import StartLog
 from cluster.transport.channel import Context, bind_ingress
 from cluster.transport.encoding import decode_tokens
@@ -48,8 +48,7 @@ class Ingress:
     ) -> None:
         log = StartLog("ingress")
         log.done("replica began")
-        if config.log_format == "json":
-            use_json_logs("ingress")
+        use_logs(config.log_format, "ingress")
         application = serve.get_replica_context().app_name
         self._transport = make_transport(one_node, application)
         self._context: Context = zmq.Context()

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -114,9 +114,11 @@ class RemoteEngines:
         request_id: str,
         running_stats: bool = False,
         token_origins: bool = False,
+        output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See `EngineClient.generate`."""
+        """See `EngineClient.generate`. With output no queue is too full for it: its reader has its beginning."""
         attempts = Attempts()
+        attempts.delivered.extend(output)
         known = Prompt(prompt, sampling.cache_salt)
         packed = pack_i32(prompt)
         while not attempts.is_over:
@@ -137,7 +139,7 @@ class RemoteEngines:
                 output=pack_i32(attempts.delivered),
                 running_stats=running_stats,
                 token_origins=token_origins,
-                resumed=attempts.was_taken,
+                resumed=attempts.was_taken or bool(output),
             )
             async with contextlib.aclosing(self._attempt(attempts, name, request, known, request_id)) as deltas:
                 async for delta in deltas:
@@ -248,7 +250,7 @@ class RemoteEngines:
                         raise EngineFailed(f"no engine took it within {TAKEN_TIMEOUT_S:g} s", had_taken=False)
                 if call.done():
                     summary = _outcome(call)
-                    if summary.finish in ("error", "abort"):
+                    if summary.finish in ("error", "invalid", "abort"):
                         yield TokenDelta(request_id=client_id, tokens=(), finish=summary.finish, error=summary.error)
                         return
                     ended_at = self._clock() if ended_at is None else ended_at

@@ -13,7 +13,7 @@ from cluster.config import AerieConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
 from cluster.coordinator.stats import go_on_from
-from cluster.logs import use_json_logs
+from cluster.logs import use_logs
 from cluster.start_log import StartLog
 from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.sockets import Transport
@@ -26,8 +26,7 @@ class EagleCoordinator:
 
     async def __init__(self, config: AerieConfig, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
         StartLog("coordinator").done("actor began")
-        if config.log_format == "json":
-            use_json_logs(f"coordinator {engine_id}")
+        use_logs(config.log_format, f"coordinator {engine_id}")
         self._config = config
         self._engine_id = engine_id
         self._transport = transport

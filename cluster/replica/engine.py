@@ -12,18 +12,16 @@ import uuid
 
 import ray
 from ray import serve
-from ray.serve.context import _get_global_client
 
 from cluster.config import AerieConfig
-from cluster.logs import use_json_logs
+from cluster.logs import print_line, use_logs
 from cluster.replica import refusals
 from cluster.replica.errors import StartRefusedError, WorkerGroupError
-from cluster.replica.plan_report import ready_line
 from cluster.replica.scaling import engine_load
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_actor import Worker
 from cluster.replica.worker_group import WorkerGroupPlan
-from cluster.start_log import StartLog, print_line
+from cluster.start_log import READY, StartLog
 from cluster.transport.discovery import coordinator_prefix
 from cluster.transport.folders import private_folder
 from cluster.transport.keys import make_transport
@@ -42,8 +40,7 @@ class Engine:
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         engine_id = uuid.uuid4().hex[:8]
-        if config.log_format == "json":
-            use_json_logs(f"engine {engine_id}")
+        use_logs(config.log_format, f"engine {engine_id}")
         application = serve.get_replica_context().app_name
         transport = make_transport(one_node, application)
         folder = transport.folder or str(private_folder())
@@ -54,19 +51,19 @@ class Engine:
             name_prefix=coordinator_prefix(application),
             report=print_line,
         )
-        started = time.monotonic()
+        log = StartLog("engine", time.time())
         if reason := refusals.remembered(application, config):
             raise StartRefusedError(reason)
         try:
             await self._supervisor.start()
         except StartRefusedError as error:
-            print_line(f"the engine could not start: {error}")
+            print(f"the engine could not start: {error}")  # `aerie serve` ends with it
             refusals.remember(application, config, str(error))
             raise
         except (WorkerGroupError, CoordinatorLostError) as error:
             print_line(f"the engine could not start: {error}")  # Serve tells this to its log file only, in some modes
             raise
-        print_line(ready_line(config, await asyncio.to_thread(_root_url), time.monotonic() - started))
+        log.done(READY)
         self._supervision = asyncio.create_task(self._supervise())
 
     async def check_health(self) -> None:
@@ -98,9 +95,3 @@ class Engine:
             # Serve replaces a replica that exits at once; failed health checks would take three periods, and under
             # HAProxy half a minute (measured on Ray 2.60: 36 s against 4 s).
             os._exit(1)
-
-
-def _root_url() -> str:
-    """Where Serve's HTTP listens. Serve has no public way to ask that inside a replica (Ray 2.60)."""
-    url: str = _get_global_client().root_url
-    return url

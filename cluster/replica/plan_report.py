@@ -1,4 +1,4 @@
-"""What the operator reads: the plan before the start, the table of ranks after it, and the line to try."""
+"""What the operator reads: the plan before the start, and the table of ranks after it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -85,16 +85,6 @@ def cost_line(layout: Layout, costs: CostTable) -> str:
     return (
         f"ms of a round of {' / '.join(map(str, sizes))}: {', '.join(rounds)}; of 512 prompt tokens "
         f"{_ms(costs.step_ms(costs.default, 0, 0, 512))}; prompts stretch steps to itl_target_ms {target}"
-    )
-
-
-def ready_line(config: AerieConfig, url: str, seconds: float) -> str:
-    """The last line of a start: what to try."""
-    return (
-        f"ready in {seconds:.1f} s. Chat on {url}/ or with `aerie chat {url}`. "
-        f"Try: curl -s {url}/v1/chat/completions -H 'content-type: "
-        f'application/json\' -d \'{{"model": "{config.served_model_name}", "messages": '
-        '[{"role": "user", "content": "Hello"}]}\''
     )
 
 

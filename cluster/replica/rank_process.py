@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.assembly import Layout, RankBuilder, import_rank
 from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
 from cluster.linux import end_with_parent, give_way, set_name
-from cluster.logs import use_json_logs
+from cluster.logs import use_logs
 from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
@@ -195,8 +195,7 @@ class _Rank:
 
     def _open(self) -> RankBuilder:
         """Ends the process where it cannot: the actor tries for itself, in a process of its own."""
-        if self._config.log_format == "json":
-            use_json_logs(f"rank {self._rank}")
+        use_logs(self._config.log_format, f"rank {self._rank}")
         if self._config.model.device == "cuda":
             set_visible_devices(_device_of(self._rank, visible_devices()))
         pin_network_interface(LOOPBACK_INTERFACE)

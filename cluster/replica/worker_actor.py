@@ -22,7 +22,7 @@ from cluster.config import (
     visible_devices,
 )
 from cluster.linux import give_way
-from cluster.logs import use_json_logs
+from cluster.logs import use_logs
 from cluster.replica.placement import RankPlace
 from cluster.replica.rank_process import AdoptedRank, RankFacts, adopt
 from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop
@@ -113,8 +113,7 @@ class Worker:
 
     def _become(self, rank: int, may_be_ahead: bool = False) -> None:
         self._rank = rank
-        if self._config.log_format == "json":
-            use_json_logs(f"rank {rank}")
+        use_logs(self._config.log_format, f"rank {rank}")
         if may_be_ahead:
             self._adopted = adopt(prestart_folder(), self._config, rank)
             if self._adopted is not None:

@@ -70,8 +70,9 @@ class RequestTimings(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request; the first delta has none, it says that the engine has taken the request.
 
-    finish: None while it runs, else "stop", "length", "abort" or "error".
-    error: why, with finish="error".
+    finish: None while it runs, else "stop", "length", "abort", "error" or "invalid": the request asks for what cannot
+        be done, as was found while it ran.
+    error: why, with finish="error" or "invalid".
     cached_tokens: prompt tokens found in the prefix cache; in the last delta, with `running_stats` in every one.
     speculation: so far; in the same deltas, None without a draft.
     prompt_logprobs: of more of the prompt, where they are asked for; before the first token.

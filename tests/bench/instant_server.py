@@ -59,17 +59,21 @@ def build(args: dict[str, Any]) -> object:
 
 def main() -> None:
     from deploy import launch
+    from deploy.console import Console, show_ray_lines
     from deploy.haproxy import ENDING
+    from deploy.ray_start import start_ray
+    from deploy.start_watch import StartWatch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--no-haproxy", action="store_true")
     arguments = parser.parse_args()
-    with temporary_folder() as folder:
+    with Console(time.time(), None) as console, temporary_folder() as folder:
         if not arguments.no_haproxy:
-            launch._use_haproxy(folder)
-        launch._start_ray(150)
-        launch._run(arguments.config, None, DRAIN_TIMEOUT_S, [], folder / ENDING)
+            launch._use_haproxy(folder, console.say)
+        start_ray(150)
+        show_ray_lines(console)
+        launch._run(arguments.config, folder, DRAIN_TIMEOUT_S, [], StartWatch(), folder / ENDING, console)
 
 
 if __name__ == "__main__":

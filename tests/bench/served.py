@@ -20,7 +20,6 @@ import httpx
 import psutil
 import yaml
 
-from cluster.config import START_VARIABLE
 from deploy.configs import located
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 
@@ -99,9 +98,9 @@ def running(
     paths = os.pathsep.join(filter(None, (*map(str, python_path), str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | RAY_ENVIRONMENT | _own_ports() | {"RAY_TMPDIR": folder, "PYTHONPATH": paths}
     started_s, started_at_s = time.perf_counter(), time.time()
-    environment[START_VARIABLE] = str(started_at_s)
+    verbose = ["--verbose"] if module == "deploy.cli serve" else []  # Ray's and Serve's lines too
     process = subprocess.Popen(
-        [sys.executable, "-m", *module.split(), str(path), *options],
+        [sys.executable, "-m", *module.split(), str(path), *options, *verbose],
         cwd=ROOT,
         env=environment,
         text=True,

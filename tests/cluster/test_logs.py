@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.http.engine_client import EngineRefused
-from cluster.logs import OURS, fields, request_id, use_json_logs
+from cluster.logs import OURS, fields, request_id, use_logs
 from cluster.transport.messages import Refusal, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, in_process
 from tests.support.fake_engine import FakeEngine, says
@@ -25,7 +25,7 @@ def written() -> Iterator[io.StringIO]:
     loggers = [logging.getLogger(name) for name in OURS]
     former = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     stream = io.StringIO()
-    use_json_logs("rank 3", stream)
+    use_logs("json", "rank 3", stream)
     yield stream
     for logger, (handlers, level, propagate) in zip(loggers, former, strict=True):
         logger.handlers, logger.propagate = handlers, propagate

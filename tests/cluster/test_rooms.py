@@ -19,7 +19,7 @@ BELOW: dict[str, set[str]] = {
     "coordinator": {"transport"},
     "parallel": set(),
     "config": {"http", "parallel"},
-    "start_log": {"config"},
+    "start_log": {"logs"},
     "assembly": {"config"},
     "checkpoints": {"http", "config", "assembly"},
     "replica": {"linux", "logs", "transport", "coordinator", "config", "start_log", "assembly"},

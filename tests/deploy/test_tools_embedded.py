@@ -3,7 +3,7 @@ The pair was not trained for tools, so the calls are forced; what comes is valid
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class OfflineEngine:
         request_id: str,
         running_stats: bool = False,
         token_origins: bool = False,
+        output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         (completion,) = await asyncio.to_thread(self._llm._run, [prompt], sampling)
         tokens = completion.token_ids

@@ -1,6 +1,7 @@
 """`aerie serve` as an operator runs it who has installed the wheel: a configuration made from the packaged one, served
 from a folder that is no checkout, HAProxy where its wheel is installed, Ctrl-C at the end."""
 
+import itertools
 import os
 import re
 import shutil
@@ -36,7 +37,11 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
         (work / name).parent.mkdir(exist_ok=True)
         (work / name).write_text(f"raise ImportError('a user\\'s {name}')")
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
-    variables = environment(installed, "") | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+    variables = environment(installed, "") | {
+        "RAY_TMPDIR": folder,
+        "XDG_STATE_HOME": str(tmp_path),
+        "RAY_AUTH_MODE": "disabled",
+    }
     printed = subprocess.run([*AERIE, "config"], cwd=work, env=variables, stdout=subprocess.PIPE, check=True).stdout
     content = yaml.safe_load(printed)
     content["applications"][0]["args"]["engine"]["drain_timeout_s"] = 90  # for a stream of 1,000 tokens
@@ -100,8 +105,14 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert not alive
     console = log.read_text()
     assert f"target      {installed}/deploy/models/target" in console
-    for phase in ("placed, imported", "target loaded", "rank  node", f"Try: curl -s {url}/v1"):
+    for phase in ("placed, imported", "target loaded", "rank  node"):
         assert phase in console
+    *start, ready, draining = console.splitlines()
+    assert ready.startswith(f"{url} is ready after ") and draining.startswith("draining: "), console
+    ends_s = [float(line[:6]) for line in start if re.match(r" *\d+\.\d s  ", line)]
+    assert len(ends_s) > 10 and max(b - a for a, b in itertools.pairwise(ends_s)) > -2.0, "one clock for all processes"
+    assert "\x1b" not in console and not re.search(r"INFO|pid=|serve \d+ --", console), "Ray's and Serve's own"
+    assert "Started a local Ray instance" in Path(start[0].split()[5]).read_text()
     alarming = [line for line in console.splitlines() if re.search(r"WARN|ERROR|Traceback|\(raylet\)", line)]
     assert not alarming, "lines that are not ours to explain"
 

@@ -56,7 +56,10 @@ def test_what_tries_grammars_is_begun_before_the_first_of_them(server: Server) -
     """It takes seconds to start, which the first request with a grammar would wait for."""
     (ingress,) = actor_pids("ServeReplica:aerie:Ingress")
     deadline_s = time.monotonic() + 30.0
-    while not (found := _children(ingress, "workers.structured_output.trial")) and time.monotonic() < deadline_s:
+    while (
+        not (found := _children(ingress, "workers.structured_output.template_process"))
+        and time.monotonic() < deadline_s
+    ):
         time.sleep(0.1)
     assert len(found) == 1
 
@@ -221,7 +224,9 @@ def test_bad_input_is_answered_with_a_client_error(server: Server, change: dict[
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"prompt": "\xff"}', b"NaN", b"[" * 100_000])
 def test_unreadable_body_is_a_client_error(server: Server, raw: bytes) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=raw, timeout=30)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", content=raw, headers={"content-type": "application/json"}, timeout=30
+    )
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 

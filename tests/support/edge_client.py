@@ -18,6 +18,7 @@ from tests.support.fake_engine import FakeEngine, chat_tokenizer
 MODEL = "tiny/model"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": MODEL, "prompt": "hi"}
+JSON = {"content-type": "application/json"}  # for bodies that are sent as they are
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 

@@ -1,7 +1,7 @@
 """An `EngineClient` that follows a script, and a small byte-level tokenizer, for tests of the HTTP edge."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ class Call:
     request_id: str
     running_stats: bool = False
     token_origins: bool = False
+    output: tuple[int, ...] = ()
 
 
 @dataclass
@@ -61,14 +62,15 @@ class FakeEngine:
         request_id: str,
         running_stats: bool = False,
         token_origins: bool = False,
+        output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         assert request_id not in {call.request_id for call in self.calls}, "request ids must be unique"
-        self.calls.append(Call(prompt, sampling, request_id, running_stats, token_origins))
+        self.calls.append(Call(prompt, sampling, request_id, running_stats, token_origins, tuple(output)))
         self.num_active += 1
         self.max_active = max(self.max_active, self.num_active)
         finished = False
         try:
-            for step in self.script(prompt, sampling):
+            for step in self.script([*prompt, *output], sampling):
                 if isinstance(step, float):
                     await asyncio.sleep(step)
                 elif isinstance(step, Exception):

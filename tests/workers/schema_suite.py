@@ -17,10 +17,10 @@ import xgrammar
 from tests.support.embedded import eos_token_ids
 from tests.support.prompts import MODELS
 from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import GrammarCompiler
+from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from workers.structured_output.json_schema import checked_schema
 from workers.structured_output.schema_keywords import UnsupportedSchemaError
-from workers.structured_output.trial import Trial, verdict
+from workers.structured_output.trial import verdict
 
 TARGET = str(MODELS / "target")
 MAX_DEPTH = 32
@@ -29,7 +29,8 @@ VOCABULARY = 4096  # the embedded pair's
 
 def main(folders: list[str]) -> int:
     counts, keywords = Counter[str](), Counter[str]()
-    compiler = GrammarCompiler(TARGET, VOCABULARY)
+    vocabulary = Vocabulary(TARGET, VOCABULARY)
+    compiler = GrammarCompiler(vocabulary)
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json"))):
         for group in json.loads(path.read_text()):
             counts["schemas"] += 1
@@ -39,7 +40,7 @@ def main(folders: list[str]) -> int:
                 counts["refused by keyword"] += 1
                 keywords[error.keyword] += 1
                 continue
-            if verdict(Trial(TARGET, grammar)).fault:
+            if verdict(grammar, vocabulary).fault:
                 counts["refused by the compiler"] += 1
                 continue
             counts["taken"] += 1

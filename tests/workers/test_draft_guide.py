@@ -4,23 +4,23 @@ from typing import Any
 
 import pytest
 import torch
-import xgrammar
 from tokenizers import Tokenizer
 
 from speculative.guidance import begin, follow, forced_or
 from tests.support.embedded import eos_token_ids
 from tests.support.grammars import grammar_of
 from tests.support.prompts import MODELS
-from workers.structured_output.compiler import GrammarCompiler
+from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from workers.structured_output.draft_guide import Endings, MaskRows, TreeWalk
+from workers.structured_output.guest import Tree
 from workers.structured_output.guide_table import MAX_STATES, GuideBlock, GuideTable
 from workers.structured_output.mask_table import NUM_SPARE, MaskTable
-from workers.structured_output.slot_grammars import Tree
+from workers.structured_output.matcher import Matcher
 from workers.structured_output.token_texts import TokenTexts
 
 VOCAB, WIDTH, SLOTS = 4096, 4, torch.tensor([0])
 TOKENIZER = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
-COMPILER = GrammarCompiler(MODELS / "target", VOCAB)
+COMPILER = GrammarCompiler(Vocabulary(MODELS / "target", VOCAB))
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
@@ -50,8 +50,8 @@ class Walked:
     ) -> None:
         compiled = COMPILER.compile(grammar_of(schema, any_whitespace))
         self.texts = COMPILER.texts_of(compiled)
-        matcher = xgrammar.GrammarMatcher(compiled)
-        assert matcher.accept_string(before)
+        matcher = Matcher(compiled)
+        assert matcher.accept_string(before.encode() if isinstance(before, str) else before)
         self.masks = MaskTable(1, WIDTH, VOCAB, torch.device("cpu"))
         assert self.masks.guides is not None
         self.guides: GuideTable = self.masks.guides
@@ -59,14 +59,9 @@ class Walked:
         block = GuideBlock(self.guides.blocks[0].numpy())
         block.clear()
         count = len(tree.tokens)
-        rows = MaskRows(
-            self.masks.host_words,
-            self.masks.host_words.numpy(),
-            0,
-            count,
-            count + NUM_SPARE,
-            torch.zeros_like(self.masks.words[:1]),
-        )
+        array = self.masks.host_words.numpy()
+        scratch = torch.zeros_like(self.masks.words[:1])
+        rows = MaskRows(array, array.__setitem__, 0, count, count + NUM_SPARE, scratch)
         self.walk = TreeWalk(
             matcher, self.texts, endings or Endings(), eos_token_ids(), rows, block, num_guided, any_whitespace, ended
         )

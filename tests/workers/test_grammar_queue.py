@@ -5,7 +5,7 @@ import msgspec
 from attention.config import CacheConfig
 from tests.support.scripted import ScriptedExecutor
 from workers.config import RoundShapes, SchedulerConfig
-from workers.scheduling.plan import Grammar, SamplingParams, StepPlan, pack_i32
+from workers.scheduling.plan import Failure, Grammar, SamplingParams, StepPlan, pack_i32, unpack_i32
 from workers.scheduling.request import FinishReason, Request
 from workers.scheduling.scheduler import Scheduler
 
@@ -19,18 +19,19 @@ class Engine:
         config, cache = SchedulerConfig(max_running=4, max_step_tokens=32), CacheConfig(page_size=4)
         self.scheduler = Scheduler(config, cache, 200, 400, lambda: 0.0)
         self.executor = ScriptedExecutor(RoundShapes(), 4, 200)
-        self.num_grammars = 0
+        self.compiled: list[int] = []
 
     def submit(self, name: str, grammar: Grammar | None) -> Request:
         request = Request(name, [3, 4, 5], SamplingParams(50, grammar=grammar))
         self.scheduler.submit(request)
         return request
 
-    def step(self, failed: bytes = b"") -> tuple[StepPlan, list[FinishReason | None]]:
+    def step(self, failed: dict[int, Failure] | None = None) -> tuple[StepPlan, list[FinishReason | None]]:
         plan = self.scheduler.schedule()
         assert plan is not None
         self.executor.submit(plan)
-        result = msgspec.structs.replace(self.executor.take(), num_grammars=self.num_grammars, failed=failed)
+        ready = pack_i32(self.compiled)
+        result = msgspec.structs.replace(self.executor.take(), grammars_ready=ready, failed=failed or {})
         return plan, [output.finish_reason for output in self.scheduler.apply(result)]
 
 
@@ -52,7 +53,7 @@ def test_beside_others_it_waits_for_the_compiler_and_lets_others_pass() -> None:
     assert len(plan.inits) == 1 and plan.inits[0].sampling.grammar is None
     plan, _ = engine.step()
     assert plan.inits == () and plan.grammars == ()
-    engine.num_grammars = 1
+    engine.compiled = [0]
     engine.step()
     plan, _ = engine.step()
     assert [init.sampling.grammar for init in plan.inits] == [FIRST, FIRST]
@@ -63,11 +64,11 @@ def test_new_ranks_are_told_again() -> None:
     engine.submit("running", None)
     engine.step()
     engine.submit("a", FIRST)
-    engine.num_grammars = 1
+    engine.compiled = [0]
     assert engine.step()[0].grammars == (FIRST,)
     engine.scheduler.requeue_all(epoch=1)
     engine.scheduler.abort("a")
-    engine.executor, engine.num_grammars = ScriptedExecutor(RoundShapes(), 4, 200), 0
+    engine.executor, engine.compiled = ScriptedExecutor(RoundShapes(), 4, 200), []
     engine.step()
     engine.submit("b", FIRST)
     assert engine.step()[0].grammars == (FIRST,)
@@ -78,7 +79,7 @@ def test_a_request_that_left_its_grammar_ends_with_an_error() -> None:
     request = engine.submit("a", FIRST)
     engine.step()
     num_tokens = len(request.output)
-    _, reasons = engine.step(failed=b"\0\0\0\0")
+    _, reasons = engine.step(failed={0: Failure("it left")})
     assert reasons == [FinishReason.ERROR] and len(request.output) == num_tokens
     assert engine.scheduler.num_running == 0
 
@@ -96,9 +97,9 @@ def test_one_that_was_preempted_meanwhile_shows_nothing_of_the_step_that_left_it
     queues = engine.scheduler.queues
     sequence = queues.find("a")
     assert sequence is not None
-    slot = sequence.slot
+    entry = unpack_i32(plan.slots).tolist().index(sequence.slot)
     queues.preempt(sequence, plan.step)
-    result = msgspec.structs.replace(engine.executor.take(), failed=pack_i32([slot]))
+    result = msgspec.structs.replace(engine.executor.take(), failed={entry: Failure("it left")})
     outputs = [output for output in engine.scheduler.apply(result) if output.request is request]
     assert [(output.tokens, output.finish_reason) for output in outputs] == [([], FinishReason.ERROR)]
     assert len(request.output) == num_tokens

@@ -4,6 +4,7 @@ Used by the cluster's worker loop and by the local engine; knows no transport.
 """
 
 import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from workers.sampling.sampler import Logprobs, SamplingNeeds
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import (
     Chunk,
+    Failure,
     GraphCount,
     PromptLogprobs,
     StepPlan,
@@ -35,7 +37,9 @@ from workers.scheduling.plan import (
 )
 from workers.slots.slot_table import SlotTable
 from workers.slots.upload import upload
-from workers.structured_output.slot_grammars import SlotGrammars
+from workers.structured_output.slot_grammars import News, SlotGrammars
+
+logger = logging.getLogger(__name__)
 
 
 class RanksDisagreeError(RuntimeError):
@@ -62,7 +66,7 @@ class _Pending:
     emitted: Emitted | None  # None: nothing ran, a step was captured
     num_logprobs: tuple[int, ...]  # per entry of the result, as its request asked; its slot may have a new owner by now
     started_s: float
-    failed: list[int]  # slots whose requests have left their grammar
+    failed: dict[int, Failure]  # by entry
 
 
 class _SlotIds:
@@ -123,6 +127,11 @@ class Worker:
     def graphs(self) -> GraphCount:
         return GraphCount() if self._captures is None else self._captures.graphs
 
+    def begin_grammars(self) -> None:
+        """Start the process that fills masks, so that the first request with a grammar need not wait for it."""
+        if self._grammars is not None:
+            self._grammars.begin()
+
     def ready(self) -> bool:
         if not self._pending:
             return False
@@ -137,12 +146,12 @@ class Worker:
             assert not self._pending, "a capture was asked for while a step runs"
             if self._captures is not None:
                 self._captures.capture_next(self._group)
-            self._pending.append(_Pending(plan, None, (), started_s, []))
+            self._pending.append(_Pending(plan, None, (), started_s, {}))
             return
         if plan.grammars and self._captures is not None:
             self._captures.want_masked()
         entries = _entries(plan)
-        batch, failed = self._batch(plan, entries), list[int]()
+        batch, failed = self._batch(plan, entries), dict[int, Failure]()
         fill = functools.partial(self._fill_masks, plan, entries, failed) if batch.needs.masked else None
         tensors = self._strategy.step(batch, fill)
         if self._debug:
@@ -153,11 +162,13 @@ class Worker:
             self._grammars.ran(entries, emitted)
         self._pending.append(_Pending(plan, emitted, num_logprobs, started_s, failed))
 
-    def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: list[int]) -> None:
-        """The masks of a step's rows onto the device; adds to `failed`."""
-        assert self._grammars is not None, "a grammar in an engine without them"
+    def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> None:
+        """The masks of a step's rows onto the device; adds to `failed`. What has no mask emits nothing."""
+        grammars = self._grammars
+        assert grammars is not None, "a grammar in an engine without them"
         num_rounds, width = len(plan.slots) // 4, self._strategy.shapes[plan.shape].width
-        failed += self._grammars.fill(entries[:num_rounds], width, entries[num_rounds:])
+        failed |= grammars.fill(entries[:num_rounds], width, entries[num_rounds:], plan.mask_wait_ms / 1e3)
+        grammars.agree(self._group, self._slots.finished)
 
     def take(self) -> StepResult:
         pending = self._pending.popleft()
@@ -171,6 +182,8 @@ class Worker:
         width = emitted.num_tokens
         rows: list[list[int]] = emitted.rows[:, : width + 3].tolist()
         counts = [row[-3] for row in rows]
+        logprobs = self._logprobs(pending, emitted.logprobs, counts)
+        news = News() if self._grammars is None else self._grammars.news()
         return StepResult(
             epoch=pending.plan.epoch,
             step=pending.plan.step,
@@ -178,9 +191,11 @@ class Worker:
             tokens=pack_i32([token for row in rows for token in row[: row[-3]]]),
             finish=bytes(row[-2] for row in rows),
             accepted=pack_i32([row[-1] for row in rows]),
-            logprobs=self._logprobs(pending, emitted.logprobs, counts),
-            failed=pack_i32(pending.failed),
-            num_grammars=0 if self._grammars is None else self._grammars.num_prepared,
+            logprobs=logprobs,
+            failed=pending.failed,
+            masks_ready=pack_i32(news.ready),
+            masks_failed=news.failed,
+            grammars_ready=pack_i32(news.compiled),
             elapsed_s=time.perf_counter() - pending.started_s,
             graphs=self.graphs,
             prompt_logprobs=() if emitted.prompt is None else _prompt_logprobs(pending.plan, emitted.prompt),
@@ -202,8 +217,7 @@ class Worker:
         sent = upload(columns, table.device)
         table.enter(plan, sent)
         if self._grammars is not None:
-            self._grammars.prepare(plan.grammars)
-            self._grammars.enter(plan.inits)
+            self._grammars.enter(plan)
         return StepBatch(
             slots=self._round_slots.on_device(rounds, sent),
             shape=plan.shape,
@@ -218,19 +232,17 @@ class Worker:
     def _logprobs(
         self, pending: _Pending, tensors: Logprobs | None, counts: list[int]
     ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """By entry; what fails for one request is added to the step's failures."""
         if tensors is None:
             return {}
         out = {}
         for entry, k in enumerate(pending.num_logprobs):
             if k >= 0:
-                count = counts[entry]
-                top_ids, top = tensors.top_ids[entry, :count, :k], tensors.top[entry, :count, :k]
-                out[entry] = tuple(
-                    TokenLogprobs(chosen, tuple(ids), tuple(values))
-                    for chosen, ids, values in zip(
-                        tensors.chosen[entry, :count].tolist(), top_ids.tolist(), top.tolist(), strict=True
-                    )
-                )
+                try:
+                    out[entry] = _token_logprobs(tensors, entry, counts[entry], k)
+                except Exception as error:
+                    logger.exception("the log-probabilities of a request failed")
+                    pending.failed[entry] = Failure(f"its log-probabilities failed: {type(error).__name__}: {error}")
         return out
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
@@ -240,6 +252,16 @@ class Worker:
         different = (everyone != everyone[0]).flatten(1).any(1)
         if bool(different.any()):
             raise RanksDisagreeError(f"ranks {different.nonzero().flatten().tolist()} emitted other tokens than rank 0")
+
+
+def _token_logprobs(tensors: Logprobs, entry: int, count: int, k: int) -> tuple[TokenLogprobs, ...]:
+    """Of an entry's `count` tokens, each with the k most likely."""
+    top_ids, top = tensors.top_ids[entry, :count, :k], tensors.top[entry, :count, :k]
+    chosen = tensors.chosen[entry, :count].tolist()
+    return tuple(
+        TokenLogprobs(own, tuple(ids), tuple(values))
+        for own, ids, values in zip(chosen, top_ids.tolist(), top.tolist(), strict=True)
+    )
 
 
 def _in_order(plan: StepPlan) -> list[Chunk]:

@@ -3,9 +3,8 @@
 scheduler       decides what each step runs, and takes its result one step later
 step_results    the part that is about results
 prefill         the part that is about prompts: which chunks, and who is admitted
-shared_prefixes prompts that wait for the pages of one that is being computed
 cost_table      what steps cost, as measured
-cost_correction how much longer steps take than that
+step_time       what steps take: the table, corrected by the steps that ran
 latency_budget  how long a step may take, and so how many prompt tokens it carries
 shape_choice    the shape that rounds verify and draft, by load and acceptance
 survival        how many drafts of each shape are expected to be accepted

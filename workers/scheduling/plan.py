@@ -98,7 +98,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     num_cached: KV tokens that the prefix cache already holds, where the first chunk starts. prompt_len: the request's
     own prompt (a resumed request's chunks also replay tokens generated before). max_len: the position after its last
     permitted token, prompt_len + max_tokens. prompt, output: int32 tokens so far; prompt is filled only if the
-    sampling parameters need counts, output then and for a grammar.
+    sampling parameters need counts, output then and for a grammar. number: the request's, the same whenever it enters.
     """
 
     slot: int
@@ -108,6 +108,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     prompt: bytes = b""
     output: bytes = b""
+    number: int = -1
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -145,6 +146,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         taken back is replaced by page 0, the dummy page.
     max_kv_len: no position that this step reads or writes reaches it (a host-side bound; no device value is read).
     grammars: of waiting requests, to be compiled meanwhile.
+    ended: int32, numbers of requests with grammars that have ended since the last plan, in whatever state.
+    mask_wait_ms: how long this step may wait for the masks of its requests.
     capture: no step: every rank captures one that has no graph yet, the same on all. Sent while nothing else is in
         flight; its result has no entries.
     """
@@ -161,6 +164,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     chunks: tuple[Chunk, ...] = ()
     grammars: tuple[Grammar, ...] = ()
     capture: bool = False
+    ended: bytes = b""
+    mask_wait_ms: float = 1000.0
 
 
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):
@@ -204,16 +209,28 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
         return self.start + len(self.logprobs) // 4
 
 
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why one request cannot go on, while all others do. message: for its client. is_invalid: the request asks for what
+    cannot be done (HTTP 400); else it met a fault of ours (500)."""
+
+    message: str
+    is_invalid: bool = False
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step emitted, in the order of `StepPlan.slots`, then of those chunks that were a prompt's last.
 
     counts: int32 [n], tokens emitted per entry (0 for a slot that had already finished). tokens: int32, ragged by
     counts. finish: uint8 [n], FINISH_*. accepted: int32 [n], draft tokens accepted before truncation by a stop; -1
     where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
-    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0. failed: int32 slots whose
-    requests have left their grammar, or which it left no token: nothing that they emitted may be shown. num_grammars:
-    how many of those in the plans of this epoch are compiled, in their order. prompt_logprobs: of the plan's chunks
-    that ask for them, in their order. graphs: after this step.
+    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0. graphs: after this step.
+    prompt_logprobs: of the plan's chunks that ask for them, in their order.
+
+    A request that had not ended and has no token here was late: its mask was not there in time, the same on all ranks.
+    failed: entry index -> why that request ends here; nothing that it emitted may be shown.
+    masks_ready: int32, numbers of late requests whose next mask is there now.
+    masks_failed: number of a late request -> why it will never have one.
+    grammars_ready: int32, grammars that are compiled, by their number among all in the plans of this epoch.
     """
 
     epoch: int
@@ -224,7 +241,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     accepted: bytes
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     elapsed_s: float = 0.0
-    failed: bytes = b""
-    num_grammars: int = 0
+    failed: dict[int, Failure] = {}
+    masks_ready: bytes = b""
+    masks_failed: dict[int, Failure] = {}
+    grammars_ready: bytes = b""
     graphs: GraphCount = GraphCount()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()

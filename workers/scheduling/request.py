@@ -20,7 +20,8 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token
     LENGTH = "length"  # max_tokens or the model's length
     ABORT = "abort"  # the client left
-    ERROR = "error"
+    ERROR = "error"  # a fault of ours that this request met
+    INVALID = "invalid"  # it asks for what cannot be done, as was found while it ran
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Request:
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request after a step; `finish_reason` is set with its last ones. prompt_logprobs: of a chunk of
     its prompt, in an output of their own. A prompt that is computed again, after a preemption, brings them again.
+    error: why, where it ends as ERROR or INVALID.
     num_drafted: how many of the tokens, from the first on, were drafted and accepted; what follows them is the target's
     own.
 
@@ -68,6 +70,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_drafted: int = 0
+    error: str | None = None
 
 
 class UnfinishedError(Exception):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.plan import SlotInit, pack_i32
 from workers.scheduling.request import FinishReason, Request, RequestState
 from workers.scheduling.sequence import PlanBuilder, Sequence
@@ -18,15 +19,18 @@ class RequestQueues:
     waiting: sorted by deadline, the order of admission; who was preempted keeps its deadline, and so is near the head.
     active: those with a slot, by number of arrival.
     prefilling: those of them whose prompts are not computed yet.
+    grammars: which requests wait for a grammar or a mask.
     """
 
-    def __init__(self, slot_pages: SlotPages, stats: SchedulerStats) -> None:
+    def __init__(self, slot_pages: SlotPages, stats: SchedulerStats, grammars: GrammarQueue) -> None:
         self.waiting = WaitingQueue()
         self.active: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.by_slot: dict[int, Sequence] = {}
         self._by_id: dict[str, Sequence] = {}
+        self._by_number: dict[int, Sequence] = {}
         self.slot_pages = slot_pages
+        self.grammars = grammars
         self._stats = stats
         self._num_submitted = 0
 
@@ -37,23 +41,21 @@ class RequestQueues:
         """The unfinished request of this id."""
         return self._by_id.get(request_id)
 
+    def numbered(self, number: int) -> Sequence | None:
+        """The unfinished request of this number."""
+        return self._by_number.get(number)
+
     @property
     def youngest(self) -> Sequence:
         """The last arrival among those that have a slot."""
         return self.active[max(self.active)]
-
-    @property
-    def backlog_tokens(self) -> int:
-        """Prompt tokens that are not planned yet, without those that the prefix cache had when their request came."""
-        admitted = sum(len(sequence.tokens) - sequence.computed for sequence in self.prefilling.values())
-        return admitted + self.waiting.load.backlog_tokens
 
     def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
         """Queue a request that has been checked."""
         sequence = Sequence(request, self._num_submitted, now)
         sequence.deadline_s = deadline_s(sequence)
         self._num_submitted += 1
-        self._by_id[request.request_id] = sequence
+        self._by_id[request.request_id] = self._by_number[sequence.number] = sequence
         self._wait(sequence)
 
     def set_deadlines(self, deadline_s: Callable[[Sequence], float]) -> None:
@@ -66,6 +68,7 @@ class RequestQueues:
         """Give the head of the queue a slot and the pages that the prefix cache had for it."""
         request = sequence.request
         self.waiting.remove(sequence)
+        self.grammars.admitted(sequence)
         sequence.slot = self.slot_pages.take_slot(
             sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, cached_pages
         )
@@ -84,6 +87,7 @@ class RequestQueues:
             sampling=request.sampling,
             prompt=pack_i32(sequence.prompt) if counts else b"",
             output=pack_i32(request.output) if counts or grammar is not None else b"",
+            number=sequence.number,
         )
 
     def start_decoding(self, sequence: Sequence) -> None:
@@ -118,6 +122,8 @@ class RequestQueues:
         else:
             self.waiting.remove(sequence)
         del self._by_id[request.request_id]
+        self._by_number.pop(sequence.number, None)
+        self.grammars.end(sequence)
         sequence.is_finished = True
         request.state = RequestState.FINISHED
         request.num_rounds = sum(request.acceptance_histogram)

@@ -17,7 +17,7 @@ from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.grammar_queue import GrammarQueue
 from workers.scheduling.latency_budget import LatencyBudget, StepRounds
-from workers.scheduling.plan import StepPlan, StepResult, pack_i32
+from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
 from workers.scheduling.request import (
     FinishReason,
@@ -33,6 +33,10 @@ from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.slot_pages import Int64s, SlotPages, Slots
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.step_results import StepResults
+from workers.scheduling.step_time import StepTime
+
+MASK_WAIT_MS = 250.0  # where no costs are known
+MIN_MASK_WAIT_MS = 5.0
 
 
 class Scheduler:
@@ -70,19 +74,19 @@ class Scheduler:
         self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead) if cache.prefix_cache else None
         self.slot_pages = SlotPages(self.allocator, self.prefix_cache, config.num_slots, cache.page_size)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
-        self.queues = RequestQueues(self.slot_pages, self.stats)
         self._grammars = GrammarQueue()
+        self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, clock)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
         self.epoch = epoch
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
-        self._costs: CostTable | None = None
+        self.step_time: StepTime | None = None
 
     def use_costs(self, costs: CostTable) -> None:
         """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
-        self._costs = costs
+        self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
         self.captures.row_ms = costs.row_ms
         self._prefill.budget = LatencyBudget.of(self._config, costs)
         self.queues.set_deadlines(self._prefill.deadline_s)
@@ -114,13 +118,14 @@ class Scheduler:
 
     @property
     def expected_ms(self) -> float | None:
-        """Milliseconds that the newest plan in flight should take by the costs; None without them."""
+        """Milliseconds that the newest plan in flight should take; None without costs."""
         return self._in_flight[-1].expected_ms
 
     @property
     def backlog_tokens(self) -> int:
         """Prompt tokens that are not planned yet, without those that the prefix cache had when their request came."""
-        return self.queues.backlog_tokens
+        admitted = sum(len(sequence.tokens) - sequence.computed for sequence in self.queues.prefilling.values())
+        return admitted + self.queues.waiting.load.backlog_tokens
 
     def prefill_tokens_per_s(self) -> float:
         """At which prompts are computed beside the rounds of now, by the costs; 0 without costs."""
@@ -176,7 +181,6 @@ class Scheduler:
         """
         self._in_flight.clear()
         self._grammars.reset()
-        self._prefill.shared.clear()
         self.captures.reset()
         self.epoch = epoch
         self._next_step = 0
@@ -204,9 +208,19 @@ class Scheduler:
         users, drafted = slot_pages.user[slots], slot_pages.drafted[slots]
         reason = self.shape_choice.reason.value
         in_flight = InFlightStep(
-            self._next_step, sequences, slots, users, max_new_tokens, shape, drafted, reason, builder.asking
+            self._next_step,
+            sequences,
+            slots,
+            users,
+            max_new_tokens,
+            shape,
+            drafted,
+            reason,
+            builder.asking,
+            budget.planned(rounds),
         )
-        in_flight.expected_ms, in_flight.has_chunks = budget.step_ms(rounds), bool(builder.chunks)
+        if self.step_time is not None:
+            in_flight.expected_ms = self.step_time.predict(in_flight.load).ms
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:
@@ -226,6 +240,8 @@ class Scheduler:
             inits=tuple(builder.inits),
             chunks=tuple(builder.chunks),
             grammars=self._grammars.announce(self.queues.waiting),
+            ended=pack_i32(self._grammars.take_ended()),
+            mask_wait_ms=self._mask_wait_ms(),
         )
         self._next_step += 1
         return plan
@@ -239,8 +255,14 @@ class Scheduler:
         assert result.step == in_flight_step.step, f"result of step {result.step}, awaited {in_flight_step.step}"
         if self.captures.has_ended(result.graphs):
             return []
-        self._grammars.compiled(result.num_grammars)
-        return self._results.apply(in_flight_step, result)
+        self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
+        return self._results.apply(in_flight_step, result, self._next_step - 1)
+
+    def _mask_wait_ms(self) -> float:
+        """How long a step may wait for masks: half of what a token may take, since the ranks may wait as long again
+        where the process that fills them does not answer."""
+        budget = self._prefill.budget
+        return MASK_WAIT_MS if budget is None else max(MIN_MASK_WAIT_MS, budget.target_ms / 2)
 
     def _plan_capture(self) -> StepPlan:
         """A capture has the ranks to itself: nothing is in flight, and nothing follows before its result."""
@@ -307,7 +329,7 @@ class Scheduler:
             with_prompts,
             bool(slot_pages.rare_sampling[slots].any()),
         )
-        return self.shape_choice.choose(load, self._costs)
+        return self.shape_choice.choose(load, self.step_time)
 
     def _reserve_rounds(self, builder: PlanBuilder, shape: int) -> tuple[Slots, Int64s]:
         """Pages for a round of everything that decodes, preempting the youngest until they suffice. Returns the slots

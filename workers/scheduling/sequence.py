@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from workers.scheduling.plan import Chunk, SlotInit
 from workers.scheduling.request import Request
+from workers.scheduling.step_time import Step
 
 Int64s = npt.NDArray[np.int64]
 
@@ -74,8 +75,8 @@ class InFlightStep:
     drafted: the shape of each one's tree.
     reason: for this shape.
     asking: whose prompt chunks ask for log-probabilities, in the plan's order.
-    expected_ms: what the step should take by the cost table; None without one.
-    has_chunks: whether prompt tokens run beside the rounds.
+    load: what the step runs.
+    expected_ms: what it should take (`StepTime`); None without costs.
     """
 
     __slots__ = (
@@ -90,7 +91,7 @@ class InFlightStep:
         "reason",
         "asking",
         "expected_ms",
-        "has_chunks",
+        "load",
     )
 
     def __init__(
@@ -104,6 +105,7 @@ class InFlightStep:
         drafted: Int64s,
         reason: str,
         asking: list[Sequence],
+        load: Step = Step(),  # noqa: B008 - immutable
     ) -> None:
         self.step = step
         self.sequences = sequences
@@ -116,7 +118,7 @@ class InFlightStep:
         self.reason = reason
         self.asking = asking
         self.expected_ms: float | None = None
-        self.has_chunks = False
+        self.load = load
         rest = sequences[len(round_slots) :]
         if rest:
             self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
@@ -125,9 +127,8 @@ class InFlightStep:
 
 class PlanBuilder:
     """Plan number `step`, being made. oldest_in_flight: the first step whose result has not been applied. preempted:
-    whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room. held:
-    numbers of waiting requests whose prefix this plan computes for another one. asking: whose chunks ask for
-    log-probabilities."""
+    whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room. asking:
+    whose chunks ask for log-probabilities."""
 
     __slots__ = (
         "step",
@@ -139,7 +140,6 @@ class PlanBuilder:
         "max_kv_len",
         "preempted",
         "admits",
-        "held",
     )
 
     def __init__(self, step: int, oldest_in_flight: int) -> None:
@@ -152,4 +152,3 @@ class PlanBuilder:
         self.max_kv_len = 0
         self.preempted = False
         self.admits = True
-        self.held: set[int] = set()

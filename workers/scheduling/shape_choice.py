@@ -4,6 +4,7 @@ The scheduler asks once a step and tells what rounds reported and how long they 
 the costs are handed in, steps are its clock, and equal calls give equal answers.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
-from workers.scheduling.cost_correction import CostCorrection
-from workers.scheduling.cost_table import CostTable
+from workers.scheduling.step_time import Step, StepTime
 from workers.scheduling.survival import Bools, Floats, Ints, Survival
 
 EVALUATE_EVERY = 8  # steps; estimates hardly move in fewer
@@ -23,10 +23,16 @@ SETTLED = 16  # unless the shape has run for fewer steps than these;
 CHANGE_SOON_ABOVE = 1 / 64  # then it must save this
 LEARN_EVERY_MS = 2.0  # of rounds: to learn from each of faster ones takes a good part of a host's time
 PROMPTS_LINGER = 8  # steps after a prompt chunk in which the next one is expected
-PROBING_SHARE = 1 / 200  # of the time, which probes may cost
+PROBING_SHARE = 1 / 150  # of the time, which probes of promising shapes may cost
+OLD_SHARE = 1 / 400  # the same of shapes of which nothing has been heard for long
+FIRST_ROUNDS = 3  # whose time probes of promising shapes may cost before it is saved up
 PROBE_AGE = 128  # steps after which what is known of a shape is old
-PROBE_ROUNDS = 32  # of requests, that a probe should see
-TIMED_ROUNDS = 5  # of a probe that is to find out how long a shape takes
+OLD_ROUNDS = 8  # the same of a shape that is not promising
+MAX_PROBE_STEPS = 16
+TIMED_STEPS = 2  # that tell how long a shape takes
+TIMED_ERROR = 0.12  # of its time, above which it is to be timed again
+PROMISING_ABOVE = 1 / 40  # what a promising shape may be better than the best one
+HOPE = 1.5  # standard errors by which a promising shape may be better than its estimate
 
 
 class Reason(StrEnum):
@@ -61,15 +67,38 @@ class Load:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Of every shape: expected tokens and milliseconds of a round. best: most tokens per millisecond of any."""
+    """By shape: expected tokens and milliseconds of a round, and the tokens per millisecond that may be hoped for.
+    best: the most expected tokens per millisecond of any."""
 
     tokens: Floats
     ms: Floats
+    hoped: Floats
+    errors: Floats
     best: float
 
     def loss(self, shape: int) -> float:
         """Milliseconds that a round of `shape` takes more than its tokens are worth, at the best rate; at least 0."""
         return float(self.ms[shape] - self.tokens[shape] / self.best)
+
+    def change_loss(self, shape: int, other: int) -> float:
+        """Milliseconds that a change between two shapes costs: one round of the larger one has the drafts of the
+        smaller one."""
+        return abs(float(self.tokens[shape] - self.tokens[other])) / self.best
+
+    def is_promising(self, shape: int) -> bool:
+        """Whether the shape may be better than the best one by what is known."""
+        return bool(self.hoped[shape] > (1.0 + PROMISING_ABOVE) * self.best)
+
+
+@dataclass
+class _Probe:
+    """Steps of a shape that is not the best by what is known. steps: so far. least, most: steps of it."""
+
+    shape: int
+    least: int
+    most: int
+    steps: int = 1
+    is_old: bool = False
 
 
 class ShapeChoice:
@@ -82,9 +111,8 @@ class ShapeChoice:
         self._shapes = shapes
         self._current = shapes.default
         self._rates: _Rates | None = None
-        self._costs: CostTable | None = None
-        self._num_slots = num_slots
-        self._correction = CostCorrection(len(shapes), num_slots)
+        self.changes = 0
+        self._step_time: StepTime | None = None
         self._allowed: tuple[int, ...] = ()
         self._num_requests = 0
         self._until_evaluation = 0
@@ -93,9 +121,10 @@ class ShapeChoice:
         self._changed = 0  # the step that changed the shape
         self._informed = np.full(len(shapes), -PROBE_AGE, np.int64)  # the last step that told of a shape
         self._told = [self._told_by(shape) for shape in range(len(shapes))]
-        self._credit_ms = 0.0
+        self._credit_ms = self._old_credit_ms = 0.0  # what probes may cost now; below 0 after one that cost more
         self._unlearnt_ms = 0.0
-        self._probe, self._probe_left = 0, 0
+        self._probe: _Probe | None = None
+        self._ended: deque[tuple[int, _Probe]] = deque()  # by the step that they are charged in
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
         """See `Survival.record`. What probes report is learnt from always, other rounds' every LEARN_EVERY_MS."""
@@ -108,41 +137,46 @@ class ShapeChoice:
         self._unlearnt_ms = 0.0
         self.survival.record(slots, users, drafted, shape, accepted)
 
-    def observe(self, shape: int, num_requests: int, expected_ms: float, took_ms: float) -> None:
-        """A step of so many rounds, and of nothing else, took `took_ms` where the costs say `expected_ms`."""
-        if self._shapes.adaptive:
-            self._correction.observe(shape, num_requests, expected_ms, took_ms)
-
-    def choose(self, load: Load, costs: CostTable | None) -> int:
+    def choose(self, load: Load, step_time: StepTime | None) -> int:
         """The index of the shape that the next step verifies and drafts."""
         num_requests = len(load.slots)
         self._since_prompts = 0 if load.with_prompts else self._since_prompts + 1
-        if not self._shapes.adaptive or costs is None or num_requests == 0:
+        if not self._shapes.adaptive or step_time is None:
             self.reason = Reason.STATIC
             return self._shapes.default
+        if num_requests == 0:  # prompts alone draft what their requests' first rounds will verify
+            self.reason = Reason.PROMPTS
+            return self._current if self._shapes.eager else self._shapes.default
         self._step += 1
         allowed = self._allowed_shapes(load)
         self._until_evaluation -= 1
+        is_evaluated = False
         moved = abs(num_requests - self._num_requests) * 8 > self._num_requests
-        if self._until_evaluation <= 0 or moved or allowed != self._allowed or costs is not self._costs:
-            if costs is not self._costs and self._costs is not None:
-                self._correction = CostCorrection(len(self._shapes), self._num_slots)  # other ranks
-            self._costs = costs
-            self._evaluate(load, costs, allowed)
+        if self._until_evaluation <= 0 or moved or allowed != self._allowed or step_time is not self._step_time:
+            self._step_time = step_time
+            self._evaluate(load, step_time, allowed)
+            is_evaluated = True
         assert self._rates is not None
-        self._credit_ms = min(self._credit_ms + PROBING_SHARE * float(self._rates.ms[self._current]), 1e3)
-        if len(allowed) == len(self._shapes):
-            probe = self._probed(num_requests)
-            if probe:
-                self.reason = Reason.PROBE
-                self._informed[self._told[probe]] = self._step
-                return probe
+        ms = float(self._rates.ms[self._current])
+        self._credit_ms += PROBING_SHARE * ms
+        self._old_credit_ms += OLD_SHARE * ms
+        if not any(load.speculative):
+            self._probe = None
+        elif len(allowed) == len(self._shapes):
+            self._continue_probe(load, step_time, is_evaluated)
+        else:
+            self._end_probe()
+        shape = self._current
+        if self._probe is not None:
+            self.reason, shape = Reason.PROBE, self._probe.shape
+        elif len(allowed) == len(self._shapes):
             self.reason = Reason.BEST
         else:
-            self._probe_left = 0
             self.reason = Reason.PROMPTS if self._since_prompts < PROMPTS_LINGER else Reason.SAMPLING
-        self._informed[self._told[self._current]] = self._step
-        return self._current
+        self._informed[self._told[shape]] = self._step
+        if shape == 0:
+            self.survival.age(num_requests)
+        return shape
 
     def _allowed_shapes(self, load: Load) -> tuple[int, ...]:
         if self._shapes.eager:
@@ -151,58 +185,96 @@ class ShapeChoice:
             return self._shapes.beside_chunks(len(load.slots), load.rare_sampling)
         return self._shapes.unrestricted if load.rare_sampling else tuple(range(len(self._shapes)))
 
-    def _evaluate(self, load: Load, costs: CostTable, allowed: Sequence[int]) -> None:
+    def _evaluate(self, load: Load, step_time: StepTime, allowed: Sequence[int]) -> None:
         """Look at costs and survival again, and change the shape if that saves enough. Beside prompt chunks too the
         best is what loses least: a chunk costs the same beside any."""
         num_requests, shapes = len(load.slots), self._shapes
-        tokens = self.survival.expected_tokens(load.slots, load.users, load.speculative)
-        factor = self._correction.factor
-        ms = np.array(
-            [
-                costs.round_ms(shape, num_requests, load.kv_tokens) * factor(shape, num_requests)
-                for shape in range(len(shapes))
-            ]
-        )
+        tokens, hoped = self.survival.expected_tokens(load.slots, load.users, load.speculative)
+        steps = [Step(shape, num_requests, load.kv_tokens) for shape in range(len(shapes))]
+        ms = np.array([step_time.predict(step).ms for step in steps])
+        errors = np.array([step_time.error_between(step, steps[self._current]) for step in steps])
         rates = tokens / ms
-        self._rates = found = _Rates(tokens, ms, float(rates.max()))
+        more = np.exp(np.sqrt(np.log(hoped / tokens) ** 2 + (HOPE * errors) ** 2))
+        self._rates = found = _Rates(tokens, ms, rates * more, errors, float(rates.max()))
+        self._charge_probes(found)
         self.expected = {shape.name: float(rate) for shape, rate in zip(shapes.shapes, rates, strict=True)}
         best = min(allowed, key=found.loss)
         saved = found.loss(self._current) - found.loss(best)
         enough = CHANGE_ABOVE if self._step - self._changed >= SETTLED else CHANGE_SOON_ABOVE
         changes = self._current not in allowed or saved > enough * float(ms[self._current])
         if changes:
+            self.changes += self._current != best
             self._current, self._changed = best, self._step
         self._allowed, self._num_requests = tuple(allowed), num_requests
         self._until_evaluation = FIRST_RESULTS if changes or self._step == 1 else EVALUATE_EVERY
 
-    def _probed(self, num_requests: int) -> int:
-        """The shape to try in this step, 0 if none is. A probe begins when what it may lose has been saved for. Its
-        first round still verifies what the former shape drafted, or nothing."""
-        if self._probe_left:
-            self._probe_left -= 1
-            if self._probe_left == 0:
-                self._until_evaluation = min(self._until_evaluation, FIRST_RESULTS)
-            return self._probe if self._probe != self._current else 0
+    def _continue_probe(self, load: Load, step_time: StepTime, is_evaluated: bool) -> None:
+        """Begin, go on with or end a probe. The first round of one still verifies what the former shape drafted, or
+        nothing."""
+        probe = self._probe
+        if probe is None:
+            if is_evaluated and not self._ended:
+                self._begin_probe(len(load.slots), step_time)
+            return
+        if probe.shape == self._current:
+            self._probe = None  # it has become the best
+            return
+        if probe.steps >= FIRST_RESULTS:
+            self._evaluate(load, step_time, self._allowed)
+        assert self._rates is not None
+        if probe.shape == self._current:
+            self._probe = None
+        elif probe.steps >= probe.most or (probe.steps >= probe.least and not self._rates.is_promising(probe.shape)):
+            self._end_probe()
+        else:
+            probe.steps += 1
+
+    def _begin_probe(self, num_requests: int, step_time: StepTime) -> None:
+        """A shape that has not run with so many requests is timed at once: nothing else tells how wrong the table is.
+        Then a promising one is tried, as soon as former probes are paid for. One that has not run for long is tried
+        when its cost is saved up. So what probes cost is bounded, and no shape is ever out of reach."""
         found = self._rates
         assert found is not None
-        others = [shape for shape in range(1, len(self._shapes)) if shape != self._current]
+        others = [shape for shape in range(len(self._shapes)) if shape != self._current]
+        untimed = [shape for shape in others if not step_time.has_run(Step(shape, num_requests))]
+        if untimed:
+            self._probe = _Probe(min(untimed, key=found.loss), TIMED_STEPS, TIMED_STEPS)
+            return
+        can_pay = self._credit_ms > -FIRST_ROUNDS * found.ms[self._current]
+        vague = [shape for shape in others if found.errors[shape] > TIMED_ERROR]
+        if vague and can_pay:
+            self._probe = _Probe(min(vague, key=found.loss), TIMED_STEPS, TIMED_STEPS)
+            return
+        most = MAX_PROBE_STEPS
+        promising = [shape for shape in others if found.is_promising(shape)]
+        if promising and can_pay:
+            self._probe = _Probe(max(promising, key=lambda shape: float(found.hoped[shape])), FIRST_RESULTS, most)
+            self._credit_ms -= found.change_loss(self._probe.shape, self._current)
+            return
         old = [shape for shape in others if self._step - self._informed[shape] > PROBE_AGE]
-        untimed = [shape for shape in others if not self._correction.is_known(shape, num_requests)]
         if old:
             shape = min(old, key=lambda index: int(self._informed[index]))
-            rounds = min(9, 2 + -(-PROBE_ROUNDS // num_requests))
-            lost_ms = rounds * float(found.ms[shape] - num_requests / found.best)  # if nothing is accepted
-        elif untimed:
-            shape = min(untimed, key=found.loss)
-            rounds = TIMED_ROUNDS
-            lost_ms = rounds * found.loss(shape)
-        else:
-            return 0
-        if lost_ms > self._credit_ms:
-            return 0
-        self._credit_ms -= lost_ms
-        self._probe, self._probe_left = shape, rounds - 1
-        return shape
+            least = min(most, FIRST_RESULTS - 1 + -(-OLD_ROUNDS // num_requests))
+            if least * float(found.ms[shape] - num_requests / found.best) <= self._old_credit_ms:
+                self._probe = _Probe(shape, least, most, is_old=True)
+
+    def _end_probe(self) -> None:
+        """What it has cost is charged when its last results are here: they say how long its rounds took."""
+        if self._probe is None:
+            return
+        self._ended.append((self._step + FIRST_RESULTS, self._probe))
+        self._probe = None
+        self._until_evaluation = min(self._until_evaluation, FIRST_RESULTS)
+
+    def _charge_probes(self, found: _Rates) -> None:
+        """Take what ended probes have cost from what the next ones may cost."""
+        while self._ended and self._ended[0][0] <= self._step:
+            probe = self._ended.popleft()[1]
+            lost_ms = probe.steps * found.loss(probe.shape)
+            if probe.is_old:
+                self._old_credit_ms -= lost_ms
+            else:
+                self._credit_ms -= lost_ms
 
     def _told_by(self, shape: int) -> Bools:
         """[shapes]: which ones rounds of `shape` tell about: all of its family that go no deeper."""

@@ -89,6 +89,9 @@ class SchedulerStats(msgspec.Struct):
     num_resumed: Annotated[
         int, Metric("aerie:requests_resumed", "Requests replayed after workers, or another engine, were lost")
     ] = 0
+    num_late_masks: Annotated[
+        int, Metric("aerie:late_masks", "Steps that requests sat out because a grammar's mask was late")
+    ] = 0
     num_stale_results: int = 0
     prompt_tokens: Annotated[int, Metric("vllm:prompt_tokens", "Prompt tokens of admitted requests")] = 0
     generation_tokens: Annotated[int, Metric("vllm:generation_tokens", "Tokens generated")] = 0

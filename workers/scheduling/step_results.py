@@ -7,18 +7,20 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
-from workers.scheduling.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, StepResult, unpack_i32
+from workers.scheduling.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Failure, StepResult, unpack_i32
 from workers.scheduling.request import FinishReason, RequestOutput
 from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import InFlightStep, Sequence
 from workers.scheduling.shape_choice import ShapeChoice
 from workers.scheduling.stats import SchedulerStats
+from workers.scheduling.step_time import StepTime
 
+TOO_LATE = Failure("its grammar's next mask was not there in time")
 _FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
 
 
 class StepResults:
-    """Applies results in the order of their plans."""
+    """Applies results in the order of their plans. step_time: is told how long steps took; None without costs."""
 
     def __init__(
         self,
@@ -35,27 +37,28 @@ class StepResults:
         self._shapes = shapes
         self._num_drafts = np.array([shape.width - 1 for shape in shapes.shapes])
         self._clock = clock
+        self.step_time: StepTime | None = None
         self._last_s = clock()  # when the last result came
 
-    def apply(self, step: InFlightStep, result: StepResult) -> list[RequestOutput]:
-        """What the step of `result` brought, a request each."""
+    def apply(self, step: InFlightStep, result: StepResult, newest: int) -> list[RequestOutput]:
+        """What the step of `result` brought, a request each. newest: the last step that is planned."""
         counts = unpack_i32(result.counts)
         finish = np.frombuffer(result.finish, np.uint8)
         assert len(counts) == len(finish) == len(step.sequences), "a result has other entries than its plan"
         now = self._clock()
+        outputs = self._end_failed(step, result, now)
+        late = self._sit_out(step, result, counts, newest, now)
         committed_before = self._advance(step, counts, now)
-        num_drafted = self._learn(step, unpack_i32(result.accepted))
+        num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)))
         took_s, self._last_s = (
             min(result.elapsed_s, now - self._last_s),
             now,
         )  # from its plan, or the step before it, on
-        if step.expected_ms and step.num_rounds and not step.has_chunks:
-            self._shape_choice.observe(step.shape, step.num_rounds, step.expected_ms, took_s * 1e3)
-        outputs = _prompt_outputs(step, result) if step.asking else []
+        if self.step_time is not None:
+            self.step_time.observe(step.load, took_s * 1e3)
+        outputs += _prompt_outputs(step, result) if step.asking else []
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
-        failed = set(unpack_i32(result.failed).tolist())
-        slots = step.slots.tolist()
         columns = (counts.tolist(), finish.tolist(), accepted, num_drafted)
         entries = zip(step.sequences, *columns, strict=True)
         for index, (sequence, count, finish_code, num_accepted, num_drafts) in enumerate(entries):
@@ -64,11 +67,8 @@ class StepResults:
             if count == 0 or sequence.is_finished:
                 continue
             request = sequence.request
-            if slots[index] in failed:  # it may have lost the slot since, to an older request
-                self._queues.finish(sequence, FinishReason.ERROR, 0, now)
-                outputs.append(RequestOutput(request, [], None, FinishReason.ERROR))
-                continue
             request.output += new
+            self._queues.grammars.went_on(sequence)
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1
                 request.num_draft_tokens += num_drafts
@@ -85,6 +85,38 @@ class StepResults:
         self._stats.num_draft_tokens += sum(num_drafted)
         self._count(result, step)
         return outputs
+
+    def _end_failed(self, step: InFlightStep, result: StepResult, now: float) -> list[RequestOutput]:
+        """End the requests that cannot go on, whether or not they still have their slots."""
+        queues, failed = self._queues, [(step.sequences[entry], why) for entry, why in result.failed.items()]
+        late = result.masks_failed | dict.fromkeys(queues.grammars.overdue(now), TOO_LATE)
+        for number, why in late.items():
+            if (sequence := queues.numbered(number)) is not None:
+                failed.append((sequence, why))
+        outputs = []
+        for sequence, why in failed:
+            if not sequence.is_finished:
+                reason = FinishReason.INVALID if why.is_invalid else FinishReason.ERROR
+                queues.finish(sequence, reason, 0, now)
+                outputs.append(RequestOutput(sequence.request, [], finish_reason=reason, error=why.message))
+        return outputs
+
+    def _sit_out(
+        self, step: InFlightStep, result: StepResult, counts: npt.NDArray[np.int32], newest: int, now: float
+    ) -> npt.NDArray[np.bool_]:
+        """Take the slots of requests whose masks were late: they go on once the ranks have them. Returns which entries
+        of the step these are."""
+        queues = self._queues
+        late: npt.NDArray[np.bool_] = (counts == 0) & (self._slot_pages.user[step.slots] == step.users)
+        for entry in np.flatnonzero(late).tolist():
+            sequence = step.sequences[entry]
+            queues.grammars.is_late(sequence, now)
+            queues.preempt(sequence, newest)
+            self._stats.num_late_masks += 1
+        for number in unpack_i32(result.masks_ready).tolist():
+            if queues.numbered(number) is not None:
+                queues.grammars.has_mask(number)
+        return late
 
     def _prompt_ended(self, sequence: Sequence, now: float) -> None:
         """The token after the prompt has come."""

@@ -18,7 +18,7 @@ REQUEST_PRIOR = 24.0  # rounds that a request's own estimate weighs the engine's
 SHAPE_PRIOR = 4.0  # rounds that an estimate weighs that of another shape, or of the depth above, with
 OTHERS_COUNT = 512.0  # rounds of another shape that make as sure as one of its own
 UNKNOWN = 0.7  # of the first depth before any round
-OPTIMISM = 1.0  # standard errors that expected tokens are reckoned above the estimate
+OPTIMISM = 1.5  # standard errors that hoped tokens are above the estimate
 EDGE = 1e-3  # estimates stay that far from 0 and 1
 
 
@@ -107,23 +107,33 @@ class Survival:
         self._counts += new
         self._last = family
 
-    def expected_tokens(self, slots: Ints, users: Ints, speculative: Bools) -> Floats:
-        """[shapes]: tokens that one round of these requests emits, all together; those that do not speculate count 1
-        each. Of what hardly ran the upper end of what is likely, so that bad luck does not rule out for long what
-        would be best: plain rounds tell nothing. Refreshes the engine's estimates."""
+    def age(self, num_rounds: int) -> None:
+        """So many rounds have run without drafts, so that what is known of drafts is older."""
+        kept = max(0.5, 1.0 - num_rounds / ENGINE_WINDOW / 8)
+        self._hits *= kept
+        self._trials *= kept
+
+    def expected_tokens(self, slots: Ints, users: Ints, speculative: Bools) -> tuple[Floats, Floats]:
+        """[shapes], twice: tokens that one round of these requests emits, all together; those that do not speculate
+        count 1 each. First as expected, then the upper end of what is likely: of what hardly ran, more may be hoped
+        for. Refreshes the engine's estimates."""
         self._chances = self._estimate()
         total = np.full(len(self._depth), float(len(slots)))
         if not speculative.all():
             slots, users = slots[speculative], users[speculative]
         if len(slots) == 0:
-            return total
+            return total, total
         self._take_over(slots, users)
         evidence = self._trials + SHAPE_PRIOR + self._trials.max(0) / OTHERS_COUNT
         errors = np.sqrt(self._chances * (1.0 - self._chances) / evidence)
         hoped = np.minimum(self._chances + OPTIMISM * errors, 1.0 - EDGE)
-        survival = self.chances(slots, hoped).cumprod(1).sum(2).cumsum(1)  # [families, depth]
-        total[1:] += survival[self._family[1:], self._depth[1:] - 1]
-        return total
+        return self._tokens(total, slots, self._chances), self._tokens(total, slots, hoped)
+
+    def _tokens(self, plain: Floats, slots: Ints, of_engine: Floats) -> Floats:
+        survival = self.chances(slots, of_engine).cumprod(1).sum(2).cumsum(1)  # [families, depth]
+        tokens = plain.copy()
+        tokens[1:] += survival[self._family[1:], self._depth[1:] - 1]
+        return tokens
 
     def chances(self, slots: Ints, of_engine: Floats | None = None) -> Floats:
         """[families, depth, n]: of requests that have been told of, that a node at each depth is accepted if its parent

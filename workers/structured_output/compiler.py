@@ -1,5 +1,5 @@
-"""Grammars compiled for a model's vocabulary, by xgrammar. Imports it, and so torch: only ranks and the process that
-tries grammars (`workers.structured_output.trial`) import this module.
+"""Grammars compiled for a model's vocabulary, by xgrammar. Imports it, and so torch: only processes that
+`workers.structured_output.template_process` makes import this module.
 
 A compiled grammar says for each of its states which tokens may come. Special tokens occur in no text: but for the
 grammar's own end tokens they are never allowed, except in structural tags, whose tags may be such tokens.
@@ -14,6 +14,7 @@ import xgrammar
 from tokenizers import Tokenizer, pre_tokenizers
 
 from workers.scheduling.plan import Grammar
+from workers.structured_output.faults import InvalidGrammarError, VocabularyError
 from workers.structured_output.token_texts import TokenTexts
 
 CACHE_BYTES = 256 << 20  # of compiled grammars; one of a large schema takes 10 MB with 128,256 tokens
@@ -21,33 +22,46 @@ CACHE_BYTES = 256 << 20  # of compiled grammars; one of a large schema takes 10 
 MAX_WHITESPACE = 32
 
 
-class InvalidGrammarError(ValueError):
-    """The grammar cannot be compiled, or allows no text. The message is for the client."""
+class Vocabulary:
+    """What the tokens of the model in `folder` spell. vocab_size: of its logits, at least the tokenizer's; 0: that.
 
+    Raises VocabularyError.
+    """
 
-class VocabularyError(ValueError):
-    """The model's tokenizer cannot write every text, so that a grammar could leave no token to choose."""
+    def __init__(self, folder: str | Path, vocab_size: int = 0) -> None:
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise VocabularyError(f"{path}: missing; answers can follow a grammar only where there is a tokenizer")
+        self.tokenizer = Tokenizer.from_file(str(path))
+        ids = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.size = vocab_size or max(ids.values()) + 1
+        self._known: dict[tuple[tuple[int, ...], bool], xgrammar.TokenizerInfo] = {}
+
+    def tokens(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.TokenizerInfo:
+        """For grammars that end with these. with_special: special tokens may occur in their texts."""
+        key = end_token_ids, with_special
+        if key not in self._known:
+            words, kind = _words(self.tokenizer, self.size, with_special)
+            self._known[key] = xgrammar.TokenizerInfo(
+                words, kind, vocab_size=self.size, stop_token_ids=list(end_token_ids)
+            )
+        return self._known[key]
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokenizer in a model's folder.
+    """Compiles grammars for a vocabulary.
 
-    vocab_size: of the model's logits, at least the tokenizer's.
     num_threads: that compile one grammar.
     remembers: compiled grammars, but for the least recently used ones; of these the library warns only once.
     """
 
-    def __init__(self, folder: str | Path, vocab_size: int, num_threads: int = 1, remembers: bool = True) -> None:
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise VocabularyError(f"{path}: missing; answers can follow a grammar only where there is a tokenizer")
-        self._tokenizer = Tokenizer.from_file(str(path))
-        self._vocab_size = vocab_size
+    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1, remembers: bool = True) -> None:
+        self._vocabulary = vocabulary
         self._num_threads = num_threads
         self._remembers = remembers
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        """Raises InvalidGrammarError."""
+        """Raises InvalidGrammarError or VocabularyError."""
         compiler = self._compiler(grammar.end_token_ids, grammar.kind == "structural_tag")
         try:
             return compiled(compiler, grammar)
@@ -56,14 +70,15 @@ class GrammarCompiler:
 
     def texts_of(self, compiled: xgrammar.CompiledGrammar) -> TokenTexts:
         """What the tokens spell that one of its grammars allows."""
-        return TokenTexts(compiled.tokenizer_info.decoded_vocab, self._tokenizer)
+        return TokenTexts(compiled.tokenizer_info.decoded_vocab, self._vocabulary.tokenizer)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the process; few models have several ends
     def _compiler(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.GrammarCompiler:
-        words, kind = _words(self._tokenizer, self._vocab_size, with_special)
-        info = xgrammar.TokenizerInfo(words, kind, vocab_size=self._vocab_size, stop_token_ids=list(end_token_ids))
         return xgrammar.GrammarCompiler(
-            info, max_threads=self._num_threads, cache_enabled=self._remembers, cache_limit_bytes=CACHE_BYTES
+            self._vocabulary.tokens(end_token_ids, with_special),
+            max_threads=self._num_threads,
+            cache_enabled=self._remembers,
+            cache_limit_bytes=CACHE_BYTES,
         )
 
 

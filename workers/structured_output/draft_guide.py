@@ -8,10 +8,10 @@ mask says what may come, and edges lead to the texts behind tokens that end such
 demanded a text before, or all where they are few.
 
 Nothing here decides what is chosen: a guide that is wrong, or short of states, costs accepted drafts alone. Called by
-`workers.structured_output.slot_grammars`.
+`workers.structured_output.guest`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ from workers.structured_output.guide_table import NOWHERE, GuideBlock
 from workers.structured_output.token_texts import TextStates, TokenTexts
 
 if TYPE_CHECKING:
-    import xgrammar
+    from workers.structured_output.matcher import Matcher
 
 FEW_TOKENS = 6  # so many are all tried
 MAX_ENDINGS = 6  # tokens that are remembered because a text was demanded after them
@@ -52,22 +52,32 @@ class Endings:
         return iter(tuple(self._tokens))
 
 
+class StepClosedError(Exception):
+    """The step for which masks are filled goes on without this request."""
+
+
 @dataclass
 class MaskRows:
-    """The masks of a tree on the host.
+    """The masks of a tree.
 
-    words: [masks, w] int32 of the whole step; array: the same for numpy.
+    array: [masks, w] int32 of the whole step, which is read here and written by `write` alone.
+    write: puts a mask [w] int32, or one number for all of it, in a row of `array`. Raises StepClosedError.
     first: that of the root; those of the other nodes follow.
     end: of those in use; up to `limit` may be used for places behind the tree.
-    scratch: [1, w] int32, for masks that nobody else needs.
+    scratch: [1, w] int32, of this walk alone.
     """
 
-    words: Tensor
     array: npt.NDArray[np.int32]
+    write: Callable[[int, npt.NDArray[np.int32] | int], None]
     first: int
     end: int
     limit: int
     scratch: Tensor
+
+    def fill(self, matcher: "Matcher", row: int) -> None:
+        """The mask where the matcher stands."""
+        matcher.fill(self.scratch)
+        self.write(row, self.scratch[0].numpy())
 
 
 class _Demanded(NamedTuple):
@@ -92,7 +102,7 @@ class _Place(NamedTuple):
 
 @dataclass
 class TreeWalk:
-    """Fills the masks of one tree, and writes its guide.
+    """Fills the masks of one tree, and writes its guide. What it raises leaves tries in the matcher.
 
     any_whitespace: whether the grammar allows whitespace between the parts of a text, as much as the answer likes.
     ended: the newest token, if it stood in an open place, which it may have ended.
@@ -100,7 +110,7 @@ class TreeWalk:
     is_demanded: by node, whether what follows it is a text that the grammar demands; of nodes that it allows.
     """
 
-    matcher: "xgrammar.GrammarMatcher"
+    matcher: "Matcher"
     texts: TokenTexts
     endings: Endings
     stop_token_ids: tuple[int, ...]
@@ -118,9 +128,9 @@ class TreeWalk:
     def _visit(self, node: int, tokens: Sequence[int], children: Sequence[Sequence[int]], above: _Place | None) -> None:
         row = self.rows.first + node
         if self.matcher.is_terminated():
-            self.rows.array[row] = -1
+            self.rows.write(row, -1)
             return
-        self.matcher.fill_next_token_bitmask(self.rows.words, row)
+        self.rows.fill(self.matcher, row)
         place = None
         if node < self.num_guided:
             place = self._place(row, tokens[node], above)
@@ -162,10 +172,10 @@ class TreeWalk:
     def _text(self) -> bytes:
         """What must come; where whitespace may stand in it, as this grammar's answers have it."""
         if not self.any_whitespace:
-            return self._jump()
+            return self.matcher.jump()
         text, taken = b"", 0
         while len(text) < _MAX_SPACED_BYTES:
-            part = self._jump() or self._behind_whitespace(text)
+            part = self.matcher.jump() or self._behind_whitespace(text)
             if not part or not self.matcher.accept_string(part):
                 break
             text, taken = text + part, taken + 1
@@ -173,21 +183,12 @@ class TreeWalk:
             self.matcher.rollback(taken)
         return text
 
-    def _jump(self) -> bytes:
-        """The longest text that must come, byte by byte; it may begin or end inside a character. xgrammar 0.2.8 returns
-        it as a str, so that such bytes come with the error."""
-        try:
-            text: str = self.matcher.find_jump_forward_string()
-        except UnicodeDecodeError as error:
-            return error.object
-        return text.encode()
-
     def _behind_whitespace(self, text: bytes) -> bytes:
         """What goes on after a text where whitespace may come next, or one other byte; b"" where more is open."""
         scratch = self.rows.scratch
         if self.matcher.is_terminated():
             return b""
-        self.matcher.fill_next_token_bitmask(scratch, 0)
+        self.matcher.fill(scratch)
         allowed = self.texts.bytes_allowed(scratch[0].numpy())
         others = [byte for byte in allowed if byte not in _WHITESPACE]
         if len(others) == len(allowed):
@@ -213,7 +214,7 @@ class TreeWalk:
         row = NOWHERE
         if self.rows.end < self.rows.limit and not self.matcher.is_terminated():
             row, self.rows.end = self.rows.end, self.rows.end + 1
-            self.matcher.fill_next_token_bitmask(self.rows.words, row)
+            self.rows.fill(self.matcher, row)
         state = self._here(row, level + 1).state
         self.matcher.rollback(1)
         return state

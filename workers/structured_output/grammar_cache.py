@@ -1,11 +1,8 @@
-"""Compiled grammars of one rank: a thread compiles them beside what runs. Used by
-`workers.structured_output.slot_grammars`."""
+"""Compiled grammars of the process that fills masks: threads compile them. Used by
+`workers.structured_output.mask_host`."""
 
-import contextlib
 import os
-import threading
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,8 +14,9 @@ from workers.structured_output.token_texts import TokenTexts
 if TYPE_CHECKING:
     import xgrammar
 
-    from workers.structured_output.compiler import GrammarCompiler
+    from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 
+MAX_THREADS = 4  # so that a grammar of many seconds holds up no other
 MAX_KEPT = 64  # compiled grammars beside those in use, up to 10 MB each; the compiler keeps some too
 
 
@@ -34,26 +32,12 @@ class KeptGrammar:
     endings: Endings = field(default_factory=Endings)
 
 
-def import_compiler() -> None:
-    """Begin to import what compiles grammars: a second of Python's lock, which the rounds of a rank that serves would
-    lack once the first grammar comes."""
-
-    def read() -> None:
-        with contextlib.suppress(ImportError):  # the first grammar says so
-            import workers.structured_output.compiler  # noqa: F401
-
-    threading.Thread(target=read, name="grammar compiler", daemon=True).start()
-
-
 class GrammarCache:
-    """folder: of the model, whose tokenizer is read with the first grammar."""
+    """Grammars over one vocabulary."""
 
-    def __init__(self, folder: str, vocab_size: int) -> None:
-        self._folder = folder
-        self._vocab_size = vocab_size
+    def __init__(self, vocabulary: "Vocabulary") -> None:
+        self._vocabulary = vocabulary
         self._kept: OrderedDict[Grammar, KeptGrammar] = OrderedDict()
-        self._announced: deque[KeptGrammar] = deque()
-        self._num_prepared = 0
         self._thread: ThreadPoolExecutor | None = None
         self._compiler: GrammarCompiler | None = None
         self._texts: TokenTexts | None = None
@@ -64,24 +48,12 @@ class GrammarCache:
         assert self._texts is not None, "asked before a grammar was compiled"
         return self._texts
 
-    def prepare(self, grammars: Iterable[Grammar]) -> None:
-        """Compile grammars of requests that will come, beside what runs."""
-        self._announced.extend(self.of(grammar) for grammar in grammars)
-
-    @property
-    def num_prepared(self) -> int:
-        """How many of all that were to be prepared are done with, in their order."""
-        while self._announced and self._announced[0].compiled.done():
-            self._announced.popleft()
-            self._num_prepared += 1
-        return self._num_prepared
-
     def of(self, grammar: Grammar) -> KeptGrammar:
         """The grammar, compiled in a thread, or before."""
         found = self._kept.pop(grammar, None)
         if found is None:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+                self._thread = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grammar")
             found = KeptGrammar(grammar, self._thread.submit(self._compile, grammar))
         self._kept[grammar] = found
         if len(self._kept) > MAX_KEPT:
@@ -94,7 +66,7 @@ class GrammarCache:
         if self._compiler is None:
             # few threads: those of what else this machine runs must not wait
             num_threads = max(1, min(4, (os.cpu_count() or 1) // 4))
-            self._compiler = GrammarCompiler(self._folder, self._vocab_size, num_threads)
+            self._compiler = GrammarCompiler(self._vocabulary, num_threads)
         compiled = self._compiler.compile(grammar)
         if self._texts is None:
             self._texts = self._compiler.texts_of(compiled)

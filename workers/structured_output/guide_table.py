@@ -54,13 +54,13 @@ class GuideTable:
 
 
 class GuideBlock:
-    """A guide as it is written: a row of a table on the host. States and edges for which there is no room are left
-    out."""
+    """A guide as it is written: block [block_size] int32, a row of a table. States and edges for which there is no room
+    are left out."""
 
     def __init__(self, block: npt.NDArray[np.int32]) -> None:
         width = block.shape[0] - sum(_PARTS)
         places = np.cumsum([width, *_PARTS])[:-1]
-        self._block = block
+        self.block = block
         self._nodes, self._forced, self._other, self._rows, *edges = np.split(block, places)
         self._origins, self._tokens, self._targets = edges
         self.num_states = 0
@@ -68,7 +68,7 @@ class GuideBlock:
 
     def clear(self) -> None:
         """Nothing of it is left."""
-        self._block.fill(NOWHERE)
+        self.block.fill(NOWHERE)
         self._origins.fill(_NO_ORIGIN)
         self.num_states = self._num_edges = 0
 

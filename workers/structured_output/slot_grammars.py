@@ -1,33 +1,33 @@
-"""Where each running request stands in its grammar, the masks of a step's rows, and what the drafts after them follow.
+"""The grammars of an engine's slots on one rank: which requests have one, and their masks and guides of each step.
 
-Every rank keeps all of this by itself: what it follows are the tokens that were emitted, which are equal on all ranks,
-and so are masks and guides. A step's masks are filled while the target's pass runs: what the step before emitted and
-drafted was copied to the host meanwhile. Used by `workers.runner.worker`.
+Every rank has a process of its own that follows the grammars (`workers.structured_output.mask_host`): what it follows
+are the tokens that were emitted, which are equal on all ranks, and so are masks and guides. A step's masks are filled
+while the target's pass runs: what the step before emitted and drafted was copied to the host meanwhile. Which masks
+are there in time may differ between ranks; `agree` makes one decision of it on the device. Used by
+`workers.runner.worker`.
 """
 
-import logging
 import time
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
-from workers.scheduling.plan import FINISH_NONE, Grammar, SlotInit, unpack_i32
-from workers.structured_output.draft_guide import MaskRows, TreeWalk
-from workers.structured_output.grammar_cache import GrammarCache, KeptGrammar
-from workers.structured_output.guide_table import GuideBlock
-from workers.structured_output.mask_table import NUM_SPARE, MaskTable
-from workers.structured_output.token_texts import TokenTexts
-
-if TYPE_CHECKING:
-    import xgrammar
-
-logger = logging.getLogger(__name__)
+from workers.distributed.tp_group import TPGroup
+from workers.scheduling.plan import FINISH_NONE, Failure, Grammar, StepPlan, pack_i32, unpack_i32
+from workers.structured_output.guide_table import NOWHERE
+from workers.structured_output.host_link import HostLink
+from workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Order
+from workers.structured_output.mask_table import FREE, HELD, MaskTable
 
 GUIDED_NODES = 256  # of a step: each takes some 20 us of the host, which the target's pass must hide
 LEAST_GUIDED = 4  # of each tree
+MAX_CRASHES = 2  # of the process, while it filled masks of a request
 
 
 class Emitted(Protocol):
@@ -53,95 +53,33 @@ class Emitted(Protocol):
         """[n, 2, W] int64, tokens and parents of the tree that each verifies next; None without a draft."""
 
 
-@dataclass(frozen=True)
-class Tree:
-    """What a request verifies: tokens of its nodes, and the children of each. Nodes without a token are nobody's."""
+@dataclass(eq=False)
+class _Stay:
+    """A request's time in a slot.
 
-    tokens: list[int]
-    children: list[list[int]]
+    number: of the request.
+    output: tokens that it has emitted.
+    is_over: it has ended.
+    """
 
-    @staticmethod
-    def of(tokens: Sequence[int], parents: Sequence[int]) -> "Tree":
-        children: list[list[int]] = [[] for _ in tokens]
-        for node, token in enumerate(tokens):
-            if node and token >= 0:
-                children[parents[node]].append(node)
-        return Tree(list(tokens), children)
-
-    def path(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes that these tokens go through, the root first; as far as there are any."""
-        nodes = [0]
-        for token in tokens:
-            below = next((child for child in self.children[nodes[-1]] if self.tokens[child] == token), None)
-            if below is None:
-                break
-            nodes.append(below)
-        return nodes
-
-
-ROOT = Tree([0], [[]])  # of a request that verifies nothing; whatever its token is
+    number: int
+    grammar: Grammar
+    output: list[int]
+    is_over: bool = False
 
 
 @dataclass
-class _Standing:
-    """One request's place in its grammar.
+class News:
+    """What the process has said since it was last asked.
 
-    grammar: perhaps not compiled yet.
-    output: tokens that it had emitted before it got its slot.
-    matcher: where it stands, once the first mask was asked for.
-    drafted: tokens and parents [W] int64 of what it verifies next.
-    verified: the tree whose masks were filled last, and of its nodes whether a text was demanded after them.
-    ended: the newest token, if it stood in an open place.
-    is_over: it has ended.
-    is_lost: it left its grammar.
+    ready: late requests whose masks are there.
+    failed: late requests that will never have one.
+    compiled: grammars, by number.
     """
 
-    grammar: KeptGrammar
-    output: list[int]
-    forgives: bool
-    matcher: "xgrammar.GrammarMatcher | None" = None
-    drafted: Tensor | None = None
-    verified: Tree = ROOT
-    is_demanded: dict[int, bool] = field(default_factory=dict)
-    ended: int | None = None
-    is_over: bool = False
-    is_lost: bool = False
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Take tokens that were emitted."""
-        matcher = self.begun()
-        for token in tokens:
-            if self.is_lost:
-                return
-            if not matcher.is_terminated() and matcher.accept_token(token):
-                continue
-            if self.forgives:
-                matcher.reset()
-                continue
-            self.is_lost = True
-
-    def begun(self) -> "xgrammar.GrammarMatcher":
-        """The matcher; waits for the compiler at its first call. Raises InvalidGrammarError, which the edge's trial
-        should have found."""
-        if self.matcher is None:
-            import xgrammar
-
-            self.matcher = xgrammar.GrammarMatcher(self.grammar.compiled.result())
-            output, self.output = self.output, []
-            self.advance(output)
-        return self.matcher
-
-    def learn(self, tokens: Sequence[int], texts: TokenTexts) -> int:
-        """What tokens that were taken show of the grammar. Returns how many of them were drafts within a text that was
-        demanded."""
-        path = self.verified.path(tokens[:-1])
-        demanded = [self.is_demanded.get(node, False) for node in path]
-        self.ended = None if demanded[-1] else tokens[-1]
-        if self.grammar.grammar.any_whitespace:
-            _, _, after = b"".join(texts[token] for token in tokens).partition(b'":')
-            if after:
-                self.grammar.endings.is_spaced = after.startswith(b" ")
-        return sum(demanded[:-1])
+    ready: list[int] = field(default_factory=list)
+    failed: dict[int, Failure] = field(default_factory=dict)
+    compiled: list[int] = field(default_factory=list)
 
 
 class SlotGrammars:
@@ -149,119 +87,188 @@ class SlotGrammars:
 
     folder: of the model, whose tokenizer is read with the first grammar.
     forgives: requests begin their grammar anew where they leave it; for synthetic acceptance, which heeds no mask.
-    fill_s, num_fills: seconds that filling masks took so far, without waiting for the device, and how often that was.
+    fill_s, num_fills: seconds that steps waited for masks so far, and how many did.
+    work_s: seconds that the process took for these.
     num_forced: drafts that were accepted within texts that grammars demanded.
     """
 
     def __init__(self, folder: str, vocab_size: int, masks: MaskTable, forgives: bool = False) -> None:
         self.masks = masks
         self.fill_s = 0.0
+        self.work_s = 0.0
         self.num_fills = 0
         self.num_forced = 0
         self._forgives = forgives
-        self._standing: dict[int, _Standing] = {}
-        self._unread: list[tuple[Emitted, list[tuple[int, _Standing]]]] = []
-        self._cache = GrammarCache(folder, vocab_size)
-        self._scratch = torch.zeros((1, masks.words.shape[1]), dtype=torch.int32)
-        self._array = masks.host_words.numpy()
-        self._guides = None if masks.host_guides is None else [GuideBlock(b) for b in masks.host_guides.blocks.numpy()]
+        self._link = HostLink(folder, vocab_size, masks)
+        self._generation = 0
+        self._by_slot: dict[int, _Stay] = {}
+        self._stays: dict[int, _Stay] = {}  # by request, those without a slot too
+        self._unread: list[tuple[Emitted, list[tuple[int, _Stay]]]] = []
+        self._prepared: dict[int, Grammar] = {}  # not compiled yet
+        self._num_announced = 0
+        self._crashes: dict[int, int] = {}
+        self._news = News()
 
-    def enter(self, inits: Iterable[SlotInit]) -> None:
-        """Take over a plan's new requests; their grammars are compiled meanwhile."""
-        for init in inits:
-            self._standing.pop(init.slot, None)
+    def begin(self) -> None:
+        """Start the process, so that the first grammar need not wait for it."""
+        self._link.begin()
+
+    def enter(self, plan: StepPlan) -> None:
+        """Take over a plan's requests and grammars, and forget those that have ended."""
+        dropped = unpack_i32(plan.ended).tolist()
+        prepared = dict(enumerate(plan.grammars, self._num_announced))
+        self._num_announced += len(prepared)
+        self._prepared |= prepared
+        entered = []
+        for number in dropped:
+            self._stays.pop(number, None)
+            self._crashes.pop(number, None)
+        for init in plan.inits:
+            self._by_slot.pop(init.slot, None)
             grammar = init.sampling.grammar
             if grammar is not None:
-                output = unpack_i32(init.output).tolist()
-                self._standing[init.slot] = _Standing(self._cache.of(grammar), output, self._forgives)
+                stay = _Stay(init.number, grammar, unpack_i32(init.output).tolist())
+                self._by_slot[init.slot] = self._stays[init.number] = stay
+                entered.append(self._entered(stay))
+        if not (dropped or prepared or entered) or not self._is_up():
+            return
+        self._link.tell(Order(0, prepared, tuple(dropped), tuple(entered)))
 
-    def prepare(self, grammars: Iterable[Grammar]) -> None:
-        """Compile grammars of requests that will come, beside what runs."""
-        self._cache.prepare(grammars)
+    def news(self) -> News:
+        """What was said since the last call."""
+        if self._stays or self._prepared:
+            for notice in self._link.notices():
+                self._news.ready += notice.ready
+                self._news.failed |= notice.failures
+                self._news.compiled += notice.prepared
+                for number in notice.prepared:
+                    self._prepared.pop(number, None)
+            if self._link.fault:  # the requests are to come and hear of it
+                self._news.compiled += self._prepared
+                self._prepared.clear()
+        news, self._news = self._news, News()
+        return news
 
-    @property
-    def num_prepared(self) -> int:
-        """How many of all that were to be prepared are done with, in their order."""
-        return self._cache.num_prepared
-
-    def fill(self, rounds: Sequence[int], width: int, finals: Sequence[int]) -> list[int]:
+    def fill(self, rounds: Sequence[int], width: int, finals: Sequence[int], wait_s: float) -> dict[int, Failure]:
         """Bring the masks and guides of a step to the device: for each of `rounds`, slots that verify trees of `width`
-        nodes, and for `finals`, slots whose prompts end. Waits for the step before. Returns the slots whose requests
-        have left their grammars, so that nothing they emit may be shown."""
+        nodes, and for `finals`, slots whose prompts end. Waits for the step before, and then `wait_s` at most. What has
+        no mask is `HELD`; returns why, by index in (*rounds, *finals), where it will never have one."""
         for emitted, _ in self._unread:
             emitted.wait()
         began_s = time.perf_counter()
-        self._read()
-        masks, lost, row, number = self.masks, list[int](), 0, 0
+        advanced = self._read()
+        masks = self.masks
         masks.clear()
-        entries = [(slot, width) for slot in rounds] + [(slot, 1) for slot in finals]
-        for slot, count in entries:
-            standing = self._standing.get(slot)
-            if standing is None or standing.is_over:
-                continue
-            masks.host_index[slot] = row
-            rows = MaskRows(masks.host_words, self._array, row, row + count, row + count + NUM_SPARE, self._scratch)
-            if not self._fill(standing, rows, count, number, len(entries)):
-                lost.append(slot)
-            elif masks.host_guides is not None:
-                masks.host_guides.index[slot] = number
-            row, number = rows.end, number + 1
-        masks.upload(row)
+        entries = [(i, slot, width if i < len(rounds) else 1) for i, slot in enumerate((*rounds, *finals))]
+        stays = {slot: stay for _, slot, _ in entries if (stay := self._by_slot.get(slot)) and not stay.is_over}
+        asked = [(i, slot, count) for i, slot, count in entries if slot in stays]
+        num_guided = max(LEAST_GUIDED, GUIDED_NODES // max(1, len(entries)))
+        has_guides = masks.host_guides is not None
+        fills = tuple(
+            Fill(stays[slot].number, count, number if has_guides else NOWHERE, num_guided)
+            for number, (_, slot, count) in enumerate(asked)
+        )
+        filled = self._ask(advanced, fills, wait_s)
+        failures, num_rows = dict[int, Failure](), 0
+        if filled is not None:
+            num_rows = filled.num_rows
+            failures = {asked[place][0]: failure for place, failure in filled.failures.items()}
+            self.num_forced += filled.num_forced
+            self.work_s += filled.took_s
+        elif self._link.fault:
+            failures = {i: Failure(self._link.fault, True) for i, _, _ in asked}
+        for place, (_, slot, _) in enumerate(asked):
+            row = LATE if filled is None else filled.rows[place]
+            masks.host_index[slot] = HELD if row == LATE else row
+            if masks.host_guides is not None and row != LATE:
+                masks.host_guides.index[slot] = place
+        masks.upload(num_rows)
         self.fill_s += time.perf_counter() - began_s
         self.num_fills += 1
-        return lost
+        return failures
+
+    def agree(self, group: TPGroup, finished: Tensor) -> None:
+        """Have every rank hold the requests that one of them holds, and follow a guide only where all have the same:
+        what is held is marked in `finished` [num_slots + 1] bool, so that it emits nothing in this step and no other.
+        All on the device."""
+        masks = self.masks
+        held = masks.index == HELD
+        if group.size > 1:
+            mine = torch.stack((masks.index, self._digests()))
+            everyone = group.all_gather(mine)
+            held = (everyone[:, 0] == HELD).any(0)
+            if masks.guides is not None:
+                differs = (everyone[:, 1] != everyone[0, 1]).any(0)
+                masks.guides.index.masked_fill_(differs, NOWHERE)
+        finished.logical_or_(held)
+        masks.index.masked_fill_(held, FREE)
 
     def ran(self, entries: Sequence[int], emitted: Emitted) -> None:
         """A step was launched whose entries are these slots."""
-        mine = [(i, self._standing[slot]) for i, slot in enumerate(entries) if slot in self._standing]
+        mine = [(i, self._by_slot[slot]) for i, slot in enumerate(entries) if slot in self._by_slot]
         self._unread.append((emitted, mine))
 
-    def _read(self) -> None:
-        """Follow what the steps before emitted."""
+    def close(self) -> None:
+        """End the process."""
+        self._link.close()
+
+    def _digests(self) -> Tensor:
+        """[num_slots + 1] int32 on the device: of each slot's guide, of which ranks may have learnt other things."""
+        masks = self.masks
+        found = np.zeros(masks.host_index.shape[0], np.int32)
+        if masks.host_guides is not None:
+            blocks = masks.host_guides.blocks.numpy()
+            for slot, number in enumerate(masks.host_guides.index.tolist()):
+                if number != NOWHERE:
+                    found[slot] = zlib.crc32(blocks[number].tobytes()) & 0x7FFFFFFF
+        return torch.from_numpy(found).to(masks.index.device, non_blocking=True)
+
+    def _read(self) -> list[Advanced]:
+        """What the steps before emitted."""
+        advanced = []
         for emitted, entries in self._unread:
             counts, finish = emitted.counts.tolist(), emitted.finish.tolist()
             tokens, drafts = emitted.tokens, emitted.drafts
-            for entry, standing in entries:
+            for entry, stay in entries:
                 new = tokens[entry, : counts[entry]].tolist()
-                standing.advance(new)
-                standing.is_over |= finish[entry] != FINISH_NONE
-                standing.drafted = None if drafts is None else drafts[entry]
-                if new and not standing.is_over and not standing.is_lost:
-                    self.num_forced += standing.learn(new, self._cache.texts)
+                stay.output += new
+                stay.is_over |= finish[entry] != FINISH_NONE
+                if self._stays.get(stay.number) is not stay or not new or stay.is_over:
+                    continue  # it has entered again, with what it emitted; or nothing more is wanted
+                drafted, parents = ([], []) if drafts is None else drafts[entry].tolist()
+                advanced.append(Advanced(stay.number, new, drafted, parents))
         self._unread.clear()
+        return advanced
 
-    def _fill(self, standing: _Standing, rows: MaskRows, count: int, number: int, num_requests: int) -> bool:
-        """The masks of one request's rows, and its guide; False if it has left its grammar, or its grammar leaves it no
-        token."""
-        try:
-            matcher = standing.begun()
-        except ValueError as error:
-            logger.error("a grammar cannot be compiled: %s", error)
-            standing.is_lost = True
-        standing.verified, standing.is_demanded = ROOT, {}
-        if standing.is_lost or matcher.is_terminated():
-            rows.array[rows.first : rows.end] = -1
-            return not standing.is_lost
-        if self._guides is None:
-            matcher.fill_next_token_bitmask(rows.words, rows.first)
-        else:
-            drafted = standing.drafted if count > 1 else None
-            tree = ROOT if drafted is None else Tree.of(*drafted[:, :count].tolist())
-            kept, guide = standing.grammar, self._guides[number]
-            guide.clear()
-            walk = TreeWalk(
-                matcher,
-                self._cache.texts,
-                kept.endings,
-                kept.grammar.end_token_ids,
-                rows,
-                guide,
-                max(LEAST_GUIDED, GUIDED_NODES // num_requests),
-                kept.grammar.any_whitespace,
-                standing.ended,
-            )
-            walk.run(tree.tokens, tree.children)
-            standing.verified, standing.is_demanded = tree, walk.is_demanded
-        if not rows.array[rows.first].any():
-            standing.is_lost = True
-        return not standing.is_lost
+    def _ask(self, advanced: list[Advanced], fills: tuple[Fill, ...], wait_s: float) -> Filled | None:
+        """The process's answer; None if there is none in time."""
+        began_s, generation = time.perf_counter(), self._generation
+        if not fills or not self._is_up(wait_s):
+            return None
+        if generation != self._generation:  # the new process was told of all tokens
+            advanced = [msgspec.structs.replace(each, tokens=[]) for each in advanced]
+        left_s = wait_s - (time.perf_counter() - began_s)
+        return self._link.ask(Order(0, advanced=tuple(advanced), fills=fills), max(left_s, wait_s / 2))
+
+    def _is_up(self, wait_s: float = 0.0) -> bool:
+        """Whether there is a process, which knows all that it should."""
+        if not self._link.is_up(wait_s):
+            return False
+        if self._generation != self._link.generation:
+            self._generation = self._link.generation
+            self._blame()
+            entered = tuple(self._entered(stay) for stay in self._stays.values() if not stay.is_over)
+            self._link.tell(Order(0, dict(self._prepared), (), entered))
+        return self._link.is_up()
+
+    def _blame(self) -> None:
+        """Requests whose masks were being filled when the process ended."""
+        for number in self.masks.running[self.masks.running >= 0].tolist():
+            self._crashes[number] = self._crashes.get(number, 0) + 1
+            if self._crashes[number] >= MAX_CRASHES and number in self._stays:
+                del self._stays[number]
+                self._news.failed[number] = Failure("the grammar ended the process that fills its masks", True)
+        self.masks.running.fill(-1)
+
+    def _entered(self, stay: _Stay) -> Entered:
+        return Entered(stay.number, stay.grammar, pack_i32(stay.output), self._forgives)

@@ -45,6 +45,4 @@ def _route(path: str, name: str) -> Route:
     async def answer(http: Request) -> Response:
         return Response(content, headers=headers)
 
-    route = Route(path, answer, methods=["GET"])
-    route.methods = {"GET"}  # without the HEAD that Starlette adds, as all others
-    return route
+    return Route(path, answer)

@@ -6,6 +6,7 @@ detection          which parser a model needs, by its chat template
 marks              marks in text that comes in pieces
 marked             a parser of marks in the text: reasoning first, then content and tool calls
 reasoning          thinking between two marks
+reasoning_tokens   how many tokens are reasoning
 tool_calls         tool calls between marks, as each family of models writes them
 json_calls         calls in JSON, read as they come
 harmony            gpt-oss's channels

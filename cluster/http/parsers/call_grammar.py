@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.http.config import OutputParserName
+from cluster.http.parsers.marks import THINKING_MARKS
 from cluster.http.schema.message import NO_PARAMETERS, Tool
 from workers.scheduling.plan import Grammar
 
@@ -53,7 +54,6 @@ SYNTAX: dict[OutputParserName, CallSyntax] = {
     ),
 }
 _DEEPSEEK_V3_1 = CallSyntax("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", **_DEEPSEEK)
-_THINKING = {"mistral": ("[THINK]", "[/THINK]")}
 
 
 def calls_format(
@@ -131,7 +131,7 @@ def after_thinking(parser: OutputParserName, calls: dict[str, Any], prompt: str,
     if parser == "harmony":
         analysis = _thinking("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
         return {"type": "sequence", "elements": [{"type": "optional", "content": analysis}, calls]}
-    opens, closes = _THINKING.get(parser, ("<think>", "</think>"))
+    opens, closes = THINKING_MARKS[parser]
     if prompt.rstrip().endswith(opens):
         thinking = _thinking("", closes)
     elif opens in template and not prompt.rstrip().endswith(closes):

@@ -44,7 +44,7 @@ class MarkedParser:
     """reasoning, calls: None where the answer has none."""
 
     def __init__(self, reasoning: ReasoningReader | None, calls: CallReader | None, parallel: bool) -> None:
-        self._reasoning = reasoning
+        self.reasoning = reasoning
         self._calls = calls
         self._deltas = CallDeltas(parallel)
 
@@ -52,8 +52,8 @@ class MarkedParser:
         """See `cluster.http.parsers.output_parser.OutputParser`."""
         end = piece.finish is not None
         reasoning, content = "", piece.text
-        if self._reasoning is not None:
-            reasoning, content = self._reasoning.take(content, end)
+        if self.reasoning is not None:
+            reasoning, content = self.reasoning.take(content, end)
         if self._calls is None:
             return ReplyDelta(content, reasoning, finish=piece.finish)
         content, parts = self._calls.take(content, end)

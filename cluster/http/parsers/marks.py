@@ -30,17 +30,25 @@ def cut(text: str, marks: tuple[str, ...]) -> Cut:
     return Cut(text[:start], None, text[start:])
 
 
+_THINK = ("<think>", "</think>")
+# What opens and closes thinking, for parsers whose forms put it between two marks.
+THINKING_MARKS: dict[OutputParserName, tuple[str, str]] = {
+    "think": _THINK,
+    "hermes": _THINK,
+    "llama3": _THINK,
+    "mistral": ("[THINK]", "[/THINK]"),
+    "deepseek_v3": _THINK,
+}
 # The marks that a parser looks for. Where they are special tokens, the text that the parser gets has them anyway; None:
 # it gets all special tokens.
 MARKS: dict[OutputParserName, tuple[str, ...] | None] = {
     "text": (),
-    "think": ("<think>", "</think>"),
-    "hermes": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
-    "llama3": ("<think>", "</think>", "<|python_tag|>"),
-    "mistral": ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "think": _THINK,
+    "hermes": (*_THINK, "<tool_call>", "</tool_call>"),
+    "llama3": (*_THINK, "<|python_tag|>"),
+    "mistral": (*THINKING_MARKS["mistral"], "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     "deepseek_v3": (
-        "<think>",
-        "</think>",
+        *_THINK,
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>",
         "<｜tool▁sep｜>",

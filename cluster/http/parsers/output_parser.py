@@ -14,7 +14,6 @@ from msgspec import UNSET
 from cluster.http.answer import Piece
 from cluster.http.schema.chat_reply import FunctionCall, ToolCall, ToolCallDelta
 from cluster.http.schema.response import FinishReason
-from cluster.http.text.tokenizer import ChatTokenizer
 
 
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
@@ -58,17 +57,6 @@ class HeldReasoning:
         over = delta.content or delta.tool_calls or delta.finish is not None
         reasoning, self._held = (self._held, "") if over else ("", self._held)
         return ReplyDelta(delta.content, reasoning, delta.tool_calls, delta.finish)
-
-
-def num_reasoning_tokens(delta: ReplyDelta, piece: Piece, tokenizer: ChatTokenizer) -> int:
-    """How many of a piece's tokens the reasoning is made of, which is its beginning but for marks."""
-    left, count = len(delta.reasoning.encode()), 0
-    for token in piece.tokens:
-        if left <= 0:
-            break
-        left -= len(tokenizer.token_bytes(token))
-        count += 1
-    return count
 
 
 def joined_deltas(deltas: Sequence[ReplyDelta]) -> tuple[ReplyDelta, list[ToolCall]]:

@@ -27,7 +27,13 @@ class ReasoningReader:
 
     @property
     def is_inside(self) -> bool:
+        """Whether the answer is thinking."""
         return self._inside
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it thinks, or may still begin to."""
+        return not self._ended
 
     def take(self, text: str, end: bool) -> tuple[str, str]:
         """(reasoning, content) that more text adds. White space around the marks is not shown. end: none follows."""

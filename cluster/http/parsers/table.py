@@ -5,6 +5,7 @@ from collections.abc import Callable
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.harmony import HarmonyParser
 from cluster.http.parsers.marked import MarkedParser
+from cluster.http.parsers.marks import THINKING_MARKS
 from cluster.http.parsers.output_parser import OutputParser, TextParser
 from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.response_template import ResponseTemplateParser
@@ -15,9 +16,10 @@ from cluster.http.text.tokenizer import ChatTokenizer
 _Maker = Callable[[EdgeRequest, str, ChatTokenizer], OutputParser]  # of the request, its prompt's text
 
 
-def _marked(calls: Callable[[], CallReader] | None, opens: str = "<think>", closes: str = "</think>") -> _Maker:
+def _marked(calls: Callable[[], CallReader] | None) -> _Maker:
     def make(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
-        reasoning = ReasoningReader(opens, closes, prompt) if request.separate_reasoning else None
+        marks = THINKING_MARKS[request.output_parser]
+        reasoning = ReasoningReader(*marks, prompt) if request.separate_reasoning else None
         reader = calls() if calls is not None and request.reads_calls else None
         return MarkedParser(reasoning, reader, request.parallel_calls)
 
@@ -40,7 +42,7 @@ PARSERS: dict[OutputParserName, _Maker] = {
     "think": _marked(None),
     "hermes": _marked(hermes_calls),
     "llama3": _marked(Llama3Calls),
-    "mistral": _marked(mistral_calls, "[THINK]", "[/THINK]"),
+    "mistral": _marked(mistral_calls),
     "deepseek_v3": _marked(deepseek_calls),
     "harmony": _harmony,
     "response_template": _response_template,

@@ -14,6 +14,7 @@ import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import ApiError, invalid, model_not_found, too_long, unsupported
+from cluster.http.parsers.marks import THINKING_MARKS
 from cluster.http.requests.prompts import (
     chat_text,
     check_token_ids,
@@ -29,6 +30,7 @@ from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, Com
 from cluster.http.text.long_text import Kept
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.text.user_text import ChatText
+from cluster.http.thinking_budget import ThinkingBudget
 from workers.scheduling.plan import SamplingParams
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -53,6 +55,7 @@ class EdgeRequest:
     logprobs: as in SamplingParams.
     prompt_logprobs: the same, of prompts. echo_logprobs: whether echoes have them. echo_only: and nothing after them.
     tools: as the chat template gets them.
+    thinking_budget: None for no limit.
     include_reasoning: whether the reply shows what the model thinks. separate_reasoning: apart from the content.
         stream_reasoning: while it thinks.
     reads_calls: whether the answer's parser looks for tool calls. parallel_calls: and shows more than the first.
@@ -82,6 +85,7 @@ class EdgeRequest:
     reads_calls: bool = False
     parallel_calls: bool = True
     include_reasoning: bool = True
+    thinking_budget: ThinkingBudget | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
 
@@ -129,6 +133,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         reads_calls=bool(calls.tools),
         parallel_calls=calls.parallel,
         include_reasoning=body.include_reasoning is not False,
+        thinking_budget=await _thinking_budget(body, request.output_parser, tokenizer),
         separate_reasoning=_separates(body, request.output_parser),
         stream_reasoning=body.stream_reasoning is not False,
     )
@@ -185,6 +190,22 @@ def _chat_echo(body: ChatCompletionRequest) -> list[str]:
     """What stands before the answer: the last message, if it is the assistant's and is asked for."""
     last = body.messages[-1]
     return [content_text(last.content or "")] if body.echo and last.role == "assistant" else []
+
+
+async def _thinking_budget(
+    body: ChatCompletionRequest, parser: OutputParserName, tokenizer: ChatTokenizer
+) -> ThinkingBudget | None:
+    """The request's, where this model's thinking stands between two marks."""
+    limit = body.thinking_token_budget
+    if limit is None or limit < 0:
+        return None
+    if parser not in THINKING_MARKS or body.separate_reasoning is False:
+        known = ", ".join(THINKING_MARKS)
+        raise unsupported("thinking_token_budget", f"answers have no thinking between marks; output parsers: {known}")
+    if body.allowed_token_ids:
+        raise unsupported("thinking_token_budget", "beside allowed_token_ids thinking cannot be ended")
+    closing = await tokenizer.encode(THINKING_MARKS[parser][1], add_special_tokens=False)
+    return ThinkingBudget(limit, tuple(closing))
 
 
 def _separates(body: ChatCompletionRequest, parser: OutputParserName) -> bool:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.http.config import EdgeConfig
-from cluster.http.endpoint import Endpoint, get, json_response
+from cluster.http.endpoint import Endpoint, command, get, json_response
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import unavailable
 from cluster.http.metrics import prometheus_text
@@ -49,6 +49,11 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     errors = (HealthReply, ErrorReply)
     return [
         get("/health", health, HealthReply, errors),
+        get(
+            "/health_generate", health, HealthReply, errors
+        ),  # SGLang's; that one generates, and so does the probe here
+        get("/ping", health, HealthReply, errors),  # of hosting services
+        command("/ping", health, HealthReply),
         get("/health/live", live, LiveReply),
         get("/health/ready", ready, HealthReply, errors),
         get("/ready", ready, HealthReply, errors),

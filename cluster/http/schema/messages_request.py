@@ -94,7 +94,8 @@ class MessagesToolChoice(Schema):
 
 
 class Thinking(Schema):
-    """budget_tokens: accepted; the model itself ends its thinking. display: accepted; thinking is shown."""
+    """budget_tokens: of thinking, where it stands between marks; elsewhere the model ends it. display: accepted;
+    thinking is shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None

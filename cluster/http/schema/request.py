@@ -177,6 +177,7 @@ class ChatCompletionRequest(_SamplingRequest):
 
     echo: put the last message's text before the answer, if it is the assistant's.
     input_ids: the prompt as tokens, instead of what the chat template makes of the messages (SGLang's).
+    thinking_token_budget: tokens of thinking, then it is ended; -1: no limit.
     separate_reasoning: false leaves reasoning in the content. stream_reasoning: false sends it whole (SGLang's).
     """
 
@@ -195,6 +196,7 @@ class ChatCompletionRequest(_SamplingRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.http.schema.request import REFUSED
-from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process
+from tests.support.edge_client import CHAT, HELLO, JSON, MODEL, PROMPT, TEXT, in_process
 from tests.support.fake_engine import FakeEngine, says
 
 NAN = float("nan")
@@ -206,7 +206,7 @@ async def test_more_elements_than_an_honest_request_has_are_refused(extra: dict[
 async def test_bodies_that_are_no_json_object_are_400(raw: bytes) -> None:
     async with in_process(FakeEngine(says("x"))) as client:
         for route in (CHAT, TEXT, "/tokenize", "/detokenize"):
-            reply = await client.post(route, content=raw)
+            reply = await client.post(route, content=raw, headers=JSON)
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json"), raw[:20]
 
 

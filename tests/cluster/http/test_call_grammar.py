@@ -83,7 +83,7 @@ async def test_required_calls_are_in_the_models_form(parser: OutputParserName) -
     single = await _grammar(parser, tool_choice="required", parallel_tool_calls=False)
     assert single is not None
     assert _allows(single, first + close) and not _allows(single, first + second + close)
-    delta = PARSERS[parser](Request(), "", None).push(Piece(first + second + close, (), finish="stop"))  # type: ignore[arg-type]
+    delta = PARSERS[parser](Request(parser), "", None).push(Piece(first + second + close, (), finish="stop"))  # type: ignore[arg-type]
     assert [call.function.name for call in delta.tool_calls if call.id] == ["weather", "time"]
     assert delta.content == ""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ class _Ready:
         request_id: str,
         running_stats: bool = False,
         token_origins: bool = False,
+        output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         for delta in self._deltas:
             yield delta

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.http.text.tokenizer import MAX_LONG_ENCODES, ChatTokenizer
 from cluster.http.text.user_text import ChatText
-from tests.support.edge_client import CHAT, HELLO, PROMPT, RESPONSES, TEXT, in_process
+from tests.support.edge_client import CHAT, HELLO, JSON, PROMPT, RESPONSES, TEXT, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 
 
@@ -19,7 +19,7 @@ async def test_a_body_that_drips_is_refused_in_time() -> None:
         await asyncio.sleep(600)
 
     async with in_process(FakeEngine(says("x")), body_timeout_s=0.05) as client:
-        request = client.build_request("POST", TEXT, content=b"{}")
+        request = client.build_request("POST", TEXT, content=b"{}", headers=JSON)
         app = client._transport.app  # type: ignore[attr-defined]
         sent: list[Any] = []
         parts = dripping()

@@ -1,20 +1,23 @@
-"""The process that tries grammars: begun before the first one, one at a time, and again after a failure."""
+"""Grammars are tried before their requests run: each in a process of its own, quick ones past slow ones."""
 
 import asyncio
-import subprocess
+import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from cluster.http.errors import ApiError
-from cluster.http.requests import grammar_checker
 from cluster.http.requests.grammar_checker import ProcessChecker
 from tests.support.embedded import embedded_spec
 from workers.scheduling.plan import Grammar
+from workers.structured_output import template_process
 
 DIGITS = Grammar("regex", "[0-9]+", (0,))
 BROKEN = Grammar("regex", "(", (0,))
+HOSTILE = [
+    Grammar("regex", "(([a-z ]{0,50}){0,50}){0,50}", (0,)),
+    Grammar("ebnf", 'root ::= s s s\ns ::= [a-z ] | s s | s s s | ""', (0,)),
+]
 
 
 @pytest.fixture
@@ -24,41 +27,59 @@ def checker() -> Iterator[ProcessChecker]:
     made.close()
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes, as they are started."""
-    found: list[subprocess.Popen[bytes]] = []
-
-    class Noted(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            found.append(self)
-
-    monkeypatch.setattr(grammar_checker.subprocess, "Popen", Noted)
-    return found
-
-
-async def test_the_first_grammar_meets_the_process_that_was_begun(
-    checker: ProcessChecker, started: list[subprocess.Popen[bytes]]
-) -> None:
-    begun = asyncio.create_task(checker.begin())
-    await asyncio.sleep(0)
-    await checker.check(DIGITS)  # waits for the start that is under way, and begins no second one
-    await begun
+async def test_a_grammar_is_tried(checker: ProcessChecker) -> None:
+    await asyncio.gather(checker.begin(), checker.check(DIGITS))
     with pytest.raises(ApiError, match="cannot be used"):
         await checker.check(BROKEN)
-    assert len(started) == 1 and started[0].poll() is None
-    checker.close()
-    assert started[0].poll() is not None
 
 
-async def test_a_process_that_cannot_be_begun_is_tried_again_by_the_first_grammar(
+async def test_what_cannot_be_begun_is_tried_again_by_the_first_grammar(
     checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(grammar_checker.subprocess, "Popen", fail)
+        patched.setattr(template_process.Template, "fork", fail)
         await checker.begin()
+        with pytest.raises(ApiError, match="cannot be tried: no memory"):
+            await checker.check(DIGITS)
     await checker.check(DIGITS)
+
+
+@pytest.mark.parametrize("texts", [["да", "нет"], ["北京", "北海"], ["😀", "😁"], ["é"]])
+async def test_texts_of_any_language_are_accepted(checker: ProcessChecker, texts: list[str]) -> None:
+    await checker.check(Grammar("regex", f"({'|'.join(texts)})", (0,)))
+
+
+async def test_quick_grammars_pass_slow_ones_and_slow_ones_are_refused_with_the_time(checker: ProcessChecker) -> None:
+    await checker.check(DIGITS)
+    slow = [asyncio.create_task(checker.check(each)) for each in HOSTILE]
+    await asyncio.sleep(0.1)
+    began_s = time.monotonic()
+    await asyncio.gather(*(checker.check(Grammar("regex", f"[a-z]{{{n}}}", (0,))) for n in range(3, 8)))
+    quick_s = time.monotonic() - began_s
+    refusals = await asyncio.gather(*slow, return_exceptions=True)
+    slow_s = time.monotonic() - began_s
+    assert quick_s < slow_s
+    for refusal in refusals:
+        assert isinstance(refusal, ApiError) and refusal.status == 400
+        assert " s" in str(refusal) and "token" in str(refusal)
+
+
+async def test_one_trial_serves_all_that_ask_for_the_same(
+    checker: ProcessChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(DIGITS)
+    forks = []
+    fork = template_process.Template.fork
+
+    def counted(self: template_process.Template, *arguments: object) -> template_process.ForkedProcess:
+        forks.append(arguments)
+        return fork(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(template_process.Template, "fork", counted)
+    same = Grammar("regex", "[a-f]{3}", (0,))
+    await asyncio.gather(*(checker.check(same) for _ in range(5)))
+    await checker.check(same)
+    assert len(forks) == 1

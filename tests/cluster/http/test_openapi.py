@@ -70,7 +70,7 @@ async def test_messages_fit_the_document() -> None:
 
 async def test_every_route_is_in_the_document() -> None:
     app = build_app(edge_config(), chat_tokenizer(), FakeEngine(ANSWER))
-    routes = {(route.path.replace(":path", ""), *route.methods) for route in app.routes}  # type: ignore[attr-defined]
+    routes = {(route.path.replace(":path", ""), *(route.methods - {"HEAD"})) for route in app.routes}  # type: ignore[attr-defined]
     documented = {
         (path, method.upper()) for path, methods in (await _document())["paths"].items() for method in methods
     }

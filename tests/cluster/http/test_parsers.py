@@ -40,6 +40,7 @@ FLAT = [part for call in CALLS for part in call]
 class Request:
     """The fields of an `EdgeRequest` that parsers read."""
 
+    output_parser: OutputParserName
     separate_reasoning: bool = True
     reads_calls: bool = True
     parallel_calls: bool = True
@@ -77,7 +78,7 @@ FORMS: list[tuple[OutputParserName, str, str, str]] = [  # parser, answer, conte
 def _parse(
     name: OutputParserName, pieces: list[str], finish: Any = "stop", prompt: str = "", **request: Any
 ) -> tuple[Any, Any, list[Any]]:
-    parser = PARSERS[name](Request(**request), prompt, chat_tokenizer())  # type: ignore[arg-type]
+    parser = PARSERS[name](Request(name, **request), prompt, chat_tokenizer())  # type: ignore[arg-type]
     deltas = [parser.push(Piece(text, (0,))) for text in pieces[:-1]]
     deltas.append(parser.push(Piece(pieces[-1], (0,), finish=finish)))
     whole, calls = joined_deltas(deltas)

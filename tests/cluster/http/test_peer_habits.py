@@ -12,6 +12,7 @@ from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
 EOS_ID = small_tokenizer().token_to_id(EOS)
 THINKS = HELLO | {"chat_template_kwargs": {"enable_thinking": True}}
 THOUGHT = says("so", " be", " it</think>", "yes")
+OPENED = says("<thi", "nk>\nso b", "e it\n</thi", "nk>\n\nyes")
 USER = {"role": "user", "content": "hi"}
 
 
@@ -47,11 +48,12 @@ async def test_openais_client_finds_the_keys_that_vllm_has() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("shown", [True, False])
-async def test_reasoning_tokens_are_counted_shown_or_not(stream: bool, shown: bool) -> None:
-    body = THINKS | {"stream": stream, "include_reasoning": shown}
+@pytest.mark.parametrize(("script", "asked"), [(THOUGHT, THINKS), (OPENED, HELLO)])
+async def test_reasoning_tokens_are_counted_shown_or_not(stream: bool, shown: bool, script: Any, asked: Any) -> None:
+    body = asked | {"stream": stream, "include_reasoning": shown}
     if stream:
         body |= {"stream_options": {"include_usage": True}}
-    reply = await post(FakeEngine(THOUGHT), CHAT, body)
+    reply = await post(FakeEngine(script), CHAT, body)
     usage = (reply[-1] if stream else reply)["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len(small_tokenizer().encode("so be it").ids)
 

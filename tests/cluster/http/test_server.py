@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from cluster.transport.messages import SpeculationStats, TokenDelta
-from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, served, until
+from tests.support.edge_client import CHAT, HELLO, JSON, MODEL, PROMPT, TEXT, events, served, until
 from tests.support.fake_engine import FakeEngine, refuses, says
 
 MESSAGES: Any = HELLO["messages"]
@@ -258,7 +258,7 @@ async def test_nonsense_is_never_a_server_error() -> None:
             if i >= 600:
                 raw[rng.randrange(len(raw))] = rng.randrange(256)
                 raw = raw[: rng.randrange(len(raw)) + 1] if rng.random() < 0.5 else raw
-            reply = await client.post(route, content=bytes(raw))
+            reply = await client.post(route, content=bytes(raw), headers=JSON)
             statuses.append(reply.status_code)
             assert reply.status_code in (200, 400, 404), (reply.status_code, reply.text, bytes(raw)[:300])
             if reply.status_code != 200:
@@ -276,6 +276,6 @@ async def test_body_over_the_limit_is_413_however_it_is_sent() -> None:
 
     async with served(FakeEngine(says("a")), max_body_bytes=5000) as url, httpx.AsyncClient(base_url=url) as client:
         for content in (b" " * 5001, unannounced()):
-            reply = await client.post(CHAT, content=content)
+            reply = await client.post(CHAT, content=content, headers=JSON)
             assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
         assert (await client.post(CHAT, json=HELLO)).status_code == 200

@@ -34,7 +34,7 @@ class Begun:
 def begun(tmp_path: Path) -> Iterator[Begun]:
     """The embedded pair's two ranks, begun as `aerie serve` begins them."""
     path, process = find_config("eagle"), CheckProcess()
-    process.begin(Task(str(path), True, str(tmp_path)))
+    process.begin(Task(str(path), True, str(tmp_path)), print)
     config = parse(read_args(path), PACKAGED)
     found = process.checked()
     assert found == {"max_model_len": 2048}

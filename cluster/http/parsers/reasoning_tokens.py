@@ -1,0 +1,42 @@
+"""How many of an answer's tokens are reasoning, as clients read it in the usage."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from cluster.http.parsers.output_parser import ReplyDelta
+
+
+class ReasoningTokens:
+    """Counts tokens whose text came as reasoning, the marks around it not included, however the answer was cut.
+
+    A parser holds text back and strips white space; so the reasoning is looked for in the text of the tokens.
+    """
+
+    def __init__(self) -> None:
+        self._text = b""  # of the tokens before the reasoning begins
+        self._ends: list[int] = []  # of each token's bytes in the answer's
+        self._start = -1  # of the reasoning's bytes
+        self._num_bytes = 0
+        self._is_over = False
+
+    def push(self, delta: ReplyDelta, token_bytes: Iterable[bytes]) -> None:
+        """token_bytes: of the tokens of the piece that became `delta`."""
+        if self._is_over:
+            return
+        for each in token_bytes:
+            self._ends.append((self._ends[-1] if self._ends else 0) + len(each))
+            if self._start < 0:
+                self._text += each
+        reasoning = delta.reasoning.encode()
+        if reasoning and self._start < 0:
+            self._start, self._text = max(0, self._text.find(reasoning)), b""
+        self._num_bytes += len(reasoning)
+        self._is_over = bool(delta.content or delta.tool_calls)
+
+    @property
+    def num(self) -> int:
+        """So far."""
+        if not self._num_bytes:
+            return 0
+        end = self._start + self._num_bytes
+        return min(len(self._ends), bisect_left(self._ends, end) + 1) - bisect_right(self._ends, self._start)

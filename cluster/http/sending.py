@@ -1,0 +1,44 @@
+"""Replies for requests that want less than HTTP/1.1 offers: HEAD wants no body, and HTTP/1.0 knows no chunks, which
+uvicorn (0.54) sends all the same. Used by `cluster.http.middleware`."""
+
+from starlette.types import Message, Scope, Send
+
+
+def suited(scope: Scope, send: Send) -> Send:
+    """`send` for the request of `scope`."""
+    if scope["method"] == "HEAD":
+        return _without_body(send)
+    return _in_one_piece(send) if scope.get("http_version") == "1.0" else send
+
+
+def _without_body(send: Send) -> Send:
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return send_head
+
+
+def _in_one_piece(send: Send) -> Send:
+    """Keeps a reply of unknown length until it is whole, so that its length can be told; a stream, too."""
+    start: Message | None = None
+    body = bytearray()
+
+    async def send_whole(message: Message) -> None:
+        nonlocal start
+        if message["type"] == "http.response.start":
+            if any(name.lower() == b"content-length" for name, _ in message["headers"]):
+                await send(message)
+            else:
+                start = message
+        elif start is None:
+            await send(message)
+        else:
+            body.extend(message.get("body", b""))
+            if not message.get("more_body", False):
+                headers = [*start["headers"], (b"content-length", str(len(body)).encode())]
+                await send({**start, "headers": headers})
+                await send({**message, "body": bytes(body)})
+
+    return send_whole

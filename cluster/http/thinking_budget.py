@@ -1,0 +1,99 @@
+"""Ends an answer's thinking after a number of tokens: vLLM's `thinking_token_budget`.
+
+The engine knows no thinking. Once the budget is spent its generation is left, the mark that ends thinking is put after
+the tokens so far, and the engine is asked to go on from there, which its prefix cache makes cheap.
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from cluster.transport.messages import TokenDelta
+from workers.scheduling.plan import TokenLogprobs
+
+
+class Thinking(Protocol):
+    """What an answer's parser knows of its thinking, after the deltas that it has read."""
+
+    @property
+    def is_inside(self) -> bool:
+        """The answer thinks."""
+
+    @property
+    def is_possible(self) -> bool:
+        """It thinks, or may still begin to."""
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """limit: tokens of thinking, marks not included. closing: tokens of the mark that ends it."""
+
+    limit: int
+    closing: tuple[int, ...]
+
+
+async def within_budget(
+    generate: Callable[[Sequence[int]], AsyncGenerator[TokenDelta, None]],
+    budget: ThinkingBudget,
+    thinking: Thinking,
+    logprobs: bool,
+) -> AsyncGenerator[TokenDelta, None]:
+    """The deltas of one answer, token by token while it may think.
+
+    generate: asks the engine for what follows the tokens that it is given.
+    thinking: is brought up to date by the caller with each delta, before it takes the next one.
+    logprobs: whether deltas have them; those of the mark, which nothing chose, are 0.
+    """
+    output: list[int] = []
+    num_thought = 0
+
+    def is_spent() -> bool:
+        return thinking.is_inside and num_thought >= budget.limit
+
+    while True:
+        if is_spent():
+            yield _forced(budget.closing, logprobs)
+            output += budget.closing
+        async with contextlib.aclosing(generate(output)) as deltas:
+            async for delta in deltas:
+                for part in _parts(delta, thinking):
+                    num_thought += thinking.is_inside and bool(part.tokens)
+                    output += part.tokens
+                    yield part
+                    if part.finish is not None:
+                        return
+                    if is_spent():
+                        break
+                if is_spent():
+                    break
+            else:
+                return
+
+
+def _parts(delta: TokenDelta, thinking: Thinking) -> Iterator[TokenDelta]:
+    """`delta` token by token, as long as the answer may think. The last part has what a last delta has."""
+    while len(delta.tokens) > 1 and thinking.is_possible:
+        yield TokenDelta(
+            delta.request_id,
+            delta.tokens[:1],
+            logprobs=None if delta.logprobs is None else delta.logprobs[:1],
+            prompt_logprobs=delta.prompt_logprobs,
+            attempt=delta.attempt,
+            drafted=delta.drafted[:1],
+        )
+        delta = msgspec.structs.replace(
+            delta,
+            tokens=delta.tokens[1:],
+            logprobs=None if delta.logprobs is None else delta.logprobs[1:],
+            prompt_logprobs=(),
+            drafted=delta.drafted[1:],
+        )
+    yield delta
+
+
+def _forced(tokens: tuple[int, ...], logprobs: bool) -> TokenDelta:
+    each = tuple(TokenLogprobs(0.0) for _ in tokens) if logprobs else None
+    return TokenDelta("", tokens, logprobs=each, drafted=(False,) * len(tokens))

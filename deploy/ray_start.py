@@ -1,0 +1,65 @@
+"""Ray for `aerie serve`: joins a cluster, or starts a small one of this machine. Called by `deploy.launch`."""
+
+import os
+import site
+from pathlib import Path
+from typing import Any
+
+from deploy import server_record
+from deploy.ray_files import keep_to_owner
+
+# Of a small application: the controller, its two proxies, the task that builds the application, two ingresses, an
+# engine's replica and its coordinator. They are begun one after the other, and each imports for seconds.
+SERVING_PROCESSES = 8
+SERVING_MODULES = (
+    "ray.serve._private.controller",
+    "ray.serve._private.proxy",
+    "ray.serve._private.replica",
+    "deploy.app",
+)
+CORES_TO_PREPARE = 8  # from which on processes are begun before they are wanted
+
+
+def join_ray(address: str | None) -> None:
+    """Join a cluster. address: None for RAY_ADDRESS."""
+    import ray
+
+    ray.init(address, namespace="serve")
+
+
+def start_own_ray(object_store_mb: int, num_ranks: int) -> Any:
+    """`start_ray`, whose files are this user's alone, and removed when the server has ended."""
+    keep_to_owner(os.environ)
+    node = start_ray(object_store_mb, num_ranks)
+    session = node.get_session_dir_path()
+    os.chmod(session, 0o700)  # Ray lets everybody in
+    server_record.note(session=session)
+    return node
+
+
+def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
+    """A Ray of this machine, as small as it gets: no dashboard, a small object store. Where there are cores for it, the
+    processes that Serve and an engine of `num_ranks` will want begin at once and import side by side. Returns Ray's
+    account of the processes that it started."""
+    if (os.cpu_count() or 1) >= CORES_TO_PREPARE:
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "1")
+        # Ray 2.60 starts as many as there are cores, and never more at once than this.
+        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(SERVING_PROCESSES + num_ranks))
+        os.environ.setdefault("RAY_preload_python_modules", ",".join(SERVING_MODULES))
+        _let_find_us()
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few on a machine that has other work
+    import ray
+
+    # "local": by default it would join a cluster that `ray start` has made this host a node of.
+    ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
+    return ray._private.worker._global_node
+
+
+def _let_find_us() -> None:
+    """Processes that import before they know whose they are find our modules by PYTHONPATH alone."""
+    root, paths = str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")
+    if root not in site.getsitepackages() and root not in paths.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, paths)))

@@ -1,0 +1,153 @@
+"""Milliseconds of a step: the table that a start measured, corrected by every step that ran.
+
+The one owner of step times: `workers.scheduling.step_results` reports finished steps to `observe`; the choice of
+shapes, the latency budget and the timing of plans ask `predict`. Pure: the sum of the reported milliseconds is its
+clock.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from workers.scheduling.cost_table import CostTable
+
+# standard deviations of the logarithm of a step's time over its table's, before any step has run
+PACE_ERROR = 0.7  # common to all steps: the machine is busier or cooler than at the start
+SHAPE_ERROR = 0.4  # of one shape's rounds, against the pace; a loaded start measured 24 to 75 ms for the same rounds
+BATCH_ERROR = 0.2  # of one shape at one batch size, against the shape; tables interpolate between a few batch sizes
+CHUNK_ERROR = 0.3  # of steps with a number of prompt tokens, against the pace
+# variances that they gain per second of steps, so that what no longer runs becomes uncertain again
+PACE_DRIFT = 0.0003  # a sudden change of load is noticed by `SURPRISE`
+SHAPE_DRIFT = 0.0001
+FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # standard deviations of one step's relative time
+NOISE_WEIGHT = 1 / 32
+OUTLIER = 3.0  # standard deviations that one step counts at most
+SURPRISE = 1.2  # running mean of differences, in standard deviations, above which the pace has changed: 3 of its own
+SURPRISE_WEIGHT = 0.25
+CHANGED_PACE_ERROR = 0.3  # of the pace then, so that a change of load is followed within some ten steps
+MAX_DRIFT_S = 1.0  # that one step counts at most
+
+
+class Step(NamedTuple):
+    """What a step runs.
+
+    shape: index of the shape that its rounds verify and draft.
+    num_requests: that run a round.
+    kv_tokens: that these requests have committed together.
+    chunk_tokens: prompt tokens beside the rounds.
+    context_tokens: before the chunks, in their requests; a mean over `chunk_tokens`.
+    """
+
+    shape: int = 0
+    num_requests: int = 0
+    kv_tokens: int = 0
+    chunk_tokens: int = 0
+    context_tokens: float = 0.0
+
+
+class Prediction(NamedTuple):
+    """ms: milliseconds that a step takes in the mean. error: standard deviation of that mean's logarithm."""
+
+    ms: float
+    error: float
+
+
+class StepTime:
+    """A Kalman filter over the logarithm of a step's time over its table's time.
+
+    The logarithm is a sum: the pace, which all steps share; a shape's own part; and its own at a batch size, up to the
+    next power of two. Steps with prompt tokens have a part by their number of prompt tokens instead. The filter's
+    covariance says which part a difference is due to: while one shape runs, its time tells of the pace; the first round
+    of another one then tells of that shape. A single outlier counts as `OUTLIER` standard deviations at most.
+
+    costs: the table, as measured.
+    """
+
+    def __init__(self, costs: CostTable, max_requests: int) -> None:
+        self.costs = costs
+        self._num_batches = max(1, max_requests).bit_length() + 1
+        num_shapes, num_chunks = len(costs.rounds), costs.chunk_tokens[-1].bit_length() + 2
+        self._first_batch = 1 + num_shapes
+        self._first_chunk = self._first_batch + num_shapes * self._num_batches
+        self._last_chunk = num_chunks - 1
+        errors = np.full(self._first_chunk + 2 * num_chunks, CHUNK_ERROR)
+        errors[0], errors[1 : self._first_batch] = PACE_ERROR, SHAPE_ERROR
+        errors[self._first_batch : self._first_chunk] = BATCH_ERROR
+        self._prior = errors**2
+        self._drift = np.full(len(errors), SHAPE_DRIFT)
+        self._drift[0] = PACE_DRIFT
+        self._mean = np.zeros(len(errors))
+        self._covariance = np.diag(self._prior)
+        self._variances = self._covariance.reshape(-1)[:: len(errors) + 1]  # a view of the diagonal
+        self._noise = FIRST_NOISE**2
+        self._surprise = 0.0
+        self._has_run = np.zeros(len(errors), np.bool_)
+
+    def predict(self, step: Step) -> Prediction:
+        """What a step takes."""
+        parts = self._parts(step)
+        mean_ms = self._table_ms(step) * self.correction(step)
+        return Prediction(mean_ms, math.sqrt(max(self._between(parts, parts), 0.0)))
+
+    def error_between(self, step: Step, other: Step) -> float:
+        """Standard deviation of the logarithm of the ratio of two steps' times: what both share is in neither."""
+        ours, theirs = self._parts(step), self._parts(other)
+        if ours == theirs:
+            return 0.0
+        variance = self._between(ours, ours) + self._between(theirs, theirs) - 2.0 * self._between(ours, theirs)
+        return math.sqrt(max(variance, 0.0))
+
+    def correction(self, step: Step) -> float:
+        """What the table's milliseconds of such a step are multiplied by."""
+        return self._factor(self._parts(step)) * math.exp(self._noise / 2.0)
+
+    def has_run(self, step: Step) -> bool:
+        """Whether a step of this kind has been observed: of this shape at this batch size, or with this many prompt
+        tokens."""
+        return bool(self._has_run[self._parts(step)[-1]])
+
+    def observe(self, step: Step, ms: float) -> None:
+        """A step has taken so long, from the end of the step before it or its own start on, whichever is later."""
+        parts = self._parts(step)
+        expected_ms = self._table_ms(step) * self._factor(parts)  # its median
+        if expected_ms <= 0.0 or ms <= 0.0:
+            return
+        self._has_run[parts[-1]] = True
+        self._grow(min(ms / 1e3, MAX_DRIFT_S))
+        shared = functools.reduce(np.add, [self._covariance[part] for part in parts])
+        variance = sum(shared.item(part) for part in parts)
+        total = variance + self._noise
+        most = OUTLIER * math.sqrt(total)
+        difference = min(max(math.log(ms / expected_ms), -most), most)
+        self._surprise += SURPRISE_WEIGHT * (difference / math.sqrt(total) - self._surprise)
+        if abs(self._surprise) > SURPRISE:
+            self._surprise = 0.0
+            self._variances[0] += CHANGED_PACE_ERROR**2
+        self._mean += shared * (difference / total)
+        self._covariance -= np.outer(shared, shared / total)
+        told = (self._noise / total) ** 2  # a difference that the parts explain tells nothing of the noise
+        self._noise = max(self._noise + NOISE_WEIGHT * told * (difference**2 - total), LEAST_NOISE**2)
+
+    def _grow(self, seconds: float) -> None:
+        """All parts become less certain, at most as uncertain as they were at first."""
+        self._variances += np.minimum(self._drift * seconds, np.maximum(self._prior - self._variances, 0.0))
+
+    def _between(self, parts: list[int], others: list[int]) -> float:
+        item = self._covariance.item
+        return float(sum(item(part, other) for part in parts for other in others))
+
+    def _table_ms(self, step: Step) -> float:
+        return self.costs.step_ms(*step)
+
+    def _factor(self, parts: list[int]) -> float:
+        return math.exp(min(max(sum(map(self._mean.item, parts)), -7.0), 7.0))
+
+    def _parts(self, step: Step) -> list[int]:
+        """Indices of the parts whose sum is a step's logarithm."""
+        if step.chunk_tokens:
+            at = min(step.chunk_tokens.bit_length(), self._last_chunk)
+            return [0, self._first_chunk + 2 * at + (step.num_requests > 0)]
+        batch = min(max(step.num_requests - 1, 0).bit_length(), self._num_batches - 1)
+        return [0, 1 + step.shape, self._first_batch + step.shape * self._num_batches + batch]

@@ -1,0 +1,195 @@
+"""A rank's connection to the process that fills its masks (`workers.structured_output.mask_host`): made when it is
+first needed, and again whenever it has ended. Used by `workers.structured_output.slot_grammars`."""
+
+import logging
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from workers.structured_output.framing import receive, send
+from workers.structured_output.mask_messages import Begin, Filled, Hurry, Notice, Order
+from workers.structured_output.mask_table import MaskTable
+from workers.structured_output.template_process import ForkedProcess, TemplateError, Work, template
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # after a process could not be made
+_SILENT_S = 5.0  # after a hurry: then the process is stuck as a whole, and killed
+_SEND_TIMEOUT_S = 0.5
+_BUFFER_BYTES = 1 << 20
+
+
+class HostLink:
+    """Orders to the process and answers from it, without ever waiting for longer than it is told to.
+
+    generation: processes that there have been; a new one knows nothing of what the former ones were told.
+    fault: why there is no process, if making one has failed for good.
+    """
+
+    def __init__(self, folder: str, vocab_size: int, table: MaskTable) -> None:
+        self.generation = 0
+        self.fault = ""
+        self._work = Work("masks", folder, vocab_size)
+        self._table = table
+        self._lock = threading.Lock()
+        self._is_up = threading.Event()
+        self._is_starting = False
+        self._retry_s = 0.0
+        self._orders: socket.socket | None = None
+        self._control: socket.socket | None = None
+        self._processes: list[_Process] = []  # one at most
+        weakref.finalize(self, _end, self._processes)
+        self._sequence = 0
+        self._answer_due_s: float | None = None  # of an order whose answer was not waited for
+
+    def begin(self, end_token_ids: tuple[int, ...] = ()) -> None:
+        """Start the process, if there is none, without waiting for it."""
+        with self._lock:
+            if self._is_starting or self._is_up.is_set() or self.fault or time.monotonic() < self._retry_s:
+                return
+            self._is_starting = True
+        threading.Thread(target=self._start, args=(end_token_ids,), name="mask host", daemon=True).start()
+
+    def is_up(self, wait_s: float = 0.0) -> bool:
+        """Whether there is a process, if need be after a wait."""
+        self.begin()
+        return self._is_up.wait(wait_s)
+
+    def tell(self, order: Order) -> None:
+        """Send an order without fills, to a process that is up. What cannot be sent is lost with the process."""
+        assert self._orders is not None
+        try:
+            send(self._orders, order)
+        except OSError as error:
+            self.lost(f"it does not read: {error}")
+
+    def ask(self, order: Order, wait_s: float) -> Filled | None:
+        """Send an order with fills and wait for its answer. After half of `wait_s` the step goes on without the request
+        that takes so long, after `wait_s` without all whose masks are not there; None if there is no answer then."""
+        if self._answer_due_s is not None and not self._take_overdue():
+            return None
+        self._sequence += 1
+        order = msgspec.structs.replace(order, sequence=self._sequence)
+        self.tell(order)
+        for waits_s, closes in ((wait_s / 2, False), (wait_s / 2, True), (wait_s / 2, None)):
+            if self._orders is None:
+                return None
+            if self._readable(waits_s):
+                return self._receive()
+            if closes is not None:
+                self._hurry(Hurry(self._sequence, closes))
+        self._answer_due_s = time.monotonic() + _SILENT_S
+        return None
+
+    def notices(self) -> Iterator[Notice]:
+        """What the process has said beside its answers."""
+        while self._control is not None:
+            try:
+                raw = self._control.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                raw = b""
+            if not raw:
+                self.lost("it has ended")
+                return
+            yield msgspec.msgpack.decode(raw, type=Notice)
+
+    def lost(self, reason: str) -> None:
+        """Kill the process, if it is there still, and make another one when it is needed."""
+        if not self._is_up.is_set():
+            return
+        logger.warning("the process that fills masks is replaced: %s", reason)
+        self._is_up.clear()
+        _end(self._processes)
+        self._orders = self._control = self._answer_due_s = None
+
+    def close(self) -> None:
+        """End the process."""
+        self.fault = self.fault or "closed"
+        self.lost("its rank ends")
+
+    def _start(self, end_token_ids: tuple[int, ...]) -> None:
+        try:
+            orders, their_orders = socket.socketpair()
+            control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for each in (orders, their_orders):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            with their_orders, their_control:
+                files = [their_orders.fileno(), their_control.fileno(), self._table.file]
+                work = msgspec.structs.replace(self._work, end_token_ids=end_token_ids)
+                process = template().fork(work, files)
+            orders.settimeout(_SEND_TIMEOUT_S)
+            shape = self._table.shape
+            send(orders, Begin(shape.num_slots, shape.width, shape.vocab_size))
+            control.setblocking(False)
+            self._orders, self._control = orders, control
+            self._processes.append(_Process(process, orders, control))
+            self.generation += 1
+            self._is_up.set()
+        except (TemplateError, OSError) as error:
+            logger.error("no process for grammars could be made: %s", error)
+            self._retry_s = time.monotonic() + RETRY_S
+        except ValueError as error:
+            self.fault = str(error)
+            logger.error("answers of this model can follow no grammar: %s", error)
+        finally:
+            self._is_starting = False
+
+    def _readable(self, wait_s: float) -> bool:
+        assert self._orders is not None
+        poll = select.poll()
+        poll.register(self._orders, select.POLLIN)
+        return bool(poll.poll(wait_s * 1000))
+
+    def _receive(self) -> Filled | None:
+        assert self._orders is not None
+        try:
+            filled = receive(self._orders, Filled)
+        except OSError:
+            filled = None
+        if filled is None:
+            self.lost("it has ended")
+        return filled
+
+    def _take_overdue(self) -> bool:
+        """Whether the answer that was not waited for has come."""
+        assert self._answer_due_s is not None
+        if self._orders is not None and self._readable(0):
+            self._answer_due_s = None
+            return self._receive() is not None
+        if time.monotonic() > self._answer_due_s:
+            self.lost("it does not answer")
+        return False
+
+    def _hurry(self, hurry: Hurry) -> None:
+        assert self._control is not None
+        try:
+            self._control.send(msgspec.msgpack.encode(hurry))
+        except OSError as error:
+            self.lost(f"it does not read: {error}")
+
+
+@dataclass(frozen=True)
+class _Process:
+    """The process and this side's ends of its sockets."""
+
+    process: ForkedProcess
+    orders: socket.socket
+    control: socket.socket
+
+    def end(self) -> None:
+        self.process.kill()
+        self.orders.close()
+        self.control.close()
+
+
+def _end(processes: list[_Process]) -> None:
+    while processes:
+        processes.pop().end()

@@ -1,0 +1,225 @@
+"""A process that has imported what compiles grammars, and forks a process for each piece of such work.
+
+Grammars come from clients. Compiling one or filling its masks may take minutes, all memory, or crash, and the compiler,
+which is C++, cannot be interrupted in a thread. So this work runs in processes that may be killed at any time, and a
+fork makes another one in milliseconds. Used by `workers.structured_output.host_link` (the masks of a rank's requests)
+and `cluster.http.requests.grammar_checker` (the trial of a grammar).
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from workers.structured_output.faults import VocabularyError
+
+if TYPE_CHECKING:
+    from workers.structured_output.compiler import Vocabulary
+
+MEMORY_BYTES = 4 << 30  # that a forked process may allocate: torch takes 0.4 GB of it, and 1.5 GB of addresses
+START_TIMEOUT_S = 120.0  # importing torch on a busy machine
+GIVING_WAY = 10  # as Linux counts niceness
+_PARENT_CHECK_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """What a forked process is for: a kind of work on the vocabulary of a model.
+
+    vocab_size: of the model's logits; 0: the tokenizer's.
+    end_token_ids: that grammars are expected to end with, so that the template prepares for them.
+    """
+
+    kind: Literal["masks", "trial"]
+    folder: str
+    vocab_size: int
+    end_token_ids: tuple[int, ...] = ()
+
+
+class _Forked(msgspec.Struct, frozen=True, array_like=True):
+    """pid: of the new process. fault: why there is none, "" if there is one."""
+
+    pid: int
+    fault: str = ""
+
+
+class TemplateError(RuntimeError):
+    """No process could be made for grammars. The message says why."""
+
+
+class Template:
+    """The parent's side. `fork` may be called from any thread."""
+
+    def __init__(self) -> None:
+        atexit.register(self.close)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self) -> None:
+        """Begin to start the process, without waiting for it."""
+        with self._lock:
+            self._start()
+
+    def fork(self, work: Work, files: list[int]) -> "ForkedProcess":
+        """Make a process for `work`, which gets copies of `files` (descriptors) and ends with this process. Raises
+        TemplateError or VocabularyError."""
+        with self._lock:
+            self._start()
+            assert self._socket is not None
+            try:
+                socket.send_fds(self._socket, [msgspec.msgpack.encode(work)], files)
+                raw = self._socket.recv(1 << 16)
+            except OSError as error:
+                self._end()
+                raise TemplateError(f"the process that makes processes for grammars failed: {error}") from None
+            if not raw:
+                self._end()
+                raise TemplateError("the process that makes processes for grammars has ended")
+        forked = msgspec.msgpack.decode(raw, type=_Forked)
+        if forked.fault:
+            raise VocabularyError(forked.fault)
+        return ForkedProcess(forked.pid)
+
+    def close(self) -> None:
+        """End the process, and so all that it forked."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(START_TIMEOUT_S)
+        # the parent's own path, which need not be in the environment
+        program = (
+            "import os; os.environ.update(TOKENIZERS_PARALLELISM='false', OMP_NUM_THREADS='1'); "
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from workers.structured_output.template_process import main; main({theirs.fileno()}, {os.getpid()})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C is for the parent, which ends it
+        )
+        theirs.close()
+        self._socket = ours
+
+    def _end(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class ForkedProcess:
+    """A process of a template's. Its number may be another's once it has ended, so Linux is asked for a descriptor;
+    where it has none, the process is left to end with its sockets."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError):
+            self._descriptor = os.pidfd_open(pid)
+        self._pid = pid
+
+    def give_way(self) -> None:
+        """Let others have the processor."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._pid, GIVING_WAY)
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+
+
+@functools.cache
+def template() -> Template:
+    """This process's template: one, since it takes seconds to start and 0.3 GB."""
+    return Template()
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Fork what is asked for, until the parent is gone."""
+    # The imports come first and the vocabulary with the first work: a fork then has both.
+    import workers.structured_output.mask_host
+    import workers.structured_output.trial  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children are reaped
+    own = socket.socket(fileno=descriptor)
+    own.settimeout(_PARENT_CHECK_S)
+    while os.getppid() == parent:
+        try:
+            raw, files, _, _ = socket.recv_fds(own, 1 << 16, 8)
+        except TimeoutError:
+            continue
+        if not raw:
+            return
+        try:
+            answer = _fork(msgspec.msgpack.decode(raw, type=Work), files, own)
+        except (OSError, ValueError) as error:
+            answer = _Forked(0, str(error))
+        for file in files:
+            os.close(file)
+        with contextlib.suppress(BrokenPipeError):  # the parent has just ended
+            own.send(msgspec.msgpack.encode(answer))
+
+
+def _fork(work: Work, files: list[int], own: socket.socket) -> _Forked:
+    """Raises VocabularyError, which is a ValueError, and OSError."""
+    vocabulary = _vocabulary(work.folder, work.vocab_size)
+    if work.end_token_ids:
+        vocabulary.tokens(work.end_token_ids, False)
+    own_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        return _Forked(pid)
+    try:
+        own.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == own_pid:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+            _run(work, files, vocabulary)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _run(work: Work, files: list[int], vocabulary: "Vocabulary") -> None:
+    if work.kind == "masks":
+        from workers.structured_output.mask_host import run_host
+
+        run_host(files, vocabulary)
+    else:
+        from workers.structured_output.trial import run_trial
+
+        run_trial(files, vocabulary)
+
+
+@functools.cache
+def _vocabulary(folder: str, vocab_size: int) -> "Vocabulary":
+    from workers.structured_output.compiler import Vocabulary
+
+    return Vocabulary(folder, vocab_size)
