@@ -164,7 +164,9 @@ class CoordinatorLoop:
         self._publish()
         self._tell_state()
         max_resumes = self._settings.max_resumes if self._settings.on_worker_loss == "resume" else 0
-        self.streams.lost_workers(self._scheduler.requeue_all(self._scheduler.epoch), max_resumes, reason)
+        blamed = self._scheduler.blamed()
+        lost = self._scheduler.requeue_all(self._scheduler.epoch)
+        self.streams.lost_workers(lost, blamed, max_resumes, reason)
 
     def start_draining(self, on_idle: Callable[[], None], is_leaving: bool) -> None:
         """Refuse new requests; call `on_idle` once there are none. is_leaving: another engine takes its place."""
@@ -256,10 +258,12 @@ class CoordinatorLoop:
         streams.states.publish(self.status, self._fault(), streams.is_leaving, streams.slot_wait_s())
 
     def _fault(self) -> str:
-        """Why a request would not run now, or "". A rank at work may be silent for as long as its step takes."""
+        """Why a request would not run now, or "". A rank at work may be silent for as long as its step takes, and a
+        step may take a few times as long as the longest one so far."""
         if self._worker_group is None:
             return f"the engine is {self.status}" + (f": {self._detail}" if self._detail else "")
-        return self._worker_group.silent_rank(self._clock())
+        now = self._clock()
+        return self._worker_group.silent_rank(now) or self._worker_group.hung_step(now)
 
     def _worker_group_lost(self, reason: str) -> None:
         logger.error("worker group of epoch %d lost: %s", self._scheduler.epoch, reason)

@@ -22,9 +22,19 @@ class Stream:
     running_stats, token_origins: as in `GenerateRequest`.
     queued_s: when it was queued; infinity once it has run or is resumed, for those may wait for ever.
     num_resumes: worker groups it has lost.
+    num_crashes: steps with it that hung or crashed, here or elsewhere.
     """
 
-    __slots__ = ("request_id", "asker", "ingress", "running_stats", "token_origins", "queued_s", "num_resumes")
+    __slots__ = (
+        "request_id",
+        "asker",
+        "ingress",
+        "running_stats",
+        "token_origins",
+        "queued_s",
+        "num_resumes",
+        "num_crashes",
+    )
 
     def __init__(
         self,
@@ -42,6 +52,7 @@ class Stream:
         self.token_origins = token_origins
         self.queued_s = queued_s
         self.num_resumes = 0
+        self.num_crashes = 0
 
 
 class TokenPublisher:
@@ -109,6 +120,10 @@ class TokenPublisher:
     def put_taken(self, stream: Stream) -> None:
         """That a request is queued, for the next `flush`: its ingress looks for another engine if it hears nothing."""
         stream.ingress.deltas.append(TokenDelta(request_id=stream.request_id, tokens=()))
+
+    def put_crashes(self, stream: Stream) -> None:
+        """How many steps with a request hung or crashed, for the next `flush`: its ingress tells the next engine."""
+        stream.ingress.deltas.append(TokenDelta(stream.request_id, (), num_crashes=stream.num_crashes))
 
     def put_end(self, stream: Stream, reason: FinishReason, error: str | None) -> None:
         """A request that ends without a token, for the next `flush`."""

@@ -23,6 +23,7 @@ from workers.scheduling.waiting_queue import QueueLoad
 
 logger = logging.getLogger(__name__)
 
+MAX_CRASHES = 1  # of steps with a request, after which it is still resumed
 _MAX_MESSAGES_PER_TURN = 64  # so that a flood of requests does not hold up the running ones
 
 
@@ -92,17 +93,27 @@ class RequestStreams:
                 self._end(request.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
         self._publisher.flush()
 
-    def lost_workers(self, requests: Sequence[Request], max_resumes: int, reason: str) -> None:
-        """The worker group that ran `requests` is lost: those that were resumed `max_resumes` times already end with an
-        error, the others stay."""
+    def lost_workers(
+        self, requests: Sequence[Request], blamed: Sequence[Request], max_resumes: int, reason: str
+    ) -> None:
+        """The worker group that ran `requests` is lost. Those that were resumed `max_resumes` times already end with an
+        error, and so do those of `blamed` of which a step hung or crashed before; the others stay."""
+        suspects = {request.request_id for request in blamed}
+        if suspects:
+            logger.warning("the step that hung or crashed ran requests %s", ", ".join(sorted(suspects)))
         for request in requests:
             stream = self._streams[request.request_id]
             stream.num_resumes += 1
+            stream.num_crashes += request.request_id in suspects
             if stream.num_resumes > max_resumes:
                 times = f" (after {max_resumes} resumptions)" if max_resumes else ""
                 self._end(request.request_id, FinishReason.ERROR, reason + times)
+            elif stream.num_crashes > MAX_CRASHES:
+                logger.error("request %s is not resumed again: its steps hung or crashed twice", request.request_id)
+                self._end(request.request_id, FinishReason.ERROR, f"{reason} (its steps hung or crashed twice)")
             else:
                 self._scheduler.stats.num_resumed += 1
+                self._publisher.put_crashes(stream)
         self._publisher.flush()
 
     def fail_all(self, reason: str) -> None:
@@ -183,6 +194,7 @@ class RequestStreams:
             return Refusal("not_ready", f"{type(error).__name__}: {error}")
         queued_s = math.inf if message.resumed else self._clock()
         stream = Stream(message.request_id, sender, ingress, message.running_stats, message.token_origins, queued_s)
+        stream.num_crashes = message.num_crashes
         self._streams[message.request_id] = stream
         self._publisher.put_taken(stream)
         return None

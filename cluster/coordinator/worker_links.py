@@ -11,6 +11,8 @@ from cluster.transport.sockets import Transport
 from workers.scheduling.plan import StepPlan, StepResult
 
 IDLE_HEARTBEAT_LIMIT_S = 10.0  # of a rank that has no plan; its loop sends one every half second
+HUNG_S = 4.0  # of a step, if that is more than HUNG_RATIO of the longest one
+HUNG_RATIO = 3.0
 SILENT_S = 3.0  # then no request would get through to it now
 PUNCTUAL_S = 2.0  # between two checks: after a longer pause of our own, messages of that time may still be unread
 
@@ -44,6 +46,7 @@ class WorkerLinks:
         self._on_lost = on_lost
         self._is_lost = False
         self._unanswered: deque[tuple[int, float]] = deque()
+        self._longest_s = 0.0
         self._links: list[RankLink] = []
         self.last_heartbeat_s = [clock()] * len(endpoints)
         self.last_heartbeat = [Heartbeat(rank, epoch, 0) for rank in range(len(endpoints))]
@@ -83,6 +86,13 @@ class WorkerLinks:
             if now - stamp > SILENT_S:
                 return f"{name} has not been heard of for {now - stamp:.1f} s"
         return ""
+
+    def hung_step(self, now: float) -> str:
+        """Which step takes so long that no request would be answered now, or ""."""
+        oldest = self.oldest_plan(now)
+        if oldest is None or oldest[1] < max(HUNG_S, HUNG_RATIO * self._longest_s):
+            return ""
+        return f"step {oldest[0]} has had no result for {oldest[1]:.1f} s"
 
     def check_heartbeats(self, now: float, step_timeout_s: float) -> None:
         """Lose the ranks if one hangs; to be called now and then. A stopped process or a cut cable shows in its
@@ -126,7 +136,8 @@ class WorkerLinks:
                 # All ranks had a part in the step, and none could send a heartbeat while it computed.
                 self.last_heartbeat_s = [self._clock()] * len(self._names)
                 if message.epoch == self.epoch:
-                    self._unanswered.popleft()
+                    _, sent_s = self._unanswered.popleft()
+                    self._longest_s = max(self._longest_s, self._clock() - sent_s)
                 self._on_result(message)
                 return  # the next plan leaves before another result is looked at
             elif isinstance(message, RankFailure):

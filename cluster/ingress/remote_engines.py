@@ -140,6 +140,7 @@ class RemoteEngines:
                 running_stats=running_stats,
                 token_origins=token_origins,
                 resumed=attempts.was_taken or bool(output),
+                num_crashes=attempts.num_crashes,
             )
             async with contextlib.aclosing(self._attempt(attempts, name, request, known, request_id)) as deltas:
                 async for delta in deltas:
@@ -258,8 +259,11 @@ class RemoteEngines:
                     if remaining_s <= 0:
                         raise EngineFailed("the request ended but its last tokens did not arrive", had_taken=True)
                 if engine is not None and self._engines.is_stuck(engine):
-                    raise EngineFailed(f"engine {engine} has run nothing for a while", had_taken=True)
+                    raise EngineFailed(f"engine {engine} has run nothing for a while", had_taken=True, is_hung=True)
                 await _wait(stream.changed, STUCK_PERIOD_S if remaining_s is None else remaining_s)
+        except EngineFailed as failed:
+            failed.num_crashes = stream.num_crashes
+            raise
         finally:
             self._inbox.close(call_id)
             if not call.done():

@@ -16,10 +16,12 @@ class TokenStream:
     slow reader costs its own tokens' memory and no queue can overflow.
 
     source: the coordinator that has taken it.
+    num_crashes: steps with the request that hung or crashed there.
     """
 
     def __init__(self) -> None:
         self.source: str | None = None
+        self.num_crashes = 0
         self.changed = asyncio.Event()
         self.broken: str | None = None
         self._tokens: list[int] = []
@@ -29,6 +31,7 @@ class TokenStream:
         self._last: TokenDelta | None = None
 
     def put(self, delta: TokenDelta) -> None:
+        self.num_crashes = max(self.num_crashes, delta.num_crashes)
         self._tokens.extend(delta.tokens)
         self._logprobs.extend(delta.logprobs or ())
         self._of_prompt.extend(delta.prompt_logprobs)

@@ -23,6 +23,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     output: int32 token ids already delivered to the client (a stream that is resumed on another engine); they count
         against sampling.max_tokens.
     resumed: an engine had taken it and was lost; it waits for one that restarts, and no queue is too full for it.
+    num_crashes: steps with it that hung or crashed on other engines.
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
     token_origins: say of every token whether it was drafted.
     """
@@ -35,6 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     running_stats: bool = False
     token_origins: bool = False
     resumed: bool = False
+    num_crashes: int = 0
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -79,6 +81,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     timings: in the deltas that have `cached_tokens`.
     attempt: 1 and more after the request went to another engine; counted by the ingress.
     drafted: of each token whether it was drafted and accepted; empty unless `token_origins` asks for it.
+    num_crashes: steps with the request that hung or crashed; in a delta of its own, after each.
     """
 
     request_id: str
@@ -92,6 +95,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     timings: RequestTimings | None = None
     attempt: int = 0
     drafted: tuple[bool, ...] = ()
+    num_crashes: int = 0
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):

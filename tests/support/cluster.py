@@ -157,6 +157,7 @@ class TestBed:
         reply_to: str = "",
         running_stats: bool = False,
         token_origins: bool = False,
+        num_crashes: int = 0,
         **sampling,
     ):
         params = SamplingParams(max_tokens=max_tokens, **sampling)
@@ -169,6 +170,7 @@ class TestBed:
                     reply_to or self.ingress.endpoint,
                     running_stats=running_stats,
                     token_origins=token_origins,
+                    num_crashes=num_crashes,
                 )
             )
         )

@@ -83,8 +83,9 @@ class PrefillPlanner:
         return budget
 
     def _next_waiting(self, rounds: StepRounds) -> Sequence | None:
-        """The first who waits, but for those whose grammar is still compiled: rounds beside them would wait too."""
-        first = islice(self._queues.waiting, MAX_PASSED)
+        """The first who waits, but for those whose grammar is still compiled, or whose mask is late: rounds beside them
+        would wait too."""
+        first = islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED)
         return next((s for s in first if rounds.num_requests == 0 or self._grammars.is_ready(s)), None)
 
     def _can_admit(self, builder: PlanBuilder) -> bool:

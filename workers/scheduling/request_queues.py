@@ -12,6 +12,8 @@ from workers.scheduling.slot_pages import SlotPages
 from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.waiting_queue import WaitingQueue
 
+PROBATION_STEPS = 3  # that bring tokens
+
 
 class RequestQueues:
     """All unfinished requests.
@@ -20,6 +22,7 @@ class RequestQueues:
     active: those with a slot, by number of arrival.
     prefilling: those of them whose prompts are not computed yet.
     grammars: which requests wait for a grammar or a mask.
+    suspects: requests that ran in a step that hung or crashed, until they have shown that they do no harm.
     """
 
     def __init__(self, slot_pages: SlotPages, stats: SchedulerStats, grammars: GrammarQueue) -> None:
@@ -31,6 +34,7 @@ class RequestQueues:
         self._by_number: dict[int, Sequence] = {}
         self.slot_pages = slot_pages
         self.grammars = grammars
+        self.suspects: set[Sequence] = set()
         self._stats = stats
         self._num_submitted = 0
 
@@ -124,6 +128,7 @@ class RequestQueues:
         del self._by_id[request.request_id]
         self._by_number.pop(sequence.number, None)
         self.grammars.end(sequence)
+        self.suspects.discard(sequence)
         sequence.is_finished = True
         request.state = RequestState.FINISHED
         request.num_rounds = sum(request.acceptance_histogram)
@@ -136,9 +141,30 @@ class RequestQueues:
         if sequence.first_token_s >= 0 and num_later > 0:
             stats.time_per_output_token_s.observe((now - sequence.first_token_s) / num_later)
 
-    def requeue(self) -> list[Request]:
-        """Everything with a slot goes back to the queue, keeping its output; the oldest first in the result."""
+    @property
+    def on_probation(self) -> list[Sequence]:
+        """The suspects that have a slot and have not shown yet that they do no harm: one at most."""
+        return [sequence for sequence in self.suspects if sequence.slot >= 0]
+
+    def may_be_admitted(self, sequence: Sequence) -> bool:
+        """Suspects are tried one after the other, so that the next crash says which of them it is."""
+        return sequence.probation == 0 or not self.on_probation
+
+    def went_on(self, sequence: Sequence) -> None:
+        """A step brought new tokens for it."""
+        self.grammars.went_on(sequence)
+        if self.suspects and sequence.probation:
+            sequence.probation -= 1
+            if sequence.probation == 0:
+                self.suspects.discard(sequence)
+
+    def requeue(self, after_crash: bool = False) -> list[Request]:
+        """Everything with a slot goes back to the queue, keeping its output; the oldest first in the result.
+        after_crash: any of it may have been the reason, or whatever is on probation."""
         lost = [self.active[number] for number in sorted(self.active)]
+        for sequence in self.on_probation or lost if after_crash else ():
+            sequence.probation = PROBATION_STEPS
+            self.suspects.add(sequence)
         for sequence in lost:
             self._wait(sequence)
         for sequence in self.waiting:

@@ -172,19 +172,28 @@ class Scheduler:
             raise UnfinishedError(f"{self.num_running} requests run and {self.num_waiting} wait")
         return 0 if self.prefix_cache is None else self.prefix_cache.clear()
 
+    def blamed(self) -> list[Request]:
+        """The requests that may be the reason if the ranks hang or crash now: those on probation, else all that run;
+        none if no step runs."""
+        if not self._in_flight:
+            return []
+        return [sequence.request for sequence in self.queues.on_probation or self.queues.active.values()]
+
     def requeue_all(self, epoch: int) -> list[Request]:
         """The worker group died, and all KV with it: what had a slot goes back to the head of the queue, keeping its
         output.
 
         Plans in flight are forgotten; steps count from 0 again, under the new `epoch`; results of other epochs are
-        dropped. Returns the requests that had a slot, oldest first.
+        dropped. Returns the requests that had a slot, oldest first. If a step was in flight, they come back one after
+        the other (`RequestQueues.suspects`).
         """
+        had_step = bool(self._in_flight)
         self._in_flight.clear()
         self._grammars.reset()
         self.captures.reset()
         self.epoch = epoch
         self._next_step = 0
-        return self.queues.requeue()
+        return self.queues.requeue(had_step)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to run before another result or request comes."""

@@ -17,6 +17,7 @@ class Sequence:
     deadline_s: its place among prompts, see `workers.scheduling.prefill`.
     num_cached: tokens that the prefix cache had when it came; 0 where no costs are known.
     computed: tokens whose chunks are planned.
+    probation: tokens' steps that it must bring before other suspects run; 0 unless a step with it hung or crashed.
     not_before: the last step made while it ran before a preemption; re-admitted once that is applied.
     """
 
@@ -30,6 +31,7 @@ class Sequence:
         "num_cached",
         "computed",
         "not_before",
+        "probation",
         "pages_missing",
         "max_len",
         "submitted_s",
@@ -49,6 +51,7 @@ class Sequence:
         self.num_cached = 0
         self.computed = 0
         self.not_before = -1
+        self.probation = 0
         self.pages_missing = (-1, 0)  # (insertions into the cache, pages it needed) when it last did not fit
         self.max_len = len(request.prompt) + request.sampling.max_tokens
         self.submitted_s = now

@@ -68,7 +68,7 @@ class StepResults:
                 continue
             request = sequence.request
             request.output += new
-            self._queues.grammars.went_on(sequence)
+            self._queues.went_on(sequence)
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1
                 request.num_draft_tokens += num_drafts

@@ -12,8 +12,11 @@ import pytest
 from cluster.coordinator import worker_links
 from cluster.http.prompt_scores import PromptScores
 from cluster.transport import sockets
-from tests.support.cluster import until
+from cluster.transport.encoding import encode
+from cluster.transport.messages import GenerateSummary, Probe, Refused
+from tests.support.cluster import Ranks, until
 from tests.support.scripted import scripted_output
+from workers.scheduling.plan import StepPlan
 
 
 def test_requests_wait_until_a_worker_group_is_attached(make_bed):
@@ -195,3 +198,76 @@ def test_logprobs_of_a_prompt_reach_the_ingress_whole_though_the_group_is_lost(m
     assert [score.logprob for score in scores] == [-float(token) for token in range(1, 200)]
     first_token = next(i for i, delta in enumerate(deltas) if delta.tokens)
     assert not any(delta.prompt_logprobs for delta in deltas[first_token:])
+
+
+def fails_with(ranks: Ranks, seed: int) -> None:
+    """Any step in which a request with this seed begins ends its rank."""
+    submit = ranks.executors[1].submit
+
+    def fail(plan: StepPlan) -> None:
+        if any(init.sampling.seed == seed for init in plan.inits):
+            raise RuntimeError("cannot run that")
+        submit(plan)
+
+    ranks.executors[1].submit = fail  # type: ignore[method-assign]
+
+
+def test_a_request_whose_steps_crash_is_resumed_once_and_takes_no_other_with_it(make_bed):
+    """It comes back alone among those that ran with it, so that the second crash says which one it was."""
+    bed = make_bed(delay_s=0.005, max_running=8)
+    names = ["a", "b", "c"]
+    wanted = {name: bed.generate(name, max_tokens=120, seed=number) for number, name in enumerate(names)}
+    bed.generate("poison", max_tokens=120, seed=13)
+    for epoch in (1, 2):
+        ranks = bed.new_ranks(epoch)
+        fails_with(ranks, 13)
+        ranks.start()
+        bed.coordinator.attach(ranks.endpoints, epoch)
+        until(lambda: len(bed.lost) == epoch)  # noqa: B023
+    end = bed.ingress.read_end("poison")
+    assert end.finish == "error" and str(end.error).endswith("(its steps hung or crashed twice)")
+    bed.attach(epoch=3)
+    for name in names:
+        assert bed.ingress.read_end(name).finish == "length"
+        assert bed.ingress.tokens(name) == scripted_output(5, wanted[name])
+
+
+def test_an_ingress_is_told_of_crashes_and_the_next_engine_counts_on(make_bed):
+    bed = make_bed()
+    ranks = bed.new_ranks()
+    fails_with(ranks, 13)
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 1)
+    bed.generate("poison", max_tokens=20, seed=13)
+    until(lambda: bool(bed.lost))
+    bed.ingress.read()
+    while not (told := [delta.num_crashes for delta in bed.ingress.deltas["poison"] if delta.num_crashes]):
+        assert bed.ingress.read()
+    assert told == [1]
+    bed.generate("elsewhere", max_tokens=20, seed=13, num_crashes=1)
+    ranks = bed.new_ranks(2)
+    fails_with(ranks, 13)
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 2)
+    assert "twice" in str(bed.ingress.read_end("elsewhere").error)
+
+
+def test_a_probe_is_refused_while_a_step_hangs(make_bed, monkeypatch):
+    monkeypatch.setattr(worker_links, "HUNG_S", 0.2)
+    bed = make_bed()
+    ranks = bed.new_ranks()
+    released = threading.Event()
+    ready = ranks.executors[0].ready
+    ranks.executors[0].ready = lambda: released.is_set() and ready()
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 1)
+    bed.generate("q", max_tokens=3)
+    until(lambda: bed.coordinator.health().oldest_plan_age_s > 0.3)
+    bed.engine.send(encode(Probe("probe", bed.ingress.endpoint)))
+    refused = bed.notice()
+    assert isinstance(refused, Refused) and "has had no result for" in refused.refusal.message
+    released.set()
+    assert bed.ingress.read_end("q").finish == "length"
+    assert isinstance(bed.notice(), GenerateSummary)
+    bed.engine.send(encode(Probe("again", bed.ingress.endpoint)))
+    assert isinstance(bed.notice(), GenerateSummary)

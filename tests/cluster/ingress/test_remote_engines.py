@@ -264,6 +264,25 @@ async def test_requests_leave_an_engine_that_is_stuck(monkeypatch: pytest.Monkey
     assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7]
 
 
+async def test_a_request_whose_engines_hang_is_sent_to_two_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engines, "STUCK_PERIOD_S", 0.01)
+    rig = Rig()
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.send(0, 5)
+    await asyncio.sleep(0.02)
+    rig.calls.stuck.add("e")
+    rig.calls.present = ["f"]
+    await rig.call_started(2)
+    assert [request.num_crashes for request in rig.calls.requests] == [0, 1]
+    rig.send(1, 6)
+    await asyncio.sleep(0.02)
+    rig.calls.stuck.add("f")
+    rig.calls.present = ["g"]
+    deltas = await asyncio.wait_for(reading, 5)
+    assert deltas[-1].finish == "error" and rig.calls.engines == ["e", "f"]
+
+
 async def test_engine_that_dies_with_tokens_under_way_is_noticed() -> None:
     """Its last tokens and its death are seen at once: the reader must not sleep after taking the tokens."""
     rig = Rig()
