@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     from speculative.training.cli import add_commands
 
     parser = argparse.ArgumentParser(prog="aerie", description="Serves large language models from a Ray cluster.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print Aerie's version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="check a Serve config file, then `serve run` it")
     _add_config(serve)
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
     serve.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
     serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_serve, shows_config=False)
     _add_start(commands)
     stop = commands.add_parser("stop", help="end what `aerie serve` and `aerie start` have begun here, nothing else")
     stop.add_argument("--port", type=int, help="of HTTP, or of the cluster's head (default: every one)")
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, shows_config=True)
     doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
     doctor.set_defaults(run=_doctor)
@@ -82,6 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_chat(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Print the version, which is looked up when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from attention.distribution import version
+
+        print(f"aerie {version()}")
+        parser.exit()
 
 
 def _port(text: str) -> int:

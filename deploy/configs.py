@@ -53,11 +53,12 @@ def located(path: Path, args: Mapping[str, Any] | None = None) -> dict[str, Any]
             section["path"] = str(path.resolve().parent / Path(section["path"]).expanduser())
         ingress = args.get("ingress")
         if isinstance(ingress, dict) and isinstance(ingress.get("api_keys"), list):
-            ingress["api_keys"] = [_digest(key) for key in ingress["api_keys"]]
+            ingress["api_keys"] = [key_digest(key) for key in ingress["api_keys"]]
     return content
 
 
-def _digest(key: object) -> str:
+def key_digest(key: object) -> str:
+    """The digest of an API key, or of one's digest itself. Raises ConfigError."""
     try:
         return digest(str(key))
     except ValueError as error:

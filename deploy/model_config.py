@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from cluster.config import ConfigError
-from deploy.configs import find_config, packaged_names
+from deploy import vllm_options
+from deploy.configs import find_config, key_digest, packaged_names
 from deploy.hub import model_folder
 
 
@@ -22,7 +23,13 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
         wanted |= {"--save": arguments.save, "--revision": arguments.revision}
         if used := [name for name, value in wanted.items() if value]:
             raise ConfigError(f"{used[0]}: only beside a model; {given} is a config file: write it there")
-        return find_config(arguments.config)
+        path = find_config(arguments.config)
+        if keys := _vllm_keys(arguments):
+            raise ConfigError(
+                f"{', '.join(f'{key}={value}' for key, value in keys.items())}: options of vLLM's stand only beside a "
+                f"model; {path} is a config file: write these keys there"
+            )
+        return path
     model = model_folder(given, arguments.revision)
     args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
     if arguments.draft:
@@ -30,19 +37,60 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
         args["speculative"] = {"method": _head_method(draft), "path": str(draft)}
     if arguments.tensor_parallel is not None:
         args["parallel"] = {"tensor_parallel": arguments.tensor_parallel}
+    for key, value in _vllm_keys(arguments, model).items():
+        _set(args, key, _resolved(key, value), f"{key}={value}")
     for assignment in arguments.set:
         _assign(args, assignment)
+    if "speculative" in args and "method" not in args["speculative"] and args["speculative"].get("path"):
+        args["speculative"]["method"] = _head_method(Path(args["speculative"]["path"]))
     content = {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": getattr(arguments, "port", None) or 8000},
+        "http_options": {
+            "host": getattr(arguments, "host", None) or "127.0.0.1",
+            "port": getattr(arguments, "port", None) or 8000,
+        },
         "logging_config": {"enable_access_log": False},
         "applications": [{"name": "aerie", "route_prefix": "/", "import_path": "deploy.app:build", "args": args}],
     }
     text = yaml.safe_dump(content, sort_keys=False)
-    print(text, end="", flush=True)
+    if arguments.shows_config:
+        print(text, end="", flush=True)
     path = arguments.save or scratch / "serve.yaml"
     path.write_text(text)
     return Path(path)
+
+
+def _vllm_keys(arguments: argparse.Namespace, model: Path | None = None) -> vllm_options.Changes:
+    """The keys that options of `vllm serve` become; what differs is printed. model: its folder. Raises ConfigError."""
+    try:
+        keys, notes = vllm_options.changes(vllm_options.given(arguments))
+    except vllm_options.OptionError as error:
+        raise ConfigError(str(error)) from None
+    wanted = keys.pop(vllm_options.QUANTIZATION, None)
+    if model is not None:
+        print("\n".join(notes), end="\n" if notes else "", flush=True)
+        if wanted is not None:
+            check_quantization(wanted, model)
+    if "ingress.api_keys" in keys:
+        keys["ingress.api_keys"] = [key_digest(key) for key in keys["ingress.api_keys"]]  # a key stands in no file
+    return keys
+
+
+def check_quantization(wanted: str, model: Path) -> None:
+    """Refuse --quantization for a checkpoint that says otherwise. Raises ConfigError."""
+    raw = json.loads((model / "config.json").read_text())
+    present = (raw.get("quantization_config") or {}).get("quant_method")
+    if wanted != present:
+        own = f"is quantised by {present}" if present else "is not quantised"
+        raise ConfigError(
+            f"--quantization {wanted}: {model} {own}, and Aerie quantises nothing itself: leave it out, or serve a "
+            f"checkpoint in {wanted}"
+        )
+
+
+def _resolved(key: str, value: Any) -> Any:
+    """The value of a key, a draft's name on the hub as its folder."""
+    return str(model_folder(value, None)) if key == "speculative.path" else value
 
 
 def _names_model(given: str) -> bool:
@@ -74,12 +122,18 @@ def _assign(args: dict[str, Any], assignment: str) -> None:
     parts: Sequence[str] = key.split(".")
     if not found or not all(parts):
         raise ConfigError(f"--set {assignment}: must be KEY=VALUE, such as cache.memory_gb=4")
-    section: Any = args
-    for part in parts[:-1]:
-        section = section.setdefault(part, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"--set {assignment}: {part} is no section")
     try:
-        section[parts[-1]] = yaml.safe_load(value)
+        _set(args, key, yaml.safe_load(value), f"--set {assignment}")
     except yaml.YAMLError:
         raise ConfigError(f"--set {assignment}: the value is not YAML; quote it") from None
+
+
+def _set(args: dict[str, Any], key: str, value: Any, shown: str) -> None:
+    """Set a key such as cache.memory_gb. shown: in errors."""
+    *parts, last = key.split(".")
+    section: Any = args
+    for part in parts:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{shown}: {part} is no section")
+    section[last] = value

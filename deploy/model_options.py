@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from deploy import vllm_options
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that stand in for a Serve config file."""
@@ -18,3 +20,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="any key of docs/configuration.md, such as cache.memory_gb=4; can be repeated",
     )
     options.add_argument("--save", type=Path, metavar="FILE", help="keep the config file that this amounts to")
+    vllm_options.add_options(parser)

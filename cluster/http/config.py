@@ -16,6 +16,7 @@ class EdgeConfig:
     """Names and lengths, load, bounds of one request, access, defaults.
 
     served_model_name: the name clients ask for; "" takes the name of the model's folder.
+    model_aliases: further names that requests may ask by; replies have `served_model_name`.
     max_model_len: prompt and answer tokens together; 0 takes the engine's.
     max_concurrent_requests: generations (choices) carried by one ingress; more are refused with 429. None: as many as
         memory and open files allow.
@@ -51,6 +52,7 @@ class EdgeConfig:
     """
 
     served_model_name: str = ""
+    model_aliases: tuple[str, ...] = ()
     max_model_len: int = 0
     max_concurrent_requests: int | None = None
     max_pending_bytes: int = 2**30
@@ -79,6 +81,11 @@ class EdgeConfig:
     default_top_k: int = 0
     default_min_p: float = 0.0
     default_repetition_penalty: float = 1.0
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that requests may ask by, that of replies first."""
+        return self.served_model_name, *self.model_aliases
 
     def __post_init__(self) -> None:
         at_least_one = (

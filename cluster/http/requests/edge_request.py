@@ -252,7 +252,7 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
 
 
 def check_model(name: str | None, config: EdgeConfig) -> None:
-    if name is not None and name != config.served_model_name:
+    if name is not None and name not in config.model_names:
         raise model_not_found(name, config.served_model_name)
 
 

@@ -14,21 +14,24 @@ from cluster.http.serving import Edge
 
 def endpoints(edge: Edge) -> list[Endpoint]:
     """Of one ingress."""
-    name = edge.config.served_model_name
-    card = ModelCard(
-        id=name, created=int(time.time()), owned_by="aerie", root=name, max_model_len=edge.config.max_model_len
-    )
+    root, length, created = edge.config.served_model_name, edge.config.max_model_len, int(time.time())
+    cards = {
+        name: ModelCard(id=name, created=created, owned_by="aerie", root=root, max_model_len=length)
+        for name in edge.config.model_names
+    }
 
     async def models(http: Request) -> ModelList:
-        """The one model that is served; 503 until an engine has been ready, because clients wait for this."""
+        """The one model that is served, by each of its names; 503 until an engine has been ready, because clients wait
+        for this."""
         await require_engine(edge)
-        return ModelList(data=[card])
+        return ModelList(data=list(cards.values()))
 
     async def model(http: Request) -> ModelCard:
         """The model of this name."""
         await require_engine(edge)
-        if http.path_params["model"] != name:
-            raise model_not_found(http.path_params["model"], name)
+        card = cards.get(http.path_params["model"])
+        if card is None:
+            raise model_not_found(http.path_params["model"], root)
         return card
 
     async def version(http: Request) -> VersionReply:

@@ -110,6 +110,16 @@ async def test_models_and_their_lengths() -> None:
     assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_further_names_of_the_model_are_listed_and_asked_by() -> None:
+    async with in_process(FakeEngine(says("a")), model_aliases=("b", "c/d")) as client:
+        models = (await client.get("/v1/models")).json()["data"]
+        card = (await client.get("/v1/models/c/d")).json()
+        body = {"model": "b", "prompt": "x", "max_tokens": 1}
+        reply = (await client.post("/v1/completions", json=body)).json()
+    assert [model["id"] for model in models] == [MODEL, "b", "c/d"] and {model["root"] for model in models} == {MODEL}
+    assert card == models[2] and reply["model"] == MODEL
+
+
 async def test_version() -> None:
     async with in_process(FakeEngine(says("a"))) as client:
         assert set((await client.get("/version")).json()) == {"version"}
