@@ -30,6 +30,7 @@ def engine_stats(
         kv_usage=scheduler.kv_usage,
         num_pages=scheduler.allocator.num_pages,
         num_slots=scheduler.num_slots,
+        cache_config=cache_config(scheduler),
         backlog_s=scheduler.backlog_tokens / speed if speed else 0.0,
         slot_wait_s=slot_wait_s,
         last_step_age_s=last_step_age_s,
@@ -44,6 +45,17 @@ def engine_stats(
         rank_step_s=tuple(heartbeat.step_s for heartbeat in heartbeats),
         scheduler=stats.copy(),
     )
+
+
+def cache_config(scheduler: Scheduler) -> dict[str, str]:
+    """The KV cache's configuration under vLLM's names."""
+    cache = scheduler.cache
+    return {
+        "block_size": str(cache.page_size),
+        "num_gpu_blocks": str(scheduler.allocator.num_pages),
+        "enable_prefix_caching": str(cache.prefix_cache),
+        "gpu_memory_utilization": str(cache.memory_share),
+    }
 
 
 def go_on_from(scheduler: Scheduler, former: EngineStats) -> None:

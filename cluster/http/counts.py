@@ -11,17 +11,21 @@ from collections.abc import Collection, Mapping
 
 from starlette.types import Scope
 
+from workers.scheduling.stats import Histogram
+
 CLIENT_LEFT = "client_left"
 OTHER = "other"
 _KEY = "reason"
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)  # as vLLM's
 
 
 class RequestCounts:
-    """ingress: an id of its own."""
+    """ingress: an id of its own. choices: n of the generation requests that were begun."""
 
     def __init__(self) -> None:
         self.ingress = uuid.uuid4().hex[:8]
         self._routes: Collection[str] = ()
+        self.choices = Histogram.empty(_CHOICES)
         self._ended: Counter[tuple[str, str, str]] = Counter()
 
     def tell_apart(self, routes: Collection[str]) -> None:

@@ -56,6 +56,11 @@ class _Requests(Collector):
         for key, count in self._counts.by_route_status_reason().items():
             family.add_metric([self._model_name, self._counts.ingress, *key], count)
         yield family
+        choices = HistogramMetricFamily("vllm:request_params_n", "n of requests", labels=["model_name", "ingress"])
+        choices.add_metric(
+            [self._model_name, self._counts.ingress], _buckets(self._counts.choices), self._counts.choices.total
+        )
+        yield choices
 
 
 class _Snapshot(Collector):
@@ -70,11 +75,23 @@ class _Snapshot(Collector):
         for name, metric in declared_metrics(SchedulerStats).items():
             yield self._family(metric, {engine_id: getattr(stats, name) for engine_id, stats in schedulers.items()})
         yield from self._of_ranks()
+        yield self._of_caches()
         states = Counter(engine.status for engine in self._engines)
         of_engines = GaugeMetricFamily("aerie:engines", "Engines by state", labels=["model_name", "status"])
         for status in STATES:
             of_engines.add_metric([self._model_name, status], states[status])
         yield of_engines
+
+    def _of_caches(self) -> Family:
+        """vLLM's way to tell a configuration: it is in the labels, and the value is 1."""
+        configs = {engine.engine_id: engine.cache_config for engine in self._engines if engine.cache_config}
+        names = sorted({name for config in configs.values() for name in config})
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Configuration of the KV cache", labels=["model_name", "engine", *names]
+        )
+        for engine_id, config in configs.items():
+            family.add_metric([self._model_name, engine_id, *(config.get(name, "") for name in names)], 1)
+        return family
 
     def _of_ranks(self) -> Iterator[Family]:
         """What each rank says of itself: a slow or silent one stands out."""

@@ -98,6 +98,7 @@ class GenerationResponse(Response):
         self._trace: RequestTrace | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._edge.counts.choices.observe(len(self._request.choices) / max(1, len(self._request.prompts)))
         self._trace = self._edge.tracing.begin(scope, self._request, self._request_id)
         work = asyncio.ensure_future(self._respond(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))

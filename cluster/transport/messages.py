@@ -236,6 +236,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     heartbeat_age_s: of each rank, seconds.
     rank_steps, rank_step_s: of each rank, steps that it has finished since it was started, and seconds that they took.
     scheduler: None of an engine that has no scheduler yet, or could not be asked.
+    cache_config: of the KV cache, by vLLM's names; empty without a scheduler.
     """
 
     engine_id: str
@@ -270,3 +271,4 @@ class EngineStats(msgspec.Struct, frozen=True):
     rank_steps: tuple[int, ...] = ()
     rank_step_s: tuple[float, ...] = ()
     scheduler: SchedulerStats | None = None
+    cache_config: dict[str, str] = {}

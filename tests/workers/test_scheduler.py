@@ -1,5 +1,7 @@
 """The scheduler's policy, case by case; random histories are in test_scheduler_simulation.py."""
 
+import itertools
+
 import pytest
 
 from tests.support.simulation import TREE, Simulation
@@ -357,3 +359,17 @@ def test_times_are_taken_from_the_clock():
     stats = sim.scheduler.stats
     assert (stats.queue_s.total, stats.time_to_first_token_s.total, stats.inter_token_s.total) == (1.0, 1.5, 0.25)
     assert stats.prompt_tokens == 3 and stats.generation_tokens == 2
+
+
+def test_drafts_count_whether_or_not_they_are_verified():
+    """Plain rounds leave the trees unverified that the steps before them drafted."""
+    sim = Simulation()
+    shapes = itertools.cycle([1, 1, 0])
+    sim.scheduler._choose_shape = lambda _: next(shapes)
+    sim.submit([1, 2], max_tokens=40)
+    sim.run()
+    drafting = sum(plan.next_shape for plan in sim.plans)
+    not_run = sum(plan.next_shape for plan in sim.plans[-1:])  # planned before the end was known
+    stats = sim.scheduler.stats
+    assert stats.num_draft_tokens in {(TREE.width - 1) * drafting, (TREE.width - 1) * (drafting - not_run)}
+    assert stats.num_draft_tokens > (TREE.width - 1) * stats.num_drafts > 0

@@ -137,6 +137,11 @@ class RequestQueues:
         stats.e2e_s.observe(now - sequence.submitted_s)
         stats.request_prompt_tokens.observe(len(request.prompt))
         stats.request_generation_tokens.observe(num_output)
+        stats.request_max_generation_tokens.observe(num_output)
+        stats.request_max_tokens.observe(request.sampling.max_tokens)
+        if sequence.first_token_s >= 0:
+            stats.prefill_s.observe(sequence.first_token_s - sequence.submitted_s - request.queue_s)
+            stats.decode_s.observe(now - sequence.first_token_s)
         num_later = num_output - sequence.first_output
         if sequence.first_token_s >= 0 and num_later > 0:
             stats.time_per_output_token_s.observe((now - sequence.first_token_s) / num_later)

@@ -65,6 +65,7 @@ class Scheduler:
         next token (`PrefixCache`). choose_shape: asked instead of `ShapeChoice` once a step for the index of the shape
         that rounds verify and draft. graph_capture: how often the ranks capture while requests run."""
         self._config = config
+        self.cache = cache
         self._max_model_len = max_model_len
         self._clock = clock
         self._shapes = shapes
@@ -237,6 +238,7 @@ class Scheduler:
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = shape if drafting.any() else 0
         slot_pages.drafted[in_flight.slots] = np.where(drafting, next_shape, 0)
+        in_flight.num_drafted = np.where(drafting, self._shapes[next_shape].width - 1, 0)
         plan = StepPlan(
             epoch=self.epoch,
             step=self._next_step,

@@ -76,6 +76,7 @@ class InFlightStep:
 
     shape: that the rounds verified.
     drafted: the shape of each one's tree.
+    num_drafted: tokens that the step drafts for each sequence.
     reason: for this shape.
     asking: whose prompt chunks ask for log-probabilities, in the plan's order.
     load: what the step runs.
@@ -91,6 +92,7 @@ class InFlightStep:
         "max_new_tokens",
         "shape",
         "drafted",
+        "num_drafted",
         "reason",
         "asking",
         "expected_ms",
@@ -118,6 +120,7 @@ class InFlightStep:
         self.max_new_tokens = max_new_tokens
         self.shape = shape
         self.drafted = drafted
+        self.num_drafted = np.zeros(len(sequences), np.int64)
         self.reason = reason
         self.asking = asking
         self.expected_ms: float | None = None

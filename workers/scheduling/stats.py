@@ -17,6 +17,7 @@ import numpy.typing as npt
 _SHORT_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 _FIRST_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _LONG_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_STEP_TOKENS = (1.0, *(float(8 << power) for power in range(12)))  # to 16,384, as vLLM's
 _TOKENS = tuple(float(step * 10**power) for power in range(5) for step in (1, 2, 5))
 
 
@@ -75,7 +76,7 @@ class SchedulerStats(msgspec.Struct):
 
     num_stale_results: results of an older worker group, dropped.
     accepted_histogram: [k] rounds that accepted k draft tokens.
-    num_draft_tokens: drafted and verified.
+    num_draft_tokens: drafted, verified or not: plain rounds and a request's end leave drafts unverified.
     tokens_by_shape, steps_by_shape, expected_tokens_per_ms: by name of the shape (`workers.config.RoundShape`).
     steps_by_reason: by `workers.scheduling.shape_choice.Reason`.
     inter_token_s: between two steps that brought tokens, one observation per request and step.
@@ -144,6 +145,24 @@ class SchedulerStats(msgspec.Struct):
     request_generation_tokens: Annotated[
         Histogram, Metric("vllm:request_generation_tokens", "Tokens generated per request", "histogram")
     ] = _empty(_TOKENS)
+    prefill_s: Annotated[
+        Histogram,
+        Metric("vllm:request_prefill_time_seconds", "From a request's first step to its first token", "histogram"),
+    ] = _empty(_LONG_S)
+    decode_s: Annotated[
+        Histogram,
+        Metric("vllm:request_decode_time_seconds", "From a request's first token to its last", "histogram"),
+    ] = _empty(_LONG_S)
+    request_max_generation_tokens: Annotated[
+        Histogram,
+        Metric("vllm:request_max_num_generation_tokens", "Tokens of the longest choice of a request", "histogram"),
+    ] = _empty(_TOKENS)
+    request_max_tokens: Annotated[
+        Histogram, Metric("vllm:request_params_max_tokens", "max_tokens of requests", "histogram")
+    ] = _empty(_TOKENS)
+    iteration_tokens: Annotated[
+        Histogram, Metric("vllm:iteration_tokens_total", "Prompt and generated tokens of a step", "histogram")
+    ] = _empty(_STEP_TOKENS)
     step_s: Annotated[Histogram, Metric("aerie:step_seconds", "Time of a step on rank 0", "histogram")] = _empty(
         _SHORT_S
     )

@@ -82,7 +82,7 @@ class StepResults:
             outputs.append(
                 RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason, num_drafted=drafted)
             )
-        self._stats.num_draft_tokens += sum(num_drafted)
+        self._stats.num_draft_tokens += int(step.num_drafted[counts > 0].sum())
         self._count(result, step)
         return outputs
 
@@ -167,7 +167,9 @@ class StepResults:
             num_tokens = int(unpack_i32(result.counts)[: step.num_rounds].sum())
             stats.count_rounds(self._shapes[step.shape].name, num_tokens, step.reason)
             stats.expected_tokens_per_ms = self._shape_choice.expected
-        stats.generation_tokens += len(result.tokens) // 4
+        num_generated = len(result.tokens) // 4
+        stats.generation_tokens += num_generated
+        stats.iteration_tokens.observe(step.load.chunk_tokens + num_generated)
         stats.step_s.observe(result.elapsed_s)
         accepted = unpack_i32(result.accepted)
         for num_accepted, count in enumerate(np.bincount(accepted[accepted >= 0]).tolist()):

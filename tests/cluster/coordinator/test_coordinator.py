@@ -244,12 +244,18 @@ def test_statistics_fill_every_histogram_that_the_edge_exports(make_bed):
     counted = stats.scheduler
     assert (stats.engine_id, counted.finished) == ("e1", {"length": 1})
     assert (counted.prompt_tokens, counted.generation_tokens) == (5, 20)
-    assert stats.num_draft_tokens == 5 * counted.num_drafts > 0
+    # The prompt's last chunk drafts too, and the drafts of the last round are never verified.
+    assert stats.num_draft_tokens == 5 * (counted.num_drafts + 1) > 5
+    assert stats.cache_config["block_size"] == "4" and stats.cache_config["num_gpu_blocks"] == "200"
     observed = [name for name, metric in declared_metrics(SchedulerStats).items() if metric.kind == "histogram"]
-    assert len(observed) == 8
+    assert len(observed) == 13
     for name in observed:
         histogram = getattr(counted, name)
         assert len(histogram.counts) == len(histogram.bounds) + 1 and sum(histogram.counts) >= 1
+    assert counted.iteration_tokens.total == 5 + 20 and sum(counted.iteration_tokens.counts) == counted.num_steps
+    assert (counted.request_max_tokens.total, counted.request_max_generation_tokens.total) == (20, 20)
+    legs_s = counted.queue_s.total + counted.prefill_s.total + counted.decode_s.total
+    assert legs_s == pytest.approx(counted.e2e_s.total)
 
 
 def test_the_scheduler_hears_what_steps_cost_with_every_worker_group(make_bed):

@@ -2,6 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.http.counts import RequestCounts
 from cluster.http.metrics import declared_metrics, prometheus_text
 from cluster.transport.messages import EngineStats
 from workers.scheduling.stats import Histogram, SchedulerStats
@@ -28,6 +29,13 @@ EXPORTED = {
     "vllm:request_queue_time_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:request_max_num_generation_tokens": "histogram",
+    "vllm:request_params_max_tokens": "histogram",
+    "vllm:iteration_tokens_total": "histogram",
+    "vllm:cache_config_info": "gauge block_size enable_prefix_caching",
+    "aerie:late_masks": "counter",
     "aerie:steps": "counter",
     "aerie:requests_resumed": "counter",
     "aerie:shape_tokens": "counter shape",
@@ -154,13 +162,26 @@ def test_every_metric_is_exported_under_its_name_with_its_type_and_label() -> No
     by_label = ("finished", "tokens_by_shape", "steps_by_shape", "steps_by_reason", "expected_tokens_per_ms")
     stats = SchedulerStats(**{name: {"one": 1} for name in by_label}, accepted_histogram=[0, 1])
     ranks = {"heartbeat_age_s": (0.0,), "rank_steps": (1,), "rank_step_s": (0.1,)}
-    engine = EngineStats("a", "ready", scheduler=stats, num_pages=1, **ranks)
+    cache = {"block_size": "16", "enable_prefix_caching": "True"}
+    engine = EngineStats("a", "ready", scheduler=stats, num_pages=1, cache_config=cache, **ranks)
     found = {}
     for family in text_string_to_metric_families(prometheus_text([engine], "m").decode()):
         labels = set().union(*(sample.labels for sample in family.samples)) - {"model_name", "engine", "le"}
         found[family.name] = " ".join([family.type, *sorted(labels)])
         assert family.documentation
     assert found == EXPORTED
+
+
+def test_an_ingress_tells_how_many_choices_requests_want() -> None:
+    counts = RequestCounts()
+    for number in (1, 1, 4):
+        counts.choices.observe(number)
+    text = prometheus_text([EngineStats("a", "ready", cache_config={"block_size": "16"})], "m", counts).decode()
+    lines = text.splitlines()
+    label = f'ingress="{counts.ingress}",'
+    assert f'vllm:request_params_n_bucket{{{label}le="2.0",model_name="m"}} 2.0' in lines
+    assert f'vllm:request_params_n_count{{{label[:-1]},model_name="m"}} 3.0' in lines
+    assert 'vllm:cache_config_info{block_size="16",engine="a",model_name="m"} 1.0' in lines
 
 
 def test_histograms_are_cumulative() -> None:
