@@ -149,11 +149,12 @@ def eager_ms(tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that comes at `at_s` whatever the server does."""
+    """A request that comes at `at_s` whatever the server does. prompt: its tokens, if others may share some of them."""
 
     at_s: float
     prompt_len: int
     max_tokens: int
+    prompt: tuple[int, ...] = ()
 
 
 def poisson_load(
@@ -280,7 +281,7 @@ class LoadFigures:
 class FirstComeBudget(LatencyBudget):
     """Prompts are computed in the order of arrival."""
 
-    def patience_s(self, num_tokens: int) -> float:
+    def patience_s(self, num_tokens: int, backlog_tokens: int) -> float:
         return 0.0
 
 
@@ -315,7 +316,7 @@ class Policy:
 def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> LoadFigures:
     """Serve `arrivals` to their end."""
     clock, rng = Clock(), random.Random(seed)
-    cache = CacheConfig(page_size=16, prefix_cache=False)
+    cache = CacheConfig(page_size=16, prefix_cache=any(arrival.prompt for arrival in arrivals))
     scheduler = Scheduler(policy.config, cache, 50_000, 8192, clock, policy.shapes, 1, graph_capture=policy.capture)
     graphs = None if policy.graphs is None else policy.graphs()
     if graphs is not None:
@@ -356,7 +357,8 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
         clock.now = max(clock.now, next_s)
         while coming and coming[0][1].at_s <= clock.now:
             number, arrival = coming.popleft()
-            scheduler.submit(Request(str(number), [1] * arrival.prompt_len, SamplingParams(arrival.max_tokens)))
+            prompt = list(arrival.prompt) or [1] * arrival.prompt_len
+            scheduler.submit(Request(str(number), prompt, SamplingParams(arrival.max_tokens)))
         if result_s <= clock.now:
             result = rank.results.popleft()[1]
             timing.answered(clock.now, result.elapsed_s)

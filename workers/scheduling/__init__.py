@@ -3,6 +3,7 @@
 scheduler       decides what each step runs, and takes its result one step later
 step_results    the part that is about results
 prefill         the part that is about prompts: which chunks, and who is admitted
+shared_prefixes prompts that wait for the pages of one that is being computed
 cost_table      what steps cost, as measured
 step_time       what steps take: the table, corrected by the steps that ran
 latency_budget  how long a step may take, and so how many prompt tokens it carries

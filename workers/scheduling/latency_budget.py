@@ -14,7 +14,9 @@ MIN_SHARE = 0.25  # of the target, which prompts get beside rounds however long 
 MAX_STRETCH = 3.0  # times the target, if that is no number of the configuration
 BACKLOG_SHARE = 0.5  # of what pending prompts take together, which a stretched step may take
 _MANY_STEPS = 8  # of prompts, which stretch a step as far as it goes
-MAX_PATIENCE = 2.0  # times the target, by which a prompt's deadline is after its arrival at most
+PATIENCE = 4.0  # times what a prompt takes by itself, from its arrival to its deadline
+MAX_PATIENCE = 4.0  # times the target, which that is at most while few prompts are pending
+QUEUE_PATIENCE = 2.0  # times what the pending prompts take, which that is at most while many are
 _ROUNDING_MS = 1e-6
 
 
@@ -63,10 +65,14 @@ class LatencyBudget:
         ms = self.costs.step_ms(*step.planned(rounds))
         return step.tokens * 1000.0 / ms if ms else 0.0
 
-    def patience_s(self, num_tokens: int) -> float:
-        """Seconds from a prompt's arrival to its deadline: what computing it takes, so that short prompts pass long
-        ones; and `MAX_PATIENCE` at most, so that no prompt is passed by what comes later than that."""
-        return min(self.prompt_ms(num_tokens), MAX_PATIENCE * self.target_ms) / 1000
+    def patience_s(self, num_tokens: int, backlog_tokens: int) -> float:
+        """Seconds from a prompt's arrival to its deadline, while `backlog_tokens` prompt tokens are pending.
+
+        A multiple of what computing the prompt takes, so that short prompts pass long ones. Bounded, so that no prompt
+        is passed by those that come later: in a queue the bound grows with the queue, because a long prompt waits for
+        most of it anyway, and a short one that passes adds little; without one, being passed is the only wait."""
+        bound_ms = max(MAX_PATIENCE * self.target_ms, QUEUE_PATIENCE * self.prompt_ms(backlog_tokens))
+        return min(PATIENCE * self.prompt_ms(num_tokens), bound_ms) / 1000
 
     def step_limit_ms(self, rounds: StepRounds, backlog_tokens: int) -> float:
         """What a step with these rounds may take while `backlog_tokens` prompt tokens are pending.

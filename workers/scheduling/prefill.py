@@ -11,6 +11,7 @@ from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRou
 from workers.scheduling.plan import Chunk, pack_i32
 from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import PlanBuilder, Sequence
+from workers.scheduling.shared_prefixes import SharedPrefixes
 from workers.scheduling.stats import SchedulerStats
 
 MAX_PASSED = 64  # requests with uncompiled grammars that a later request may pass: each step looks through them
@@ -51,6 +52,7 @@ class PrefillPlanner:
         self._max_step_tokens = max_step_tokens
         self._shapes = shapes
         self._grammars = grammars
+        self.shared = SharedPrefixes(queues)
         self.budget: LatencyBudget | None = None
 
     def deadline_s(self, sequence: Sequence) -> float:
@@ -60,7 +62,8 @@ class PrefillPlanner:
         cache = self._cache_for(sequence)
         salt = sequence.request.sampling.cache_salt
         sequence.num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, salt)
-        return sequence.submitted_s + self.budget.patience_s(len(sequence.tokens) - sequence.num_cached)
+        num_tokens = len(sequence.tokens) - sequence.num_cached
+        return sequence.submitted_s + self.budget.patience_s(num_tokens, self._queues.backlog_tokens)
 
     def plan(self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds) -> StepBudget:
         """Prompt chunks beside `rounds`, of admitted and new requests while slots, pages and the budget last; how much
@@ -68,8 +71,9 @@ class PrefillPlanner:
         queues, budget = self._queues, self._step_budget(rounds)
         admitted = sorted(queues.prefilling.values(), key=_ORDER, reverse=True)
         while budget.room(1, 0):
-            waiting = self._next_waiting(rounds) if self._can_admit(builder) else None
-            if waiting is not None and (not admitted or waiting.order < admitted[-1].order):
+            first = admitted[-1] if admitted else None
+            waiting = self._next_waiting(first, builder, rounds) if self._can_admit(builder) else None
+            if waiting is not None:
                 builder.admits = self._admit(waiting, builder, budget)
                 if builder.admits:
                     count = self._plan_chunk(waiting, budget, builder, drafted)
@@ -80,13 +84,22 @@ class PrefillPlanner:
                     self._plan_chunk(sequence, budget, builder, drafted)
             else:
                 break
+        self.shared.ended(builder)
         return budget
 
-    def _next_waiting(self, rounds: StepRounds) -> Sequence | None:
-        """The first who waits, but for those whose grammar is still compiled, or whose mask is late: rounds beside them
-        would wait too."""
-        first = islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED)
-        return next((s for s in first if rounds.num_requests == 0 or self._grammars.is_ready(s)), None)
+    def _next_waiting(self, admitted: Sequence | None, builder: PlanBuilder, rounds: StepRounds) -> Sequence | None:
+        """The first waiting request, if it comes before `admitted`. Two kinds are passed: those whose grammar is still
+        compiled or whose mask is late, because rounds beside them would wait too, and those whose prefix this plan
+        computes for another."""
+        for sequence in islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED):
+            if admitted is not None and admitted.order < sequence.order:
+                return None
+            if rounds.num_requests and not self._grammars.is_ready(sequence):
+                continue
+            if sequence.number not in builder.held and not self.shared.must_wait(sequence, builder):
+                return sequence
+            builder.held.add(sequence.number)
+        return None
 
     def _can_admit(self, builder: PlanBuilder) -> bool:
         return builder.admits and not builder.preempted and self._slot_pages.num_free_slots > 0
@@ -96,7 +109,8 @@ class PrefillPlanner:
         if self.budget is None:
             return StepBudget(self._max_step_tokens)
         backlog = sum(len(sequence.tokens) - sequence.computed for sequence in queues.prefilling.values())
-        backlog += sum(len(sequence.tokens) for sequence in islice(queues.waiting, self._slot_pages.num_free_slots))
+        for sequence in islice(queues.waiting, self._slot_pages.num_free_slots):
+            backlog += len(sequence.tokens) - sequence.num_cached
         return self.budget.step(rounds, backlog)
 
     def _plan_chunk(self, sequence: Sequence, budget: StepBudget, builder: PlanBuilder, drafted: RoundShape) -> int:

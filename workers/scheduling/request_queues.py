@@ -54,6 +54,12 @@ class RequestQueues:
         """The last arrival among those that have a slot."""
         return self.active[max(self.active)]
 
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that are not planned yet, without those that the prefix cache had when their request came."""
+        admitted = sum(len(sequence.tokens) - sequence.computed for sequence in self.prefilling.values())
+        return admitted + self.waiting.load.backlog_tokens
+
     def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
         """Queue a request that has been checked."""
         sequence = Sequence(request, self._num_submitted, now)

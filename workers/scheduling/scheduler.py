@@ -125,8 +125,7 @@ class Scheduler:
     @property
     def backlog_tokens(self) -> int:
         """Prompt tokens that are not planned yet, without those that the prefix cache had when their request came."""
-        admitted = sum(len(sequence.tokens) - sequence.computed for sequence in self.queues.prefilling.values())
-        return admitted + self.queues.waiting.load.backlog_tokens
+        return self.queues.backlog_tokens
 
     def prefill_tokens_per_s(self) -> float:
         """At which prompts are computed beside the rounds of now, by the costs; 0 without costs."""
@@ -191,6 +190,7 @@ class Scheduler:
         had_step = bool(self._in_flight)
         self._in_flight.clear()
         self._grammars.reset()
+        self._prefill.shared.clear()
         self.captures.reset()
         self.epoch = epoch
         self._next_step = 0

@@ -133,8 +133,9 @@ class InFlightStep:
 
 class PlanBuilder:
     """Plan number `step`, being made. oldest_in_flight: the first step whose result has not been applied. preempted:
-    whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room. asking:
-    whose chunks ask for log-probabilities."""
+    whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room. held:
+    numbers of waiting requests whose prefix this plan computes for another one. asking: whose chunks ask for
+    log-probabilities."""
 
     __slots__ = (
         "step",
@@ -146,6 +147,7 @@ class PlanBuilder:
         "max_kv_len",
         "preempted",
         "admits",
+        "held",
     )
 
     def __init__(self, step: int, oldest_in_flight: int) -> None:
@@ -158,3 +160,4 @@ class PlanBuilder:
         self.max_kv_len = 0
         self.preempted = False
         self.admits = True
+        self.held: set[int] = set()

@@ -157,15 +157,17 @@ class SlotPages:
         self.max_pending[slots] += max_new_tokens
         self.min_pending[slots] += 1
 
-    def share(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
-        """Inserts a slot's committed pages (`tokens`: those known) into the prefix cache; the slot goes on.
+    def share(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int | None = None) -> None:
+        """Inserts a slot's committed pages (`tokens`: those known) into the prefix cache; the slot goes on. num_pages:
+        only so many of them; those that the plan being made writes must not be among them.
 
         Where the tree has a page already, the slot uses that one from the next plan on and its own is freed.
         """
         if self.cache is None:
             return
         table = self.pages[slot]
-        kept = self.cache.insert(tokens, table[: int(self.committed[slot]) >> self._shift], self.cache_salt[slot])
+        num_pages = int(self.committed[slot]) >> self._shift if num_pages is None else num_pages
+        kept = self.cache.insert(tokens, table[:num_pages], self.cache_salt[slot])
         for index, page in enumerate(kept):
             if table[index] != page:
                 self.allocator.acquire((page,))
