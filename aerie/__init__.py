@@ -1,9 +1,9 @@
-"""Aerie as a library: `aerie.LLM` and `aerie.SamplingParams`.
+"""Aerie as a library: `aerie.LLM`, `aerie.SamplingParams` and what `LLM` returns.
 
     import aerie
 
     with aerie.LLM("eagle") as llm:
-        print(llm.chat([[{"role": "user", "content": "Hello!"}]])[0].text)
+        print(llm.chat([{"role": "user", "content": "Hello!"}])[0].outputs[0].text)
 
 Names are imported at their first use, because that imports torch. The server's code is in `attention`, `workers`,
 `speculative`, `cluster` and `deploy`.
@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deploy.offline import LLM as LLM
+    from deploy.offline import CompletionOutput as CompletionOutput
+    from deploy.offline import RequestOutput as RequestOutput
     from deploy.offline import SamplingParams as SamplingParams
 
     __version__: str
 
-_FROM_OFFLINE = ("LLM", "SamplingParams")
+_FROM_OFFLINE = ("LLM", "SamplingParams", "RequestOutput", "CompletionOutput")
 
 __all__ = [*_FROM_OFFLINE, "__version__"]  # noqa: PLE0604
 

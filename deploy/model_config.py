@@ -1,8 +1,9 @@
 """A configuration made of a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`."""
 
 import argparse
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     """The config file that the command line means: an existing one, a packaged one's name, or one made here for a model
     in a folder or on the hub, written to --save or into `scratch`. Raises ConfigError."""
     given = str(arguments.config)
-    if not _names_model(given):
+    if not names_model(given):
         wanted = {"--draft": arguments.draft, "--tensor-parallel": arguments.tensor_parallel, "--set": arguments.set}
         wanted |= {"--save": arguments.save, "--revision": arguments.revision}
         if used := [name for name, value in wanted.items() if value]:
@@ -30,19 +31,12 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
                 f"model; {path} is a config file: write these keys there"
             )
         return path
-    model = model_folder(given, arguments.revision)
-    args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
-    if arguments.draft:
-        draft = model_folder(arguments.draft, None)
-        args["speculative"] = {"method": _head_method(draft), "path": str(draft)}
+    args = model_args(given, arguments.draft, arguments.revision)
     if arguments.tensor_parallel is not None:
         args["parallel"] = {"tensor_parallel": arguments.tensor_parallel}
-    for key, value in _vllm_keys(arguments, model).items():
-        _set(args, key, _resolved(key, value), f"{key}={value}")
+    args = use_options(args, _vllm_keys(arguments, print))
     for assignment in arguments.set:
         _assign(args, assignment)
-    if "speculative" in args and "method" not in args["speculative"] and args["speculative"].get("path"):
-        args["speculative"]["method"] = _head_method(Path(args["speculative"]["path"]))
     content = {
         "proxy_location": "HeadOnly",
         "http_options": {
@@ -60,23 +54,44 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     return Path(path)
 
 
-def _vllm_keys(arguments: argparse.Namespace, model: Path | None = None) -> vllm_options.Changes:
-    """The keys that options of `vllm serve` become; what differs is printed. model: its folder. Raises ConfigError."""
+def model_args(given: str, draft: str | None, revision: str | None) -> dict[str, Any]:
+    """The `args` of an application for a model in a folder or on the hub. Raises ConfigError."""
+    model = model_folder(given, revision)
+    args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
+    return use_options(args, {"speculative.path": draft} if draft else {})
+
+
+def use_options(args: dict[str, Any], keys: vllm_options.Changes) -> dict[str, Any]:
+    """`args` with keys set that options became. Raises ConfigError."""
+    args = copy.deepcopy(args)
+    for key, value in keys.items():
+        if key == vllm_options.QUANTIZATION:
+            _check_quantization(value, Path(args["model"]["path"]))
+        elif key == "speculative.path":
+            folder = model_folder(value, None)
+            speculative = args.setdefault("speculative", {})
+            speculative |= {"path": str(folder)} | {"method": speculative.get("method") or _head_method(folder)}
+        else:
+            _set(args, key, value, f"{key}={value}")
+    return args
+
+
+def _vllm_keys(
+    arguments: argparse.Namespace, report: Callable[[str], None] = lambda note: None
+) -> vllm_options.Changes:
+    """The keys that options of `vllm serve` become. report: hears what differs. Raises ConfigError."""
     try:
         keys, notes = vllm_options.changes(vllm_options.given(arguments))
     except vllm_options.OptionError as error:
         raise ConfigError(str(error)) from None
-    wanted = keys.pop(vllm_options.QUANTIZATION, None)
-    if model is not None:
-        print("\n".join(notes), end="\n" if notes else "", flush=True)
-        if wanted is not None:
-            check_quantization(wanted, model)
+    for note in notes:
+        report(note)
     if "ingress.api_keys" in keys:
         keys["ingress.api_keys"] = [key_digest(key) for key in keys["ingress.api_keys"]]  # a key stands in no file
     return keys
 
 
-def check_quantization(wanted: str, model: Path) -> None:
+def _check_quantization(wanted: str, model: Path) -> None:
     """Refuse --quantization for a checkpoint that says otherwise. Raises ConfigError."""
     raw = json.loads((model / "config.json").read_text())
     present = (raw.get("quantization_config") or {}).get("quant_method")
@@ -88,12 +103,7 @@ def check_quantization(wanted: str, model: Path) -> None:
         )
 
 
-def _resolved(key: str, value: Any) -> Any:
-    """The value of a key, a draft's name on the hub as its folder."""
-    return str(model_folder(value, None)) if key == "speculative.path" else value
-
-
-def _names_model(given: str) -> bool:
+def names_model(given: str) -> bool:
     """A folder with a checkpoint, or a name of the form OWNER/NAME that is no file."""
     path = Path(given).expanduser()
     if path.is_dir():

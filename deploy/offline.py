@@ -1,9 +1,5 @@
-"""Offline generation: the engine of a configuration in this process, texts in and texts out, without Ray and HTTP.
-
-    from deploy.offline import LLM
-
-    with LLM("eagle") as llm:
-        print(llm.chat([[{"role": "user", "content": "Hello!"}]])[0].text)
+"""Offline generation: the engine of a model in this process, texts in and texts out, without Ray and HTTP, by the names
+of vLLM's `LLM`. Users import it as `aerie.LLM`.
 
 Several ranks are processes of their own, started by `multiprocessing`: a script then needs the usual
 `if __name__ == "__main__":`.
@@ -11,52 +7,67 @@ Several ranks are processes of their own, started by `multiprocessing`: a script
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Self
+from types import FrameType
+from typing import Any, Self
 
-import msgspec
+from tqdm import tqdm
 
 from cluster.assembly import engine_spec
 from cluster.config import ConfigError, read_args
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.text.user_text import ChatText
+from deploy import vllm_options
 from deploy.checks import checked
 from deploy.configs import find_config
+from deploy.model_config import model_args, names_model, use_options
+from deploy.offline_requests import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    RunningAnswer,
+    SamplingParams,
+    is_token_ids,
+    prompt_of,
+)
 from speculative.local import local_engine
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import FinishReason, Request, RequestOutput
+from workers.scheduling.request import Request
+from workers.scheduling.request import RequestOutput as StepOutput
 
-__all__ = ["GREEDY", "LLM", "Completion", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 GREEDY = SamplingParams(max_tokens=256, temperature=0.0)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer. token_ids: with the token that ended it. acceptance_length: tokens a verified draft yielded, 1 +
-    accepted / rounds; None if nothing was drafted for it."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    acceptance_length: float | None
+Params = SamplingParams | Sequence[SamplingParams] | None
+Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
     """An engine that answers lists of prompts. Use it in a `with` statement, or `close` it: ranks are processes."""
 
-    def __init__(self, config: str | Path = "eagle", tensor_parallel: int | None = None) -> None:
-        """config: a Serve config file, or the name of a packaged one. tensor_parallel: instead of the configuration's.
+    def __init__(
+        self, model: str | Path = "eagle", *, draft: str | None = None, revision: str | None = None, **options: Any
+    ) -> None:
+        """model: a folder with a checkpoint, a name on the hub, a Serve config file, or the name of a packaged one.
+        draft: an EAGLE head's folder or name on the hub; only beside a model. revision: of the model on the hub.
+        options: keyword arguments of vLLM's `LLM` that have a row in docs/commands.md, such as tensor_parallel_size,
+        max_model_len, dtype, gpu_memory_utilization, speculative_config.
 
-        Raises ConfigError for what the configuration or its checkpoints have wrong."""
-        path = find_config(config)
-        args = dict(read_args(path))
-        if tensor_parallel is not None:
-            args["parallel"] = {**(args.get("parallel") or {}), "tensor_parallel": tensor_parallel}
-        parsed = checked(args, path.resolve().parent)
+        Raises ConfigError for what the model, its configuration or an option has wrong, TypeError for an option that
+        is not known."""
+        if unknown := [name for name in options if not vllm_options.is_option(name)]:
+            raise TypeError(f"{unknown[0]}: LLM has no such option; docs/commands.md lists them")
+        if names_model(str(model)):
+            args, base = model_args(str(model), draft, revision), Path.cwd()
+        elif draft is not None or revision is not None:
+            raise ConfigError(f"draft, revision: only beside a model; {model} is a config file: write it there")
+        else:
+            path = find_config(model)
+            args, base = dict(read_args(path)), path.resolve().parent
+        parsed = checked(_with(args, options), base)
         self.tokenizer = ChatTokenizer.from_folder(parsed.model.path)
         self._numbers = count()
         self._stack = contextlib.ExitStack()
@@ -75,18 +86,61 @@ class LLM:
         """End the ranks."""
         self._stack.close()
 
-    def generate(self, prompts: Sequence[str], sampling: SamplingParams = GREEDY) -> list[Completion]:
-        """What the model writes after each text, in the order of `prompts`. The model's own end of text ends an answer
-        beside `sampling.stop_token_ids`. Raises RequestTooLargeError for a prompt that can never run."""
-        return self._run(self._encoded(prompts, add_special_tokens=True), sampling)
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The model's tokenizer and chat template."""
+        return self.tokenizer
+
+    def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Return what the model writes after each prompt, in their order.
+
+        prompts: a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
+        sampling_params: for all, or one for each prompt; without them greedy answers of up to 256 tokens.
+        use_tqdm: show progress on a terminal.
+        Raises RequestTooLargeError for a prompt that can never run, TypeError for what is no prompt. Ctrl-C ends the
+        answers, and the engine stays usable."""
+        is_one = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
+        found = [prompt_of(prompt) for prompt in ([prompts] if is_one else prompts)]
+        texts = [text for text, _ in found if text is not None]
+        encoded = iter(self._encoded(texts, add_special_tokens=True))
+        given = [(text, next(encoded) if tokens is None else tokens) for text, tokens in found]
+        return self._answer(given, sampling_params, use_tqdm)
 
     def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, str]]], sampling: SamplingParams = GREEDY
-    ) -> list[Completion]:
-        """The assistant's answer to each list of messages ({"role", "content"}), as `generate`. Raises
-        ChatTemplateError for messages that the model's template refuses."""
-        texts = [self.tokenizer.render(messages) for messages in conversations]
-        return self._run(self._encoded(texts, add_special_tokens=False), sampling)
+        self, messages: Messages | Sequence[Messages], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Return the assistant's answer to a conversation, or to each of a list of them, otherwise as `generate`.
+
+        messages: {"role", "content"} and what else the model's template knows. Raises ChatTemplateError for messages
+        that it refuses."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [self.tokenizer.render(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        encoded = self._encoded(texts, add_special_tokens=False)
+        given = [(text.text, tokens) for text, tokens in zip(texts, encoded, strict=True)]
+        return self._answer(given, sampling_params, use_tqdm)
+
+    def run(self, requests: Sequence[Request], listen: Callable[[StepOutput], object]) -> None:
+        """Run requests of the engine to their end. listen: gets what each step brings; true ends that request.
+
+        Whatever ends this early, Ctrl-C too, leaves the engine as it was before."""
+        engine = self._engine
+        waiting, running = list(requests)[::-1], 0
+        with _interrupts_between_steps() as check_interrupt:
+            try:
+                while waiting or running:
+                    while waiting and running < engine.scheduler.num_slots:
+                        engine.scheduler.submit(waiting.pop())
+                        running += 1
+                    for output in engine.step():
+                        ended = bool(listen(output)) and output.finish_reason is None
+                        if ended:
+                            engine.scheduler.abort(output.request.request_id)
+                        running -= ended or output.finish_reason is not None
+                    check_interrupt()
+            finally:
+                for request in requests:
+                    engine.scheduler.abort(request.request_id)
+                while engine.executor.num_pending:
+                    engine.scheduler.apply(engine.executor.take())
 
     def _encoded(self, texts: Sequence[str | ChatText], add_special_tokens: bool) -> list[list[int]]:
         async def encode() -> list[list[int]]:
@@ -94,30 +148,72 @@ class LLM:
 
         return asyncio.run(encode())
 
-    def _run(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[Completion]:
-        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self.tokenizer.eos_token_ids)))
-        sampling = msgspec.structs.replace(sampling, stop_token_ids=stops)
-        requests = [Request(f"offline-{next(self._numbers)}", prompt, sampling) for prompt in prompts]
-        reasons: dict[str, FinishReason] = {}
+    def _answer(
+        self, prompts: Sequence[tuple[str | None, list[int]]], params: Params, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """prompts: text, if there is one, and token ids."""
+        each = [params or GREEDY] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for all, or one each")
+        groups = [
+            [RunningAnswer(f"offline-{next(self._numbers)}", tokens, p, n, self.tokenizer) for n in range(p.n)]
+            for (_, tokens), p in zip(prompts, each, strict=True)
+        ]
+        running = {answer.request.request_id: answer for group in groups for answer in group}
+        # None: tqdm shows nothing where stderr is no terminal
+        with tqdm(total=len(running), desc="answers", disable=None if use_tqdm else True) as progress:
 
-        def listen(output: RequestOutput) -> None:
-            if output.finish_reason is not None:
-                reasons[output.request.request_id] = output.finish_reason
+            def listen(output: StepOutput) -> bool:
+                ended = running[output.request.request_id].push(output)
+                progress.update(ended or output.finish_reason is not None)
+                return ended
 
-        try:
-            self._engine.run(requests, self._engine.scheduler.num_slots, listen)
-        except ValueError:  # one of them was refused: the others are not wanted either
-            for request in requests:
-                self._engine.scheduler.abort(request.request_id)
-            raise
-        return [self._completion(request, reasons[request.request_id]) for request in requests]
+            self.run([answer.request for answer in running.values()], listen)
+        return [
+            RequestOutput(
+                request_id=group[0].request.request_id,
+                prompt=text,
+                prompt_token_ids=tokens,
+                outputs=[answer.output() for answer in group],
+                num_cached_tokens=group[0].request.cached_tokens,
+            )
+            for (text, tokens), group in zip(prompts, groups, strict=True)
+        ]
 
-    def _completion(self, request: Request, reason: FinishReason) -> Completion:
-        rounds = sum(request.acceptance_histogram)
-        accepted = sum(k * times for k, times in enumerate(request.acceptance_histogram))
-        return Completion(
-            text=self.tokenizer.decode(request.output, skip_special_tokens=True),
-            token_ids=tuple(request.output),
-            finish_reason=reason,
-            acceptance_length=1 + accepted / rounds if rounds else None,
-        )
+
+def _with(args: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """`args` with the keys that keyword arguments become. Raises ConfigError."""
+    try:
+        keys, _ = vllm_options.changes(options, python=True)
+    except vllm_options.OptionError as error:
+        raise ConfigError(str(error)) from None
+    if server := [key for key in keys if key.startswith("ingress.")]:
+        raise ConfigError(f"{server[0]}: is a server's; LLM has none")
+    return use_options(args, keys)
+
+
+@contextlib.contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back while this is open; the function raises it as KeyboardInterrupt. A second one comes at once.
+    Only the main thread gets any."""
+    came = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or former is not signal.default_int_handler:
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, former)

@@ -25,7 +25,7 @@ def test_names_are_those_of_the_offline_engine() -> None:
     assert aerie.LLM is offline.LLM
     assert aerie.SamplingParams is offline.SamplingParams
     assert aerie.__version__ == version()
-    assert set(dir(aerie)) >= {"LLM", "SamplingParams", "__version__"}
+    assert set(dir(aerie)) >= {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"}
     with pytest.raises(AttributeError, match="it has LLM"):
         aerie.Database  # noqa: B018
 

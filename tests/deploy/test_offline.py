@@ -1,7 +1,15 @@
-"""Offline generation with the embedded pair: what comes back, and that a refused prompt leaves the engine usable."""
+"""Offline generation with the embedded pair: the names of vLLM's `LLM`, what comes back, and that whatever ends a call
+early leaves the engine usable."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,47 +17,167 @@ import torch
 from cluster.config import ConfigError
 from cluster.http.text.chat_template import ChatTemplateError
 from deploy.offline import LLM, SamplingParams
-from workers.scheduling.request import FinishReason, RequestTooLargeError
+from workers.scheduling.request import RequestTooLargeError
 
-GREETING = [{"role": "user", "content": "Hello"}]
+GREETING = {"role": "user", "content": "Hello"}
+HELLO = "Hello! How can I help you today?"
+PROBLEM = [{"role": "user", "content": "Tom has 3 bags with 4 apples each. How many apples does he have?"}]
+TARGET = Path(__file__).resolve().parents[2] / "deploy" / "models" / "target"
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     torch.set_num_threads(1)
-    with LLM("eagle", tensor_parallel=1) as llm:
+    with LLM("eagle", tensor_parallel_size=1) as llm:
         yield llm
 
 
+def _greets(llm: LLM) -> bool:
+    return llm.chat([GREETING])[0].outputs[0].text == HELLO
+
+
 def test_chat_answers_in_order_and_ends_at_the_models_end_of_turn(llm: LLM) -> None:
-    problem = [{"role": "user", "content": "Tom has 3 bags with 4 apples each. How many apples does he have?"}]
-    greeting, solved = llm.chat([GREETING, problem], SamplingParams(max_tokens=60, temperature=0.0))
-    assert greeting.text == "Hello! How can I help you today?"
-    assert greeting.finish_reason is FinishReason.STOP and greeting.token_ids[-1] in llm.tokenizer.eos_token_ids
-    assert "apples" in solved.text
-    assert solved.acceptance_length is not None and solved.acceptance_length > 1.2
+    greeting, solved = llm.chat([[GREETING], PROBLEM], SamplingParams(max_tokens=60, temperature=0.0))
+    answer = greeting.outputs[0]
+    assert answer.text == HELLO and greeting.finished and "Hello" in (greeting.prompt or "")
+    assert answer.finish_reason == "stop" and answer.token_ids[-1] in llm.tokenizer.eos_token_ids
+    assert "apples" in solved.outputs[0].text
+    assert solved.outputs[0].acceptance_length is not None and solved.outputs[0].acceptance_length > 1.2
 
 
-def test_generation_continues_a_text(llm: LLM) -> None:
+def test_one_conversation_and_a_list_of_them_are_told_apart(llm: LLM) -> None:
+    assert [result.outputs[0].text for result in llm.chat([GREETING])] == [HELLO]
+    assert [result.outputs[0].text for result in llm.chat([[GREETING], [GREETING]])] == [HELLO, HELLO]
+
+
+def test_a_text_is_one_prompt(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=9, temperature=0.0, speculative=False)
-    (completion,) = llm.generate(["Question: What is 2 + 2? Answer:"], sampling)
-    assert completion.finish_reason is FinishReason.LENGTH and len(completion.token_ids) == 9
-    assert completion.acceptance_length is None
+    text = "Question: What is 2 + 2? Answer:"
+    (result,) = llm.generate(text, sampling)
+    answer = result.outputs[0]
+    assert result.prompt == text and answer.finish_reason == "length" and len(answer.token_ids) == 9
+    assert answer.acceptance_length is None and answer.logprobs is None
+    ids = result.prompt_token_ids
+    forms: list[Any] = [ids, {"prompt": text}, {"prompt_token_ids": ids}, [text], [ids]]
+    for form in forms:
+        (same,) = llm.generate(form, sampling)
+        assert (same.prompt_token_ids, same.outputs[0].text) == (ids, answer.text)
+    with pytest.raises(TypeError, match="prompt 7: must be a text"):
+        llm.generate([text, 7])
+
+
+def test_log_probabilities_come_with_every_token(llm: LLM) -> None:
+    answer = llm.generate("Two and two", SamplingParams(max_tokens=5, temperature=0.0, logprobs=2))[0].outputs[0]
+    assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids) == 5
+    for token, found in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert next(iter(found)) == token and found[token].rank == 1 and len(found) == 2
+        assert found[token].logprob == max(each.logprob for each in found.values()) <= 0
+        assert found[token].decoded_token == llm.tokenizer.decode([token])
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(f[t].logprob for t, f in zip(answer.token_ids, answer.logprobs, strict=True))
+    )
+    only = llm.generate("Two and two", SamplingParams(max_tokens=5, temperature=0.0, logprobs=0))[0].outputs[0]
+    assert only.logprobs is not None and [list(found) for found in only.logprobs] == [[t] for t in answer.token_ids]
+
+
+def test_a_stop_text_ends_an_answer_and_is_not_shown(llm: LLM) -> None:
+    first, second = llm.chat(
+        [[GREETING], [GREETING]], [SamplingParams(stop="can", temperature=0.0), SamplingParams(temperature=0.0)]
+    )
+    assert first.outputs[0].text == "Hello! How " and first.outputs[0].stop_reason == "can"
+    assert second.outputs[0].text == HELLO and second.outputs[0].stop_reason is None
+    shown = SamplingParams(stop=["can"], include_stop_str_in_output=True, temperature=0.0)
+    assert llm.chat([GREETING], shown)[0].outputs[0].text == "Hello! How can"
+
+
+def test_several_answers_with_a_seed_are_the_same_again(llm: LLM) -> None:
+    sampling = SamplingParams(n=3, seed=5, max_tokens=8)
+    texts = [[each.text for each in llm.generate("Once", sampling)[0].outputs] for _ in range(2)]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
+
+
+@pytest.mark.parametrize("values", [{"n": 0}, {"max_tokens": 0}, {"top_p": 1.5}, {"logprobs": 21}, {"top_k": -2}])
+def test_numbers_out_of_range_are_named(values: dict[str, Any]) -> None:
+    ((name, value),) = values.items()
+    with pytest.raises(ValueError, match=f"^{name}={value}: must be "):
+        SamplingParams(**values)
+
+
+def test_what_is_not_known_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="bad_words"):
+        SamplingParams(bad_words=["x"])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="lora_request"):
+        llm.generate("x", lora_request=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="^hf_token_: LLM has no such option"):
+        LLM("eagle", hf_token_="x")
+    with pytest.raises(ConfigError, match="^quantization_config|is not quantised"):
+        LLM(str(TARGET), quantization="awq")
+    with pytest.raises(ConfigError, match="^enable_lora=True: Aerie serves no LoRA"):
+        LLM("eagle", enable_lora=True)
+    with pytest.raises(ConfigError, match="^ingress.api_keys: is a server's"):
+        LLM("eagle", api_key="a-secret-key")
+    with pytest.raises(ValueError, match="sampling_params: 2 for 1 prompts"):
+        llm.generate("x", [SamplingParams()] * 2)
 
 
 def test_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(RequestTooLargeError, match="2048"):
         llm.generate(["short", "seven " * 4000])
-    assert llm.chat([GREETING])[0].text == "Hello! How can I help you today?"
+    assert _greets(llm)
+
+
+def test_ctrl_c_ends_the_answers_and_the_engine_goes_on(llm: LLM) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    started_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Count"] * 4, SamplingParams(max_tokens=1900, ignore_eos=True))
+    assert time.monotonic() - started_s < 30
+    timer.join()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert llm._engine.scheduler.num_running == llm._engine.scheduler.num_waiting == 0
+    assert _greets(llm)
 
 
 def test_messages_that_the_template_refuses(llm: LLM) -> None:
     with pytest.raises(ChatTemplateError, match="role tool is unknown"):
-        llm.chat([[{"role": "tool", "content": "x"}]])
+        llm.chat([{"role": "tool", "content": "x"}])
 
 
 def test_configuration_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="absent: no such file; give a Serve config file or one of deepseek-v3"):
         LLM(Path("absent"))
     with pytest.raises(ConfigError, match="tensor_parallel=3"):
-        LLM("eagle", tensor_parallel=3)
+        LLM("eagle", tensor_parallel_size=3)
+
+
+# Ranks of their own get a terminal's Ctrl-C too. A script, because they import the main module.
+TWO_RANKS = """
+import os, signal, threading
+from aerie import LLM, SamplingParams
+
+if __name__ == "__main__":
+    with LLM("eagle", tensor_parallel_size=2) as llm:
+        threading.Timer(0.5, os.killpg, (0, signal.SIGINT)).start()
+        try:
+            llm.generate("Count", SamplingParams(max_tokens=1900, ignore_eos=True))
+        except KeyboardInterrupt:
+            print("interrupted")
+        print(llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text)
+"""
+
+
+def test_ctrl_c_does_not_end_ranks_of_their_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TWO_RANKS)
+    variables = os.environ | {"PYTHONPATH": str(TARGET.parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        check=False,
+    )
+    assert done.stdout == f"interrupted\n{HELLO}\n", done.stderr

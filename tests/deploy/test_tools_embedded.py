@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 import torch
@@ -16,6 +17,7 @@ from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
 from deploy.offline import LLM
 from tests.support.edge_client import MODEL, served
 from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import Request
 
 TARGET = Path(__file__).resolve().parents[2] / "deploy" / "models" / "target"
 PARAMETERS = {
@@ -44,10 +46,13 @@ class OfflineEngine:
         token_origins: bool = False,
         output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        (completion,) = await asyncio.to_thread(self._llm._run, [prompt], sampling)
-        tokens = completion.token_ids
+        ends = tuple(self._llm.tokenizer.eos_token_ids)
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
+        request, reasons = Request(request_id, prompt, sampling), []
+        await asyncio.to_thread(self._llm.run, [request], lambda output: reasons.append(output.finish_reason))
+        tokens = tuple(request.output)
         for at in range(0, len(tokens), 3):
-            finish = str(completion.finish_reason) if at + 3 >= len(tokens) else None
+            finish = str(reasons[-1]) if at + 3 >= len(tokens) else None
             yield TokenDelta(request_id, tokens[at : at + 3], finish)
 
     async def stats(self) -> list[EngineStats]:
@@ -60,7 +65,7 @@ class OfflineEngine:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     torch.set_num_threads(1)
-    with LLM("eagle", tensor_parallel=1) as llm:
+    with LLM("eagle", tensor_parallel_size=1) as llm:
         yield llm
 
 

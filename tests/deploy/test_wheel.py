@@ -17,9 +17,9 @@ from aerie import LLM, SamplingParams
 
 torch.set_num_threads(1)
 assert main(["plan", "--cpus", "8", "--gpus", "0"]) == 0
-with LLM("eagle", tensor_parallel=1) as llm:
+with LLM("eagle", tensor_parallel_size=1) as llm:
     question = {"role": "user", "content": "Mia has 3 boxes with 12 pens each. How many pens does she have?"}
-    (answer,) = llm.chat([[question]], SamplingParams(max_tokens=24, temperature=0.0))
+    answer = llm.chat([question], SamplingParams(max_tokens=24, temperature=0.0))[0].outputs[0]
 assert answer.text and answer.acceptance_length > 1.2, answer
 checkout, installed = map(Path, sys.argv[1:3])
 found = [Path(module.__file__) for module in sys.modules.values() if getattr(module, "__file__", None)]

@@ -1,6 +1,7 @@
 """The ranks of a local engine as child processes of this one. Used by `workers.runner.local_engine`."""
 
 import multiprocessing
+import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -93,6 +94,7 @@ class RankProcesses:
 
 
 def _run_rank(worker: WorkerConfig, layout: EngineLayout, rank: int, address: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it here too: the parent decides
     torch.set_num_threads(1)
     try:
         of_rank = build_rank(worker, layout, rank, address)
