@@ -30,7 +30,7 @@ from cluster.http.origins import Origins
 from cluster.http.page.files import page_routes
 from cluster.http.parsers.detection import detect_parser
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
-from cluster.http.routes import generation, messages, models, prefix_cache, responses, status, tokenization
+from cluster.http.routes import generation, messages, models, native, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.tracing import Tracing
@@ -42,7 +42,7 @@ EXPOSED_HEADERS = (
     "x-should-retry",
     "x-aerie-ignored",
 )  # for scripts of other origins
-ROUTES = (generation, responses, messages, tokenization, models, status, prefix_cache)
+ROUTES = (generation, responses, messages, native, tokenization, models, status, prefix_cache)
 
 
 def build_app(

@@ -23,7 +23,7 @@ def chat_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: 
         content.append(
             TokenLogprob(
                 token=_text(token, tokenizer, as_ids),
-                logprob=_finite(entry.logprob),
+                logprob=finite(entry.logprob),
                 bytes=list(tokenizer.token_bytes(token)),
                 top_logprobs=[_top(other, logprob, tokenizer, as_ids) for other, logprob in top],
             )
@@ -40,7 +40,7 @@ def text_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: 
     ]
     return TextLogprobs(
         tokens=[_text(token, tokenizer, as_ids) for token in piece.tokens],
-        token_logprobs=[_finite(entry.logprob) for entry in piece.logprobs],
+        token_logprobs=[finite(entry.logprob) for entry in piece.logprobs],
         top_logprobs=tops,
         text_offset=[begin + offset for offset in piece.offsets],
     )
@@ -53,7 +53,7 @@ def echo_logprobs(
     logprobs: list[float | None] = [None]
     tops: list[dict[str, float] | None] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
-        logprobs.append(_finite(score.logprob))
+        logprobs.append(finite(score.logprob))
         tops.append(_named(token, score, num_top, tokenizer, as_ids))
     return TextLogprobs(
         tokens=[_text(token, tokenizer, as_ids) for token in prompt],
@@ -88,7 +88,7 @@ def prompt_logprobs(
 
 
 def _prompt_token(token: int, logprob: float, rank: int, tokenizer: ChatTokenizer) -> PromptToken:
-    return PromptToken(_finite(logprob), rank, _text(token, tokenizer, as_ids=False))
+    return PromptToken(finite(logprob), rank, _text(token, tokenizer, as_ids=False))
 
 
 def _named(
@@ -99,7 +99,7 @@ def _named(
     # Tokens that are parts of characters can have the same text; the likelier one keeps it.
     named: dict[str, float] = {}
     for other, logprob in (*top, (token, entry.logprob)):
-        named.setdefault(_text(other, tokenizer, as_ids), _finite(logprob))
+        named.setdefault(_text(other, tokenizer, as_ids), finite(logprob))
     return named
 
 
@@ -115,12 +115,13 @@ def _offsets(prompt: Sequence[int], echo: str, tokenizer: ChatTokenizer) -> list
 
 def _top(token: int, logprob: float, tokenizer: ChatTokenizer, as_ids: bool) -> TopLogprob:
     raw = tokenizer.token_bytes(token)
-    return TopLogprob(token=_text(token, tokenizer, as_ids), logprob=_finite(logprob), bytes=list(raw))
+    return TopLogprob(token=_text(token, tokenizer, as_ids), logprob=finite(logprob), bytes=list(raw))
 
 
 def _text(token: int, tokenizer: ChatTokenizer, as_ids: bool) -> str:
     return f"token_id:{token}" if as_ids else tokenizer.token_bytes(token).decode(errors="replace")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """`logprob`, or `MIN_LOGPROB` where JSON cannot say it."""
     return max(logprob, MIN_LOGPROB) if math.isfinite(logprob) else MIN_LOGPROB

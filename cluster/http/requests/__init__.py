@@ -3,6 +3,7 @@
 edge_request       the whole of it: prompts and one set of sampling parameters per choice
 responses          /v1/responses as a chat
 messages           /v1/messages as a chat
+native             SGLang's /generate as a completion
 prompts            prompts of every form, as token ids
 sampling           the sampling parameters
 structured_output  what an answer's form must be, as a grammar

@@ -87,7 +87,7 @@ def checked_body(values: Mapping[str, Any], kind: type[Body], strict: bool) -> t
     if issubclass(kind, Choosing):
         kind = kind.choose(values)
     if issubclass(kind, Schema):
-        values = _without_refused(values, kind.refused)
+        values = without_refused(values, kind.refused)
         _check_spelling(values, kind)
     try:
         body = kind.model_validate(values)
@@ -154,7 +154,7 @@ def _num_inner_parts(part: Any) -> int:
     return len(inner) if isinstance(inner, list) else 0
 
 
-def _without_refused(values: Mapping[str, Any], refused: Refusals) -> dict[str, Any]:
+def without_refused(values: Mapping[str, Any], refused: Refusals) -> dict[str, Any]:
     """`values` without refused parameters that ask for nothing. Raises ApiError for those that do."""
     kept = {}
     for name, value in values.items():

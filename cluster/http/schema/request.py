@@ -34,7 +34,7 @@ TokenIds = Annotated[Any, WithJsonSchema(_TOKENS)]
 _NO_TOOLS = "use tools and tool_choice, which came in its place"
 _NO_LORA = "LoRA adapters are not implemented"
 # Of transformers, llama.cpp and others: they would change the answer.
-_OTHER_SAMPLERS = (
+OTHER_SAMPLERS = (
     "typical_p",
     "top_a",
     "tfs",
@@ -86,7 +86,7 @@ REFUSED: Refusals = {
     "prompt_embeds": ("prompts are text or token ids", ()),
     "custom_logit_processor": ("code from requests is not run", ()),
     "session_params": ("send the whole conversation; the prefix cache finds its beginning", ({},)),
-    **dict.fromkeys(_OTHER_SAMPLERS, ("this sampler is not implemented", ())),
+    **dict.fromkeys(OTHER_SAMPLERS, ("this sampler is not implemented", ())),
 }
 _CHATS_ONLY = "it belongs to /v1/chat/completions"
 _TEXTS_ONLY = "it belongs to /v1/completions"

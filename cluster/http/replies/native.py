@@ -1,0 +1,98 @@
+"""Replies of SGLang's own route: a document for each answer, and events that repeat what came before them."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from cluster.http.answer import Piece
+from cluster.http.errors import ApiError
+from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.replies.logprobs import finite
+from cluster.http.replies.reply import ReplyContext, WholeAnswer
+from cluster.http.replies.streaming import DONE, chunk_event, event
+from cluster.http.schema.native_reply import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
+from cluster.http.schema.response import FinishReason
+
+
+class NativeReply:
+    """See `cluster.http.replies.reply.Reply`.
+
+    several: the request has a list of prompts, whose answers are a list, also if it is one.
+    texts: show them beside log-probabilities.
+    """
+
+    def __init__(self, context: ReplyContext, several: bool, texts: bool) -> None:
+        self._context = context
+        self._several = several or len(context.answers) > 1
+        self._texts = texts
+        self._begin_s = time.monotonic()
+        self._shown = [_Shown() for _ in context.answers]
+
+    def first_event(self, index: int) -> bytes:
+        return b""
+
+    def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        self._add(index, piece, delta.content)
+        return chunk_event(self._answer(index)) if piece.finish is None and (delta.content or piece.tokens) else b""
+
+    def finish_event(self, index: int, finish: FinishReason | None) -> bytes:
+        return chunk_event(self._answer(index))
+
+    def end_events(self) -> bytes:
+        return DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def document(self, answers: Sequence[WholeAnswer]) -> bytes:
+        for index, answer in enumerate(answers):
+            self._add(index, answer.piece, answer.delta.content)
+        found = [self._answer(index) for index in range(len(answers))]
+        return msgspec.json.encode(found if self._several else found[0])
+
+    def _add(self, index: int, piece: Piece, text: str) -> None:
+        shown = self._shown[index]
+        shown.text += text
+        shown.tokens += piece.tokens
+        num_top, tokenizer = self._context.request.logprobs, self._context.tokenizer
+
+        def named(token: int, logprob: float) -> NamedLogprob:
+            return finite(logprob), token, tokenizer.decode([token]) if self._texts else None
+
+        if num_top >= 0:
+            for token, entry in zip(piece.tokens, piece.logprobs, strict=True):
+                shown.logprobs.append(named(token, entry.logprob))
+                tops = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+                shown.tops.append([named(other, logprob) for other, logprob in tops])
+
+    def _answer(self, index: int) -> NativeAnswer:
+        context, shown = self._context, self._shown[index]
+        request, answer = context.request, context.answers[index]
+        finish = None
+        if answer.finish == "stop":
+            finish = NativeFinish("stop", matched=answer.matched_stop)
+        elif answer.finish is not None:
+            finish = NativeFinish("length", length=answer.num_tokens)
+        meta = NativeMeta(
+            id=context.reply_id,
+            finish_reason=finish,
+            prompt_tokens=len(request.prompts[request.choices[index].prompt]),
+            completion_tokens=answer.num_tokens,
+            cached_tokens=answer.cached_tokens or 0,
+            e2e_latency=round(time.monotonic() - self._begin_s, 6),
+            output_token_logprobs=shown.logprobs if request.logprobs >= 0 else UNSET,
+            output_top_logprobs=shown.tops if request.logprobs > 0 else UNSET,
+        )
+        return NativeAnswer(shown.text, shown.tokens, meta, index if self._several and request.stream else UNSET)
+
+
+class _Shown:
+    """Of one answer until now."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[NamedLogprob] = []
+        self.tops: list[list[NamedLogprob]] = []

@@ -1,0 +1,54 @@
+"""A request to SGLang's own route as one to /v1/completions. Raises ApiError."""
+
+from pydantic import ValidationError
+
+from cluster.http.errors import ApiError, invalid
+from cluster.http.schema.body import validation_fault, without_refused
+from cluster.http.schema.native_request import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
+from cluster.http.schema.request import CompletionRequest
+
+# Those that have other names there; all others have the same.
+_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+
+
+def native_completion(body: NativeRequest) -> CompletionRequest:
+    """The completion that a request amounts to."""
+    if (body.text is None) == (body.input_ids is None):
+        raise invalid("text", "give either text or input_ids")
+    sampling = body.sampling_params or NativeSampling()
+    try:
+        without_refused(sampling.model_extra or {}, NativeSampling.refused)
+    except ApiError as error:
+        raise ApiError(400, error.message, param=f"sampling_params.{error.param}", code=error.code) from None
+    given = sampling.model_dump(exclude_none=True, include=set(_FIELDS))
+    values = {_NAMES.get(name, name): value for name, value in given.items()}
+    if (tag := values.pop("structural_tag", None)) is not None:
+        values["structured_outputs"] = {"structural_tag": tag}
+    values.setdefault("max_tokens", DEFAULT_NEW_TOKENS)
+    values |= {"prompt": body.input_ids if body.text is None else body.text, "stream": body.stream, "rid": body.rid}
+    values["return_token_ids"] = True
+    if body.return_logprob:
+        values["logprobs"] = body.top_logprobs_num or 0
+    try:
+        return CompletionRequest.model_validate(values)
+    except ValidationError as error:
+        raise renamed(validation_fault(error)) from None
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error of the completion by the names of the request."""
+    name = error.param
+    if name is None:
+        return error
+    base, rest = name, ""
+    for mark in "[.":
+        if mark in base:
+            base, mark, after = base.partition(mark)
+            rest = mark + after + rest
+    theirs = {"prompt": "text"} | {completion: native for native, completion in _NAMES.items()}
+    base = theirs.get(base, base)
+    param = f"sampling_params.{base}{rest}" if base in _FIELDS else base + rest
+    return ApiError(error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers)
+
+
+_FIELDS = frozenset(NativeSampling.model_fields)

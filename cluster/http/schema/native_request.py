@@ -1,0 +1,80 @@
+"""What SGLang's own route takes: a prompt, and sampling parameters by its names."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from cluster.http.schema.body import Schema
+from cluster.http.schema.request import (
+    OTHER_SAMPLERS,
+    REFUSED,
+    Count,
+    JSONSchema,
+    Penalty,
+    RequestId,
+    Seed,
+    Stop,
+    Strings,
+    TokenIds,
+)
+
+DEFAULT_NEW_TOKENS = 128  # SGLang's
+
+
+class NativeSampling(Schema):
+    """`sampling_params`. Ranges are those of /v1/completions."""
+
+    refused = {name: REFUSED[name] for name in OTHER_SAMPLERS} | {
+        "stop_regex": ("use stop, or structured_outputs with a regex on /v1/completions", ()),
+        "custom_params": ("code from requests is not run", ({},)),
+        "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
+    }
+
+    max_new_tokens: Count | None = None
+    min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    sampling_seed: Seed | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+    json_schema: JSONSchema = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Any = None
+
+
+class NativeRequest(Schema):
+    """Continue a text, SGLang's way. One of `text` and `input_ids`; a list of them gets a list of answers."""
+
+    refused = {
+        "input_embeds": ("prompts are text or token ids", ()),
+        "image_data": ("prompts are text only", ()),
+        "audio_data": ("prompts are text only", ()),
+        "video_data": ("prompts are text only", ()),
+        "lora_path": ("LoRA adapters are not implemented", ()),
+        "custom_logit_processor": ("code from requests is not run", ()),
+        "return_hidden_states": ("hidden states stay in the engine", (False,)),
+        "token_ids_logprob": ("use top_logprobs_num", ()),
+        "logprob_start_len": ("of prompts use prompt_logprobs on /v1/completions", (-1,)),
+        "session_params": ("send the whole text; the prefix cache finds its beginning", ({},)),
+    }
+
+    text: str | Strings = None
+    input_ids: TokenIds | None = None
+    sampling_params: NativeSampling | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_text_in_logprobs: bool | None = None
+    rid: RequestId | None = None
+    log_metrics: bool | None = None  # without effect
