@@ -69,8 +69,8 @@ class Watched(Simulation):
         plan = super().schedule()
         if plan is not None:
             self.check_budget(plan, sum(count for _, count in before.values()))
-            if self.is_roomy:
-                self.check_order(plan, before)
+            if self.is_roomy and not any(sequence.probation for sequence, _ in before.values()):
+                self.check_order(plan, before)  # suspects of a crash are admitted one after the other
         return plan
 
     def check_budget(self, plan: StepPlan, backlog_tokens: int) -> None:
