@@ -20,6 +20,13 @@ XQA_MAJORS = (9, 12)
 TRTLLM_GEN_MAJOR = 10
 TRTLLM_PAGE_SIZES = (16, 32, 64)
 TRTLLM_GEN_HEAD_DIMS = (64, 128, 256)
+TRTLLM_LATENTS = {
+    (512, 64): 128,
+    (256, 64): 64,
+}  # latent and rotated numbers of a row -> a head's keys without rotation
+TRTLLM_LATENT_PAGES = (32, 64)
+XQA_LATENT = (512, 64)
+XQA_LATENT_HEADS = 128
 XQA_MAX_HEAD_DIM = 256
 XQA_MAX_GROUP = 32  # rows of one of its tiles
 
@@ -126,6 +133,8 @@ def trtllm_refusal(use: AttentionUse) -> str | None:
     reason = _gpu_refusal(use, (9, 0)) or _dtype_refusal(use)
     if reason is not None:
         return reason
+    if use.value_dim is not None:
+        return _trtllm_latent_refusal(use)
     if use.mode is Mode.DRAFT_DECODE and use.tree:
         return "a tree's draft rows see columns of earlier steps, and its masks are only as wide as the rows of a pass"
     if use.page_size not in TRTLLM_PAGE_SIZES:
@@ -150,6 +159,28 @@ def _trtllm_gen_refusal(use: AttentionUse) -> str | None:
         return "a tree's mask: the kernels for compute capability 10.x (trtllm-gen) are causal only"
     if use.head_dim not in TRTLLM_GEN_HEAD_DIMS:
         return f"head_dim={use.head_dim}: must be one of {_list(TRTLLM_GEN_HEAD_DIMS)}"
+    return None
+
+
+def _trtllm_latent_refusal(use: AttentionUse) -> str | None:
+    assert use.value_dim is not None and use.capability is not None
+    is_gen, sizes = use.capability[0] == TRTLLM_GEN_MAJOR, (use.value_dim, use.head_dim - use.value_dim)
+    if not is_gen and use.capability[0] != max(XQA_MAJORS):
+        return f"latent rows: {_capability_refusal(use, '10.x or 12.x')}"
+    if use.dtype != torch.bfloat16:
+        return f"dtype={_name(use.dtype)}: must be bfloat16 over latent rows"
+    known = list(TRTLLM_LATENTS) if is_gen else [XQA_LATENT]
+    if sizes not in known:
+        wanted = " or ".join(f"{latent} and {rotated}" for latent, rotated in known)
+        return f"kv_lora_rank={sizes[0]}, qk_rope_head_dim={sizes[1]}: must be {wanted}"
+    if use.page_size not in TRTLLM_LATENT_PAGES:
+        return f"page_size={use.page_size}: must be one of {_list(TRTLLM_LATENT_PAGES)} over latent rows"
+    if is_gen and 64 < use.num_heads < 128:
+        return f"{use.num_heads} query heads on a rank: must be at most 64, or at least 128, over latent rows"
+    if not is_gen and use.num_heads != XQA_LATENT_HEADS:
+        return f"{use.num_heads} query heads on a rank: must be {XQA_LATENT_HEADS} over latent rows on 12.x"
+    if not is_gen and use.tree:
+        return "a tree's mask: over latent rows XQA gives no log-sum-exps, to which masked columns could be added"
     return None
 
 

@@ -75,7 +75,7 @@ BACKENDS: dict[str, BackendFacts] = {
         _triton, triton_refusal, layouts=ALL_LAYOUTS, chunks_on_device=True, windows=True, package="triton"
     ),
     "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, layouts=ALL_LAYOUTS, package="flashinfer"),
-    "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, package="flashinfer"),
+    "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, ALL_LAYOUTS, package="flashinfer"),
 }
 assert tuple(BACKENDS) == BACKEND_NAMES
 assert {name for name, facts in BACKENDS.items() if Mode.PREFILL not in facts.modes} == ROUNDS_ONLY

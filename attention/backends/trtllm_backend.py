@@ -1,6 +1,7 @@
 """Attention by FlashInfer's TensorRT-LLM decode kernels (`trtllm_batch_decode_with_kv_cache`, checked with 0.6.17):
 XQA on compute capability 9.x and 12.x, with tree masks; trtllm-gen on 10.x, causal. Every length is read on the device,
-so a captured graph stays valid when lengths, page tables and masks change.
+so a captured graph stays valid when lengths, page tables and masks change. Latent rows have kernels of their own
+(`attention.backends.trtllm_latent`).
 
 The contract, in every mode, eager or captured: lengths are totals, the rows of this pass included; every request has
 the same number of rows; a length is never below that number, which padding rows keep because their prefix is 0 and
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.limits import TRTLLM_GEN_MAJOR
+from attention.backends.trtllm_latent import LatentRows, PreparedLatentRows, kernel_on
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.views import LayerKV
+from attention.views import LatentKV, LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
 COUNTER_BYTES = 1 << 20  # trtllm-gen: four for each request and query head
@@ -45,11 +46,16 @@ class TrtllmBackend(AttentionBackend):
     def __init__(self) -> None:
         self._devices: dict[torch.device, Device] = {}
         self._masks: dict[tuple[torch.device, Mode, int, int], Tensor] = {}
+        self.latent = LatentRows(self.name)
 
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
         assert isinstance(batch, DecodeBatch), "refused at the start: no prompt chunks"
+        return _PreparedRound(self, batch)
+
+    def prepare_heads(self, batch: DecodeBatch) -> Prepared:
+        """A pass over keys and values by heads."""
         device = self._device(batch.prefix_len.device)
-        return _Prepared(device, batch, batch.prefix_len + batch.suffix_len, self._mask(batch, device.kernel))
+        return _PreparedHeads(device, batch, batch.prefix_len + batch.suffix_len, self._mask(batch, device.kernel))
 
     def _mask(self, batch: DecodeBatch, kernel: str) -> Tensor | None:
         """The mask words of `batch`, in a buffer of its shape that lives on; None where rows see all before them."""
@@ -72,8 +78,8 @@ class TrtllmBackend(AttentionBackend):
 
     def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
         """As large as what is read: four bytes a row up to 32 rows. Never freed: captured graphs hold its address."""
-        if rows == 1 or self._device(device).kernel == "trtllm-gen":
-            return None  # reads no masks
+        if rows == 1 or kernel_on(device) == "trtllm-gen":
+            return None  # reads none, or `DecodeBatch.mask` (over latent rows)
         return self._words(Mode.VERIFY, num_requests, rows, device)
 
     def _causal_words(self, batch: DecodeBatch) -> Tensor:
@@ -96,16 +102,37 @@ class TrtllmBackend(AttentionBackend):
             assert_not_captured(self.name, device)
             from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
-            major = torch.cuda.get_device_capability(device)[0]
-            kernel = "trtllm-gen" if major == TRTLLM_GEN_MAJOR else "xqa"
+            kernel = kernel_on(device)
             workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             counters = torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=device)
             self._devices[device] = Device(trtllm_batch_decode_with_kv_cache, kernel, workspace, counters)
         return self._devices[device]
 
 
+class _PreparedRound(Prepared):
+    """A pass; how its KV is kept is known at its first layer, and the same in all."""
+
+    def __init__(self, backend: TrtllmBackend, batch: DecodeBatch) -> None:
+        self._backend, self._batch = backend, batch
+        self._prepared: Prepared | None = None
+
+    def plan(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> bool:
+        return self._of(kv).plan(q, kv, scale)
+
+    def forward(self, q: Tensor, kv: LayerKV | LatentKV, scale: float) -> Tensor:
+        return self._of(kv).forward(q, kv, scale)
+
+    def _of(self, kv: LayerKV | LatentKV) -> Prepared:
+        if self._prepared is None:
+            if isinstance(kv, LatentKV):
+                self._prepared = PreparedLatentRows(self._backend.latent, self._batch)
+            else:
+                self._prepared = self._backend.prepare_heads(self._batch)
+        return self._prepared
+
+
 @dataclass(frozen=True)
-class _Prepared(Prepared):
+class _PreparedHeads(Prepared):
     """lengths: [B] int32, with this pass's rows. mask: [B, R, words] uint16 or None."""
 
     device: Device

@@ -19,6 +19,8 @@ PLACES = {
     "10.0": ("cuda", (10, 0)),
     "12.0": ("cuda", (12, 0)),
 }
+LATENT = Shape(576, 128, 64, latent=512)  # DeepSeek's, all heads on a rank
+UNTRIED = {("trtllm", "latent rows")}  # kernels of GPUs that none of ours is
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256, 512)
 GROUPS = (1, 3, 4, 8, 16, 32, 64)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,11 +31,9 @@ def refusal(name: str, use: AttentionUse) -> str | None:
 
 
 def matrix() -> str:
-    """Two Markdown tables: where each mode runs, and what each backend takes; then the refusals."""
-    lines = [f"| backend | {' | '.join(work.name for work in WORKS)} |", f"| --- |{' --- |' * len(WORKS)}"]
-    for name in BACKENDS:
-        cells = [_places(name, [use_of(work, Shape(), *place) for place in PLACES.values()]) for work in WORKS]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    """Three Markdown tables: where each mode runs over keys and values by heads, and over latent rows, and what each
+    backend takes; then the refusals."""
+    lines = [*_modes("backend", Shape()), "", *_modes("backend over latent rows", LATENT)]
     lines += [
         "",
         "| backend | KV kept as | page sizes | head dims | query heads per KV head | types | window of the draft | "
@@ -44,6 +44,16 @@ def matrix() -> str:
     lines += ["", "Refused, in the words of a refused start:", ""]
     lines += [f"- `{name}`: {'; '.join(_refusals(name)) or 'nothing'}" for name in BACKENDS]
     return "\n".join(lines)
+
+
+def _modes(head: str, shape: Shape) -> list[str]:
+    """A table of backends and modes."""
+    lines = [f"| {head} | {' | '.join(work.name for work in WORKS)} |", f"| --- |{' --- |' * len(WORKS)}"]
+    for name in BACKENDS:
+        cells = [_places(name, [use_of(work, shape, *place) for place in PLACES.values()]) for work in WORKS]
+        mark = " (not run on a device)" if (name, shape.layout.kind) in UNTRIED else ""
+        lines.append(f"| `{name}`{mark} | {' | '.join(cells)} |")
+    return lines
 
 
 def _places(name: str, uses: list[AttentionUse]) -> str:
@@ -92,6 +102,11 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(latent, mode=Mode.PREFILL),
         dataclasses.replace(latent, capability=(10, 0)),
         dataclasses.replace(latent, head_dim=24 + 64, value_dim=24),
+        dataclasses.replace(latent, capability=(10, 0), page_size=64, head_dim=24 + 64, value_dim=24),
+        dataclasses.replace(latent, capability=(10, 0), page_size=64, dtype=torch.float16),
+        dataclasses.replace(latent, capability=(10, 0), page_size=64, num_heads=96),
+        dataclasses.replace(latent, capability=(12, 0), page_size=64, num_heads=16),
+        dataclasses.replace(latent, capability=(12, 0), page_size=64, num_heads=128, mode=Mode.VERIFY, tree=True),
         dataclasses.replace(latent, head_dim=1024 + 64, value_dim=1024),
     ]
     reasons = [refusal(name, use) for use in asked]

@@ -144,7 +144,8 @@ def test_backends_read_latent_rows_or_are_refused() -> None:
     wide = dataclasses.replace(use, head_dim=1088, value_dim=1024)
     assert limit(BACKENDS["triton"], wide) == "kv_lora_rank=1024: must be at most 512"
     with pytest.raises(
-        ValueError, match="trtllm cannot serve verify: it reads KV kept as heads, not as latent rows; .*torch"
+        ValueError,
+        match="trtllm cannot serve verify: latent rows: compute capability 9.0: must be 10.x or 12.x; .*torch",
     ):
         choose_backends([Choice("attention.decode", "trtllm", use)])
 

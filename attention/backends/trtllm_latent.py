@@ -1,0 +1,176 @@
+"""Rounds over latent rows by FlashInfer's MLA decode kernels (`trtllm_batch_decode_with_kv_cache_mla`, written against
+the source and documentation of 0.6.17): trtllm-gen on compute capability 10.x, XQA on 12.x. Not run on a device yet:
+tests compare a stand-in that follows the documentation (`tests.support.flashinfer_mla`).
+
+For the library every row of a pass is a request of one row, whose length says how much of the KV it sees: of several
+rows of a request the documentation does not say what they see of each other, and XQA takes one alone. So a chain is
+exact without a mask. The kernels take no masks: rows of a tree attend to their prefix, which all of them see, with
+log-sum-exps, and a kernel of ours adds the masked columns (`attention.kernels.latent_suffix`), which it reads where the
+tree's builder writes them. XQA gives no log-sum-exps, so that trees are refused there.
+
+Lengths, page tables, log-sum-exps, workspaces and counters lie in memory that is made at a shape's first pass and is
+never freed, since captured graphs hold it; nothing is read on the host.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.backend import Prepared, assert_not_captured
+from attention.limits import TRTLLM_GEN_MAJOR, TRTLLM_LATENTS
+from attention.metadata import DecodeBatch
+from attention.views import LatentKV
+
+WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
+STATS_BYTES = 8 * 256  # of a row and head: maximum and sum, of each of 256 rows that the library allows a request
+STATS_GUARD_BYTES = 1 << 20
+COUNTER_BYTES = 4  # of a row and head, or of a multiprocessor if those are more
+COUNTER_ALIGNMENT = 8  # counters
+XQA_TABLE_TOKENS = 128  # XQA takes page tables of a multiple of so many tokens
+
+Attend = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class LatentBuffers:
+    """What passes of one shape share. n: rows of the pass.
+
+    lengths: [n] int32, what each row sees.
+    offsets: [R] int32, of a chain's rows after the prefix; None of a tree.
+    tables: [n, pages] int32, the page table once for each row; None where the batch's own is passed on.
+    empty: [n, 1] bool, rows without a prefix; lse: [n, heads] float32. None where no log-sum-exps are wanted.
+    workspace, counters: uint8, zero before their first launch; every launch leaves its semaphores at zero again.
+    """
+
+    lengths: Tensor
+    offsets: Tensor | None
+    tables: Tensor | None
+    empty: Tensor | None
+    lse: Tensor | None
+    workspace: Tensor
+    counters: Tensor
+
+
+@dataclass
+class LatentRows:
+    """The buffers of one backend, named `name`."""
+
+    name: str
+    _buffers: dict[tuple[Any, ...], LatentBuffers] = field(default_factory=dict)
+    _scratch: dict[tuple[torch.device, str], Tensor] = field(default_factory=dict)
+    _outgrown: list[Tensor] = field(default_factory=list)
+    _attend: Attend | None = None
+
+    def written(self, batch: DecodeBatch, q: Tensor, kv: LatentKV) -> LatentBuffers:
+        """The buffers of a pass, filled on the device. q: [n, heads, latent + rotated], of which no value is read."""
+        page_size, is_tree = kv.rows.shape[1], not batch.is_causal
+        key = (q.device, batch.page_table.shape, batch.rows, q.shape[1], page_size, batch.suffix_len, is_tree)
+        if key not in self._buffers:
+            assert_not_captured(self.name, q.device)
+            self._buffers[key] = self._made(batch, q, page_size, is_tree)
+        buffers, rows = self._buffers[key], batch.rows
+        lengths = buffers.lengths.view(-1, rows)
+        if buffers.offsets is None:
+            assert buffers.empty is not None
+            torch.clamp_min(batch.prefix_len.unsqueeze(1).expand(-1, rows), 1, out=lengths)  # 0 is no length
+            torch.eq(batch.prefix_len.unsqueeze(1).expand(-1, rows), 0, out=buffers.empty.view(-1, rows))
+        else:
+            torch.add(batch.prefix_len.unsqueeze(1), buffers.offsets, out=lengths)
+        if buffers.tables is not None:
+            num_requests, width = batch.page_table.shape
+            each = buffers.tables.view(num_requests, rows, -1)[..., :width]
+            each.copy_(batch.page_table.unsqueeze(1).expand(-1, rows, -1))
+        return buffers
+
+    def attend(self) -> Attend:
+        """FlashInfer's function."""
+        if self._attend is None:
+            from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
+
+            self._attend = trtllm_batch_decode_with_kv_cache_mla
+        return self._attend
+
+    def _made(self, batch: DecodeBatch, q: Tensor, page_size: int, is_tree: bool) -> LatentBuffers:
+        device, (rows, heads), width = q.device, q.shape[:2], batch.page_table.shape[1]
+        is_xqa = kernel_on(device) == "xqa"
+        if is_xqa:
+            width = -(-width * page_size // XQA_TABLE_TOKENS) * XQA_TABLE_TOKENS // page_size
+        is_copied = batch.rows > 1 or width != batch.page_table.shape[1] or not batch.page_table.is_contiguous()
+        first = batch.suffix_len - batch.rows + 1
+        offsets = torch.arange(first, batch.suffix_len + 1, dtype=torch.int32, device=device)
+        stats = STATS_GUARD_BYTES + STATS_BYTES * rows * heads if is_tree else 0
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        counters = -(-max(rows * heads, multiprocessors) // COUNTER_ALIGNMENT) * COUNTER_ALIGNMENT
+        return LatentBuffers(
+            lengths=torch.ones(rows, dtype=torch.int32, device=device),
+            offsets=None if is_tree else offsets,
+            tables=torch.zeros((rows, width), dtype=torch.int32, device=device) if is_copied else None,
+            empty=torch.zeros((rows, 1), dtype=torch.bool, device=device) if is_tree else None,
+            lse=torch.empty((rows, heads), dtype=torch.float32, device=device) if is_tree else None,
+            workspace=self._zeros("workspace", WORKSPACE_BYTES + stats, device),
+            counters=self._zeros("counters", COUNTER_BYTES * counters, device),
+        )
+
+    def _zeros(self, what: str, num_bytes: int, device: torch.device) -> Tensor:
+        """Scratch of all passes, which run one after another; at least num_bytes."""
+        held = self._scratch.get((device, what))
+        if held is None or held.numel() < num_bytes:
+            self._outgrown += [] if held is None else [held]
+            held = self._scratch[device, what] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return held
+
+
+class PreparedLatentRows(Prepared):
+    """A pass, whose buffers are written at its first layer, where heads and page size are known."""
+
+    def __init__(self, latent: LatentRows, batch: DecodeBatch) -> None:
+        self._latent, self._batch = latent, batch
+        self._buffers: LatentBuffers | None = None
+
+    def plan(self, q: Tensor, kv: LatentKV, scale: float) -> bool:
+        if self._buffers is None:
+            self._buffers = self._latent.written(self._batch, q, kv)
+        return True
+
+    def forward(self, q: Tensor, kv: LatentKV, scale: float) -> Tensor:
+        self.plan(q, kv, scale)
+        assert self._buffers is not None
+        batch, buffers, kernel = self._batch, self._buffers, kernel_on(q.device)
+        tables = batch.page_table if buffers.tables is None else buffers.tables
+        only: dict[str, Any] = {} if kernel == "xqa" else {"multi_ctas_kv_counter_buffer": buffers.counters}
+        if buffers.lse is not None:
+            only |= {"lse": buffers.lse, "return_lse": True}
+        rotated = q.shape[2] - kv.latent
+        given = self._latent.attend()(
+            query=q.contiguous().unsqueeze(1),
+            kv_cache=kv.rows,
+            workspace_buffer=buffers.workspace,
+            qk_nope_head_dim=TRTLLM_LATENTS[kv.latent, rotated],
+            kv_lora_rank=kv.latent,
+            qk_rope_head_dim=rotated,
+            block_tables=tables,
+            seq_lens=buffers.lengths,
+            max_seq_len=tables.shape[1] * kv.rows.shape[1],
+            bmm1_scale=scale,
+            bmm2_scale=1.0,
+            enable_pdl=None,  # as the library finds the device can
+            backend=kernel,
+            **only,
+        )
+        if buffers.lse is None:
+            return given.view(*q.shape[:2], kv.latent)  # type: ignore[no-any-return]
+        from attention.kernels.latent_suffix import add_suffix  # Triton, which chains need not have
+
+        assert buffers.empty is not None
+        out: Tensor = given[0].view(*q.shape[:2], kv.latent)
+        buffers.lse.masked_fill_(buffers.empty, float("-inf"))  # what they saw is no token of theirs
+        add_suffix(out, buffers.lse, q, kv, batch, scale)  # to the base of 2, as trtllm-gen gives them
+        return out
+
+
+def kernel_on(device: torch.device) -> str:
+    """The library's name of the kernels for this GPU."""
+    return "trtllm-gen" if torch.cuda.get_device_capability(device)[0] == TRTLLM_GEN_MAJOR else "xqa"
