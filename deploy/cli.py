@@ -6,6 +6,7 @@ Arguments are parsed first and modules imported after, so that `--help` and a mi
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ DEFAULT_CONFIG = "eagle"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 2 with one line on stderr for what the user has to change."""
+    """Runs one command; returns its exit code: 2 with one line on stderr for what the user has to change, 130
+    after Ctrl-C."""
     arguments = _parser().parse_args(argv)
     if argv is None and arguments.run is _serve:  # as a program, not called by another
         from cluster.start_log import process_began_s
@@ -37,6 +39,9 @@ def _command(arguments: argparse.Namespace, run: Callable[[argparse.Namespace], 
     except (ConfigError, TrainingError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt as error:
+        print(str(error) or "aerie: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code
 
 

@@ -7,12 +7,9 @@ Several ranks are processes of their own, started by `multiprocessing`: a script
 
 import asyncio
 import contextlib
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -35,6 +32,7 @@ from deploy.offline_requests import (
     prompt_of,
 )
 from speculative.local import local_engine
+from workers.interrupt import interrupts_between_steps
 from workers.scheduling.request import Request
 from workers.scheduling.request import RequestOutput as StepOutput
 
@@ -124,7 +122,7 @@ class LLM:
         Whatever ends this early, Ctrl-C too, leaves the engine as it was before."""
         engine = self._engine
         waiting, running = list(requests)[::-1], 0
-        with _interrupts_between_steps() as check_interrupt:
+        with interrupts_between_steps() as is_interrupted:
             try:
                 while waiting or running:
                     while waiting and running < engine.scheduler.num_slots:
@@ -135,7 +133,8 @@ class LLM:
                         if ended:
                             engine.scheduler.abort(output.request.request_id)
                         running -= ended or output.finish_reason is not None
-                    check_interrupt()
+                    if is_interrupted():
+                        raise KeyboardInterrupt
             finally:
                 for request in requests:
                     engine.scheduler.abort(request.request_id)
@@ -190,30 +189,3 @@ def _with(args: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     if server := [key for key in keys if key.startswith("ingress.")]:
         raise ConfigError(f"{server[0]}: is a server's; LLM has none")
     return use_options(args, keys)
-
-
-@contextlib.contextmanager
-def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back while this is open; the function raises it as KeyboardInterrupt. A second one comes at once.
-    Only the main thread gets any."""
-    came = False
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal came
-        if came:
-            raise KeyboardInterrupt
-        came = True
-
-    def check() -> None:
-        if came:
-            raise KeyboardInterrupt
-
-    former = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or former is not signal.default_int_handler:
-        yield check
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, former)

@@ -10,6 +10,7 @@ models             targets: a checkpoint's folder to a module on this rank, by i
 layers             the tensor-parallel layers that models are made of
 distributed        how the ranks of an engine talk
 config, device, memory_use   what an engine is configured with; the device and type that follow; where memory went
+interrupt          Ctrl-C, held back to the end of a step
 
 Rooms import downwards in this order: runner, models, layers, distributed.
 """

@@ -18,6 +18,9 @@ def main() -> int:
     except TrainingError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt as error:
+        print(str(error) or "interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

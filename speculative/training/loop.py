@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from speculative.training.checkpoint import Checkpoint
-from speculative.training.errors import TrainingError
+from speculative.training.errors import TrainingError, TrainingInterrupted
 from speculative.training.graphs import EagerStep, GraphedStep, LossOf
 from speculative.training.samples import Batch
+from workers.interrupt import interrupts_between_steps
 
 _BETAS = (0.9, 0.95)
 _LOG_EVERY = 20
@@ -77,7 +78,7 @@ def fit(
     With a checkpoint the state is kept every `options.checkpoint_every` steps and at the end, so that a resume with a
     longer plan of the same batches goes on; from there the learning rate follows the longer plan.
     Raises `TrainingError` for a loss that is not finite, a plan shorter than what is done, and what
-    `Checkpoint.restore` raises.
+    `Checkpoint.restore` raises; `TrainingInterrupted` after Ctrl-C, once the step has ended and the state is kept.
     """
     optimizer = make_optimizer(model, options)
     start, losses = 0, list[float]()
@@ -91,7 +92,10 @@ def fit(
             )
     run = GraphedStep(model, loss_of) if options.graphs else EagerStep(model, loss_of)
     pending: list[Tensor] = []
-    with tqdm(total=len(plan), initial=start, desc=title, disable=not progress, mininterval=2.0) as bar:
+    with (
+        interrupts_between_steps() as is_interrupted,
+        tqdm(total=len(plan), initial=start, desc=title, disable=not progress, mininterval=2.0) as bar,
+    ):
         for step in range(start, len(plan)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, len(plan), options)
@@ -103,13 +107,16 @@ def fit(
                 after_step()
             bar.update()
             done = step + 1
-            leaving = done in (stop_after, len(plan))
-            if done % _LOG_EVERY == 0 or leaving:
+            is_stopped = is_interrupted() and done < len(plan)
+            leaving = done in (stop_after, len(plan)) or is_stopped
+            if done == start + 1 or done % _LOG_EVERY == 0 or leaving:
                 losses += _drain(pending, done)
                 bar.set_postfix(loss=f"{losses[-1]:.4f}")
             if checkpoint is not None and (done % options.checkpoint_every == 0 or leaving):
                 losses += _drain(pending, done)
                 checkpoint.save(done, model, optimizer, losses)
+            if is_stopped:
+                raise TrainingInterrupted(_kept(title, done, len(plan), checkpoint))
             if evaluate is not None and (done % options.eval_every == 0 or done == len(plan)):
                 model.eval()
                 figures = " ".join(f"{name} {value:.4f}" for name, value in evaluate().items())
@@ -117,6 +124,11 @@ def fit(
             if leaving:
                 break
     return losses
+
+
+def _kept(title: str, done: int, num_steps: int, checkpoint: Checkpoint | None) -> str:
+    where = "" if checkpoint is None else f"; {checkpoint.path} keeps it: the same command with --resume goes on"
+    return f"{title}: stopped after step {done} of {num_steps}{where}"
 
 
 def _drain(pending: list[Tensor], step: int) -> list[float]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from deploy.cli import main
+from speculative.training import loop
 from speculative.training.arguments import choose_device
 from speculative.training.errors import TrainingError
 from tests.speculative.training.conftest import run
@@ -85,6 +89,34 @@ def test_a_finished_training_goes_on_with_more_steps(
         run(f"{train} --steps 4 --resume")
     assert run(f"{train} --steps 5 --resume --no-keep-checkpoint") == 0
     assert not (out / "checkpoint.pt").exists()
+
+
+def test_ctrl_c_keeps_what_is_trained_and_a_resume_equals_an_unbroken_run(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, whole = tmp_path / "target", tmp_path / "draft", tmp_path / "whole"
+    assert run(f"train-target --data {rows} --output {target} --steps 1 {SMALL}") == 0
+    small = "--steps 5 --draft-vocab 64 --ttt-length 2 --measure-rows 1 --max-new-tokens 2 --max-length 128"
+    train = f"train-draft --target {target} --data {rows} {small}"
+    assert run(f"{train} --output {whole}") == 0
+    rate, seen = loop.learning_rate, set[int]()
+
+    def interrupted(step: int, *others: Any) -> float:
+        if step == 2 and step not in seen:  # asked for each group of parameters
+            os.kill(os.getpid(), signal.SIGINT)  # within the third step
+        seen.add(step)
+        return rate(step, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "learning_rate", interrupted)
+        capfd.readouterr()
+        assert main(f"{train} --output {draft}".split()) == 130
+    said = capfd.readouterr().err
+    kept = f"draft: stopped after step 3 of 5; {draft}/checkpoint.pt keeps it: the same command with --resume goes on"
+    assert said.splitlines()[-1] == kept and "loss=" in said and "Traceback" not in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert run(f"{train} --output {draft} --resume") == 0
+    assert (draft / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 def test_saved_models_can_be_read_by_whom_the_umask_lets(tmp_path: Path, rows: Path) -> None:

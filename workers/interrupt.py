@@ -1,0 +1,31 @@
+"""Ctrl-C for a loop of steps, which an exception inside of a step would leave half done. Used by training and
+`deploy.offline`."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], bool]]:
+    """Hold SIGINT back while this is open; the function says whether one came. A second one raises KeyboardInterrupt at
+    once. Does nothing outside of the main thread, and where SIGINT raises no KeyboardInterrupt anyway."""
+    came = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or former is not signal.default_int_handler:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, former)
