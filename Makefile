@@ -1,5 +1,5 @@
-# make serve | test | check | test-slow | test-faults | test-gpu | bench | bench-gpu | load | wheel. Needs python3
-# (3.11 or later) and make, nothing else.
+# make serve | test | check | test-slow | test-faults | test-hostile | test-gpu | bench | bench-gpu | load | wheel. Needs
+# python3 (3.11 or later) and make, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test check test-slow test-faults test-gpu bench bench-gpu load wheel clean
+.PHONY: serve test check test-slow test-faults test-hostile test-gpu bench bench-gpu load wheel clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/aerie serve $(CONFIG)
@@ -31,6 +31,10 @@ test-slow: $(VENV)/.installed-test
 # Every part killed or stopped under load; prints how long each fault lasted (docs/runbook.md). A quarter of an hour.
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -s tests/e2e/test_recovery.py tests/e2e/test_serve_faults.py
+
+# Grammars that hypothesis makes, at a served engine beside plain streams (docs/structured-output.md). Two minutes.
+test-hostile: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -s tests/e2e/test_hostile_grammars.py
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench

@@ -65,7 +65,7 @@ class GrammarCompiler:
         compiler = self._compiler(grammar.end_token_ids, grammar.kind == "structural_tag")
         try:
             return compiled(compiler, grammar)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise InvalidGrammarError(_first_line(error)) from None
 
     def texts_of(self, compiled: xgrammar.CompiledGrammar) -> TokenTexts:

@@ -74,6 +74,8 @@ def verdict(grammar: Grammar, vocabulary: "Vocabulary", on_compiled: Callable[[]
         return Verdict(str(error), with_model=True)
     except MemoryError:
         return Verdict("it takes too much memory; make it smaller")
+    except Exception as error:  # what the library raises here it would raise in an engine
+        return Verdict(f"the compiler fails on it: {type(error).__name__}: {error}")
     return Verdict()
 
 

@@ -1,0 +1,195 @@
+"""Hostile grammars beside plain streams, over a served engine: whether the plain ones notice.
+
+    python -m tests.load.hostile http://127.0.0.1:8000 --seconds 120 --seed 1
+
+32 streams at a time ask for answers after grammars that hypothesis makes (`tests.support.hostile_grammars`), or that a
+file lists (`--file`, lines of JSON: bodies of /v1/completions without model and prompt); four plain streams run beside
+them. Prints one line of JSON, and ends with 1 unless every plain stream's longest gap is within twice its median and
+one ITL target, no worker was restarted, no plain text changed, and every request was answered or refused with a reason.
+"""
+
+import argparse
+import asyncio
+import collections
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.support.hostile_grammars import grammars
+from workers.scheduling.plan import Grammar
+
+NUM_STREAMS = 32
+NUM_PLAIN = 4
+PLAIN_TOKENS = 400
+MAX_TOKENS = 60
+ANSWER_LIMIT_S = 180.0
+PLAIN_PROMPTS = ("Count", "Once upon a time", "The weather", "A list of")
+
+
+@dataclass
+class Report:
+    """gaps_ms: of each plain answer, without the wait for its first token. endings: of hostile requests, by reason.
+    faults: what must not be."""
+
+    gaps_ms: list[list[float]] = field(default_factory=list)
+    endings: collections.Counter[str] = field(default_factory=collections.Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def judge(self, target_ms: float) -> None:
+        """Add the plain streams' faults."""
+        for gaps in self.gaps_ms:
+            limit_ms = 2 * statistics.median(gaps) + target_ms
+            if max(gaps) > limit_ms:
+                self.faults.append(f"a gap of {max(gaps):.0f} ms, at most {limit_ms:.0f} wanted")
+
+    def summary(self, target_ms: float) -> dict[str, Any]:
+        """For the last line."""
+        medians = [statistics.median(gaps) for gaps in self.gaps_ms]
+        return {
+            "plain_answers": len(self.gaps_ms),
+            "median_gap_ms": round(statistics.median(medians), 1) if medians else None,
+            "longest_gap_ms": round(max(map(max, self.gaps_ms)), 1) if self.gaps_ms else None,
+            "target_ms": target_ms,
+            "endings": dict(self.endings.most_common()),
+            "faults": self.faults,
+        }
+
+
+def made_bodies(number: int, count: int) -> list[dict[str, Any]]:
+    """Bodies with grammars that hypothesis makes from a seed."""
+    found: list[Grammar] = []
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(grammar=grammars)
+    def collect(grammar: Grammar) -> None:
+        found.append(grammar)
+
+    collect()
+    return [body_of(grammar) for grammar in found]
+
+
+def body_of(grammar: Grammar) -> dict[str, Any]:
+    """The parameters that ask for a grammar."""
+    names = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "choice": "choice"}
+    value = json.loads(grammar.text) if grammar.kind in ("json_schema", "choice") else grammar.text
+    return {"structured_outputs": {names[grammar.kind]: value}}
+
+
+class Attack:
+    """client: of the server. bodies: endless."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, bodies: Iterator[Mapping[str, Any]]) -> None:
+        self.report = Report()
+        self._client = client
+        self._model = model
+        self._bodies = bodies
+        self._texts: dict[str, str] = {}
+
+    async def run(self, seconds: float) -> Report:
+        """Plain streams alone first, then both."""
+        before = await self._restarts()
+        for prompt in PLAIN_PROMPTS:
+            await self._plain(prompt)
+        self.report.gaps_ms.clear()
+        end_s = time.monotonic() + seconds
+        await asyncio.gather(
+            *(self._plain_until(end_s, PLAIN_PROMPTS[i % len(PLAIN_PROMPTS)]) for i in range(NUM_PLAIN)),
+            *(self._hostile_until(end_s) for _ in range(NUM_STREAMS)),
+        )
+        if (after := await self._restarts()) != before:
+            self.report.faults.append(f"workers were restarted {after - before} times")
+        return self.report
+
+    async def _plain_until(self, end_s: float, prompt: str) -> None:
+        while time.monotonic() < end_s:
+            await self._plain(prompt)
+
+    async def _plain(self, prompt: str) -> None:
+        body = {"prompt": prompt, "max_tokens": PLAIN_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+        stamps, text = list[float](), ""
+        async with self._client.stream("POST", "/v1/completions", json={"model": self._model} | body) as answer:
+            if answer.status_code != 200:
+                self.report.faults.append(f"a plain request got {answer.status_code}")
+                return
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        self.report.faults.append(f"a plain stream ended with {event['error']}")
+                        return
+                    stamps.append(time.monotonic())
+                    text += "".join(choice["text"] for choice in event["choices"])
+        if self._texts.setdefault(prompt, text) != text:
+            self.report.faults.append(f"the plain text after {prompt!r} changed")
+        gaps = [1000 * (later - earlier) for earlier, later in itertools.pairwise(stamps)]
+        if len(gaps) > 10:
+            self.report.gaps_ms.append(gaps)
+
+    async def _hostile_until(self, end_s: float) -> None:
+        while time.monotonic() < end_s:
+            asked = next(self._bodies)
+            body = {"model": self._model, "prompt": "Say", "max_tokens": MAX_TOKENS, "temperature": 0} | dict(asked)
+            try:
+                answer = await self._client.post("/v1/completions", json=body)
+            except httpx.HTTPError as error:
+                self.report.faults.append(f"{asked}: {type(error).__name__}: {error}")
+                continue
+            reason = ""
+            if answer.status_code != 200:
+                reason = str(answer.json()["error"]["message"])
+                if not reason or answer.status_code not in (400, 429, 503):
+                    self.report.faults.append(f"{asked}: {answer.status_code} {reason}")
+            self.report.endings[f"{answer.status_code} {reason[:60]}".strip()] += 1
+
+    async def _restarts(self) -> int:
+        answer = await self._client.get("/metrics")
+        found = [line for line in answer.text.splitlines() if line.startswith("aerie:worker_restarts")]
+        return int(sum(float(line.rpartition(" ")[2]) for line in found))
+
+
+async def attack(
+    url: str, model: str, seconds: float, number: int = 0, lines: list[dict[str, Any]] | None = None
+) -> Report:
+    """number: seed of the grammars; lines: bodies instead of them."""
+    bodies = lines or made_bodies(number, 400)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_LIMIT_S, limits=limits) as client:
+        return await Attack(client, model, itertools.cycle(bodies)).run(seconds)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--model", default="target")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--target-ms", type=float, default=50.0, help="the engine's itl_target_ms, which its start prints"
+    )
+    parser.add_argument("--file", type=Path)
+    given_ = parser.parse_args(arguments)
+    lines = [json.loads(line) for line in given_.file.read_text().splitlines()] if given_.file else None
+    report = asyncio.run(attack(given_.url, given_.model, given_.seconds, given_.seed, lines))
+    report.judge(given_.target_ms)
+    print(json.dumps(report.summary(given_.target_ms), ensure_ascii=False))
+    return int(bool(report.faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
