@@ -1,5 +1,7 @@
 """A request to SGLang's own route as one to /v1/completions. Raises ApiError."""
 
+import re
+
 from pydantic import ValidationError
 
 from cluster.http.errors import ApiError, invalid
@@ -7,6 +9,7 @@ from cluster.http.schema.body import validation_fault, without_refused
 from cluster.http.schema.native_request import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
 from cluster.http.schema.request import CompletionRequest
 
+_FIELDS = frozenset(NativeSampling.model_fields)
 # Those that have other names there; all others have the same.
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 
@@ -40,15 +43,9 @@ def renamed(error: ApiError) -> ApiError:
     name = error.param
     if name is None:
         return error
-    base, rest = name, ""
-    for mark in "[.":
-        if mark in base:
-            base, mark, after = base.partition(mark)
-            rest = mark + after + rest
+    base = re.split(r"[\[.]", name, maxsplit=1)[0]
+    rest = name[len(base) :]
     theirs = {"prompt": "text"} | {completion: native for native, completion in _NAMES.items()}
     base = theirs.get(base, base)
     param = f"sampling_params.{base}{rest}" if base in _FIELDS else base + rest
     return ApiError(error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers)
-
-
-_FIELDS = frozenset(NativeSampling.model_fields)

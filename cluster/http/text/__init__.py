@@ -1,6 +1,7 @@
 """Between text and tokens.
 
 tokenizer        the model's tokenizer: text to tokens and back
+model_files      what the model's folder says of both
 long_text        what is too long to be encoded as a whole
 control_tokens   tokens that text from users must not become
 chat_template    messages as a prompt's text

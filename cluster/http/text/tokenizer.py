@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-from cluster.http.text import long_text
+from cluster.http.text import long_text, model_files
 from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
 from cluster.http.text.control_tokens import ControlTokens
 from cluster.http.text.detokenizer import ByteLevelDetokenizer, ByteVocabulary, Detokenizer, PrefixDetokenizer
@@ -28,7 +28,6 @@ MAX_LONG_ENCODES = 2
 MANY_MESSAGES = 32  # are rendered in a thread; fewer take a millisecond
 QUICK_RENDER_S = 0.05  # for a template that is rendered in the event loop; then it is begun again in a thread
 TOKENS_BEFORE = 5  # of the prompt, seen by a PrefixDetokenizer
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TooManyTokensError(ValueError):
@@ -78,14 +77,15 @@ class ChatTokenizer:
         tokenizer = _read_tokenizer(file)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        config = _read_json(path / "tokenizer_config.json")
-        special = _special_tokens(config, _read_json(path / "special_tokens_map.json"))
-        source = _template_source(path, config)
+        config = model_files.read_json(path / "tokenizer_config.json")
+        special = model_files.special_tokens(config, model_files.read_json(path / "special_tokens_map.json"))
+        source = model_files.template_source(path, config)
         template = None if source is None else ChatTemplate(source, special)
-        eos = _eos_ids(path / "generation_config.json") or _eos_ids(path / "config.json")
+        eos = model_files.eos_ids(path / "generation_config.json") or model_files.eos_ids(path / "config.json")
         own = tokenizer.token_to_id(special.get("eos_token", ""))
         eos_ids = dict.fromkeys([*eos, *([] if own is None else [own])])
-        return cls(tokenizer, template, tuple(eos_ids), _response_template(config), config.get("tokenizer_class"))
+        answers = model_files.response_template(config)
+        return cls(tokenizer, template, tuple(eos_ids), answers, config.get("tokenizer_class"))
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -249,68 +249,3 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
         return False
     steps = json.loads(decoder.__getstate__())["decoders"]
     return [step["type"] for step in steps] == ["ByteLevel"]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} where the file is missing. Raises ValueError."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold a JSON object; download it again")
-    return content
-
-
-def _special_tokens(config: Mapping[str, Any], saved_map: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; tokenizer_config.json goes before the older special_tokens_map.json."""
-    tokens = {}
-    for name in SPECIAL_NAMES:
-        value = config.get(name) or saved_map.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
-
-
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{file}: is no text ({error}); download it again") from None
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = named[0].get("template") if named else None
-    return source if isinstance(source, str) else None
-
-
-def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Raises ValueError for one that this version of transformers cannot read."""
-    template = config.get("response_template")
-    if template is None:
-        return None
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-
-    try:
-        load_response_template(template)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"tokenizer_config.json: response_template: {error}; correct or remove it, and choose "
-            "ingress.output_parser yourself"
-        ) from None
-    return dict(template)
-
-
-def _eos_ids(path: Path) -> list[int]:
-    """Of generation_config.json or config.json. Raises ValueError for what is no token id."""
-    value = _read_json(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(each) is int for each in ids):
-        raise ValueError(f"{path}: eos_token_id={value!r}: must be a token id, or a list of token ids")
-    return ids
