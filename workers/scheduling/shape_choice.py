@@ -18,17 +18,14 @@ from workers.scheduling.survival import Bools, Floats, Ints, Survival
 
 EVALUATE_EVERY = 8  # steps; estimates hardly move in fewer
 FIRST_RESULTS = 3  # steps after which a shape's first results are here
-CHANGE_ABOVE = 1 / 128  # share of the time that a change must save, which costs about a step's drafts,
-SETTLED = 16  # unless the shape has run for fewer steps than these;
-CHANGE_SOON_ABOVE = 1 / 64  # then it must save this
+CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
 LEARN_EVERY_MS = 2.0  # of rounds: to learn from each of faster ones takes a good part of a host's time
 PROMPTS_LINGER = 8  # steps after a prompt chunk in which the next one is expected
 PROBING_SHARE = 1 / 150  # of the time, which probes of promising shapes may cost
-OLD_SHARE = 1 / 400  # the same of shapes of which nothing has been heard for long
-FIRST_ROUNDS = 3  # whose time probes of promising shapes may cost before it is saved up
+OLD_SHARE = 1 / 250  # the same of shapes of which nothing has been heard for long
+FIRST_ROUNDS = 3  # whose time these may cost in advance
 PROBE_AGE = 128  # steps after which what is known of a shape is old
-OLD_ROUNDS = 8  # the same of a shape that is not promising
-MAX_PROBE_STEPS = 16
+MAX_PROBE_STEPS = 16  # of a probe whose shape stays promising
 TIMED_STEPS = 2  # that tell how long a shape takes
 TIMED_ERROR = 0.12  # of its time, above which it is to be timed again
 PROMISING_ABOVE = 1 / 40  # what a promising shape may be better than the best one
@@ -67,8 +64,13 @@ class Load:
 
 @dataclass(frozen=True)
 class _Rates:
-    """By shape: expected tokens and milliseconds of a round, and the tokens per millisecond that may be hoped for.
-    best: the most expected tokens per millisecond of any."""
+    """What is known of every shape.
+
+    tokens, ms: [shapes], expected of a round.
+    hoped: [shapes], tokens per millisecond that are not unlikely.
+    errors: [shapes], standard deviation of the logarithm of its time over the current shape's.
+    best: the most expected tokens per millisecond of any.
+    """
 
     tokens: Floats
     ms: Floats
@@ -92,13 +94,20 @@ class _Rates:
 
 @dataclass
 class _Probe:
-    """Steps of a shape that is not the best by what is known. steps: so far. least, most: steps of it."""
+    """Steps of a shape that is not the best by what is known.
+
+    least, most: steps of it; between them it ends once the shape is not promising.
+    steps: so far.
+    is_old: nothing had been heard of the shape for long.
+    is_free: the shape had never run at this batch size.
+    """
 
     shape: int
     least: int
     most: int
     steps: int = 1
     is_old: bool = False
+    is_free: bool = False
 
 
 class ShapeChoice:
@@ -111,17 +120,18 @@ class ShapeChoice:
         self._shapes = shapes
         self._current = shapes.default
         self._rates: _Rates | None = None
-        self.changes = 0
         self._step_time: StepTime | None = None
         self._allowed: tuple[int, ...] = ()
         self._num_requests = 0
         self._until_evaluation = 0
         self._since_prompts = PROMPTS_LINGER
         self._step = 0
-        self._changed = 0  # the step that changed the shape
+        self._evaluated = 0  # the last step with an evaluation
+        self._lost = 0.0  # rounds' time, since the shape is not the best
         self._informed = np.full(len(shapes), -PROBE_AGE, np.int64)  # the last step that told of a shape
         self._told = [self._told_by(shape) for shape in range(len(shapes))]
-        self._credit_ms = self._old_credit_ms = 0.0  # what probes may cost now; below 0 after one that cost more
+        # rounds' time that probes may cost now; below 0 after one that cost more
+        self._credit = self._old_credit = 0.0
         self._unlearnt_ms = 0.0
         self._probe: _Probe | None = None
         self._ended: deque[tuple[int, _Probe]] = deque()  # by the step that they are charged in
@@ -157,9 +167,8 @@ class ShapeChoice:
             self._evaluate(load, step_time, allowed)
             is_evaluated = True
         assert self._rates is not None
-        ms = float(self._rates.ms[self._current])
-        self._credit_ms += PROBING_SHARE * ms
-        self._old_credit_ms += OLD_SHARE * ms
+        self._credit += PROBING_SHARE
+        self._old_credit += OLD_SHARE
         if not any(load.speculative):
             self._probe = None
         elif len(allowed) == len(self._shapes):
@@ -199,21 +208,26 @@ class ShapeChoice:
         self._charge_probes(found)
         self.expected = {shape.name: float(rate) for shape, rate in zip(shapes.shapes, rates, strict=True)}
         best = min(allowed, key=found.loss)
-        saved = found.loss(self._current) - found.loss(best)
-        enough = CHANGE_ABOVE if self._step - self._changed >= SETTLED else CHANGE_SOON_ABOVE
-        changes = self._current not in allowed or saved > enough * float(ms[self._current])
-        if changes:
-            self.changes += self._current != best
-            self._current, self._changed = best, self._step
+        if self._current not in allowed or self._has_lost_enough(found, best):
+            self._current, self._lost = best, 0.0
         self._allowed, self._num_requests = tuple(allowed), num_requests
-        self._until_evaluation = FIRST_RESULTS if changes or self._step == 1 else EVALUATE_EVERY
+        self._evaluated = self._step
+        self._until_evaluation = FIRST_RESULTS if self._lost or self._step < EVALUATE_EVERY else EVALUATE_EVERY
+
+    def _has_lost_enough(self, found: _Rates, best: int) -> bool:
+        """Whether to change to the best shape: once rounds of the current one have lost as much as the change costs. A
+        difference that comes and goes with the noise of the estimates costs no changes that way."""
+        saved = (found.loss(self._current) - found.loss(best)) / float(found.ms[self._current])
+        num_steps = max(1, min(self._step - self._evaluated, EVALUATE_EVERY))
+        self._lost = max(0.0, self._lost + num_steps * (saved - CHANGE_ABOVE))
+        return self._lost * float(found.ms[self._current]) > found.change_loss(self._current, best)
 
     def _continue_probe(self, load: Load, step_time: StepTime, is_evaluated: bool) -> None:
         """Begin, go on with or end a probe. The first round of one still verifies what the former shape drafted, or
         nothing."""
         probe = self._probe
         if probe is None:
-            if is_evaluated and not self._ended:
+            if is_evaluated and not self._ended and step_time.is_settled:
                 self._begin_probe(len(load.slots), step_time)
             return
         if probe.shape == self._current:
@@ -230,33 +244,39 @@ class ShapeChoice:
             probe.steps += 1
 
     def _begin_probe(self, num_requests: int, step_time: StepTime) -> None:
-        """A shape that has not run with so many requests is timed at once: nothing else tells how wrong the table is.
-        Then a promising one is tried, as soon as former probes are paid for. One that has not run for long is tried
-        when its cost is saved up. So what probes cost is bounded, and no shape is ever out of reach."""
+        """Begin a probe if one is due:
+
+        - of a shape that has never run with so many requests, at once: nothing else tells how wrong the table is;
+        - of one whose time is vague, or that is promising, as soon as former probes are paid for;
+        - of one of which nothing has been heard for long, once its cost is saved up.
+
+        So what probes cost is a small share of the time, and no shape is out of reach for ever.
+        """
         found = self._rates
         assert found is not None
         others = [shape for shape in range(len(self._shapes)) if shape != self._current]
         untimed = [shape for shape in others if not step_time.has_run(Step(shape, num_requests))]
         if untimed:
-            self._probe = _Probe(min(untimed, key=found.loss), TIMED_STEPS, TIMED_STEPS)
+            self._probe = _Probe(min(untimed, key=found.loss), TIMED_STEPS, TIMED_STEPS, is_free=True)
             return
-        can_pay = self._credit_ms > -FIRST_ROUNDS * found.ms[self._current]
+        round_ms = float(found.ms[self._current])
+        left_ms = (self._credit + FIRST_ROUNDS) * round_ms
         vague = [shape for shape in others if found.errors[shape] > TIMED_ERROR]
-        if vague and can_pay:
+        vague = [shape for shape in vague if TIMED_STEPS * found.loss(shape) < left_ms]
+        if vague:
             self._probe = _Probe(min(vague, key=found.loss), TIMED_STEPS, TIMED_STEPS)
             return
-        most = MAX_PROBE_STEPS
         promising = [shape for shape in others if found.is_promising(shape)]
-        if promising and can_pay:
-            self._probe = _Probe(max(promising, key=lambda shape: float(found.hoped[shape])), FIRST_RESULTS, most)
-            self._credit_ms -= found.change_loss(self._probe.shape, self._current)
+        if promising and left_ms > 0.0:
+            shape = max(promising, key=lambda index: float(found.hoped[index]))
+            self._probe = _Probe(shape, FIRST_RESULTS, MAX_PROBE_STEPS)
             return
         old = [shape for shape in others if self._step - self._informed[shape] > PROBE_AGE]
         if old:
             shape = min(old, key=lambda index: int(self._informed[index]))
-            least = min(most, FIRST_RESULTS - 1 + -(-OLD_ROUNDS // num_requests))
-            if least * float(found.ms[shape] - num_requests / found.best) <= self._old_credit_ms:
-                self._probe = _Probe(shape, least, most, is_old=True)
+            lost_ms = FIRST_RESULTS * found.loss(shape) + found.change_loss(shape, self._current)
+            if lost_ms <= self._old_credit * round_ms:
+                self._probe = _Probe(shape, FIRST_RESULTS, MAX_PROBE_STEPS, is_old=True)
 
     def _end_probe(self) -> None:
         """What it has cost is charged when its last results are here: they say how long its rounds took."""
@@ -270,15 +290,19 @@ class ShapeChoice:
         """Take what ended probes have cost from what the next ones may cost."""
         while self._ended and self._ended[0][0] <= self._step:
             probe = self._ended.popleft()[1]
-            lost_ms = probe.steps * found.loss(probe.shape)
+            lost_ms = probe.steps * found.loss(probe.shape) + found.change_loss(probe.shape, self._current)
+            lost = lost_ms / float(found.ms[self._current])
             if probe.is_old:
-                self._old_credit_ms -= lost_ms
-            else:
-                self._credit_ms -= lost_ms
+                self._old_credit -= lost
+            elif not probe.is_free:
+                self._credit -= lost
 
     def _told_by(self, shape: int) -> Bools:
         """[shapes]: which ones rounds of `shape` tell about: all of its family that go no deeper."""
         survival, others = self.survival, range(len(self._shapes))
         same = [survival.family(other) == survival.family(shape) for other in others]
-        told = [other and shape and same[other] and survival.depth(other) <= survival.depth(shape) for other in others]
+        told = [
+            other == shape or (shape and same[other] and survival.depth(other) <= survival.depth(shape))
+            for other in others
+        ]
         return np.array(told, np.bool_)

@@ -16,17 +16,21 @@ from workers.scheduling.cost_table import CostTable
 # standard deviations of the logarithm of a step's time over its table's, before any step has run
 PACE_ERROR = 0.7  # common to all steps: the machine is busier or cooler than at the start
 SHAPE_ERROR = 0.4  # of one shape's rounds, against the pace; a loaded start measured 24 to 75 ms for the same rounds
-BATCH_ERROR = 0.2  # of one shape at one batch size, against the shape; tables interpolate between a few batch sizes
+BATCH_ERROR = 0.4  # of one shape at one batch size, against the shape; tables interpolate between a few batch sizes
 CHUNK_ERROR = 0.3  # of steps with a number of prompt tokens, against the pace
 # variances that they gain per second of steps, so that what no longer runs becomes uncertain again
 PACE_DRIFT = 0.0003  # a sudden change of load is noticed by `SURPRISE`
 SHAPE_DRIFT = 0.0001
 FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # standard deviations of one step's relative time
 NOISE_WEIGHT = 1 / 32
-OUTLIER = 3.0  # standard deviations that one step counts at most
+OUTLIER = 3.0  # standard deviations that one step counts at most,
+SURE_AFTER = 4  # unless fewer steps of its kind have been observed
+DOUBT = 0.25  # share of such a step's difference that stays in doubt
 SURPRISE = 1.2  # running mean of differences, in standard deviations, above which the pace has changed: 3 of its own
 SURPRISE_WEIGHT = 0.25
 CHANGED_PACE_ERROR = 0.3  # of the pace then, so that a change of load is followed within some ten steps
+SETTLING_STEPS = 8  # until it is known
+CHANGED_PART_ERROR = 0.15  # of what does not run meanwhile
 MAX_DRIFT_S = 1.0  # that one step counts at most
 
 
@@ -83,7 +87,8 @@ class StepTime:
         self._variances = self._covariance.reshape(-1)[:: len(errors) + 1]  # a view of the diagonal
         self._noise = FIRST_NOISE**2
         self._surprise = 0.0
-        self._has_run = np.zeros(len(errors), np.bool_)
+        self._settling = 0  # steps
+        self._num_observed = np.zeros(len(errors), np.int64)  # steps, by the last of their parts
 
     def predict(self, step: Step) -> Prediction:
         """What a step takes."""
@@ -103,32 +108,59 @@ class StepTime:
         """What the table's milliseconds of such a step are multiplied by."""
         return self._factor(self._parts(step)) * math.exp(self._noise / 2.0)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the machine's pace is known, so that a step that differs tells of its own kind."""
+        return self._settling == 0
+
     def has_run(self, step: Step) -> bool:
         """Whether a step of this kind has been observed: of this shape at this batch size, or with this many prompt
         tokens."""
-        return bool(self._has_run[self._parts(step)[-1]])
+        return bool(self._num_observed[self._parts(step)[-1]])
 
     def observe(self, step: Step, ms: float) -> None:
         """A step has taken so long, from the end of the step before it or its own start on, whichever is later."""
         parts = self._parts(step)
-        expected_ms = self._table_ms(step) * self._factor(parts)  # its median
+        expected_ms = self._table_ms(step) * self._factor(parts)  # the median
         if expected_ms <= 0.0 or ms <= 0.0:
             return
-        self._has_run[parts[-1]] = True
         self._grow(min(ms / 1e3, MAX_DRIFT_S))
+        own, difference, doubt = parts[-1], math.log(ms / expected_ms), 0.0
+        variance = self._between(parts, parts)
+        deviation = math.sqrt(variance + self._noise)
+        if abs(difference) > OUTLIER * deviation and self._num_observed[own] < SURE_AFTER:
+            self._variances[own] += difference**2  # the table, or the step before, was far off
+            doubt = (DOUBT * difference) ** 2  # or this one is
+        else:
+            difference = min(max(difference, -OUTLIER * deviation), OUTLIER * deviation)
+            if variance < self._noise:  # else a difference says little about the pace
+                self._surprise += SURPRISE_WEIGHT * (difference / deviation - self._surprise)
+            if abs(self._surprise) > SURPRISE:
+                self._change_pace(parts)
+        self._settling = max(0, self._settling - 1)
+        self._learn(parts, difference)
+        self._variances[own] += doubt
+        self._num_observed[own] += 1
+
+    def _learn(self, parts: list[int], difference: float) -> None:
+        """The filter's update by one step that was off by `difference`."""
         shared = functools.reduce(np.add, [self._covariance[part] for part in parts])
-        variance = sum(shared.item(part) for part in parts)
-        total = variance + self._noise
-        most = OUTLIER * math.sqrt(total)
-        difference = min(max(math.log(ms / expected_ms), -most), most)
-        self._surprise += SURPRISE_WEIGHT * (difference / math.sqrt(total) - self._surprise)
-        if abs(self._surprise) > SURPRISE:
-            self._surprise = 0.0
-            self._variances[0] += CHANGED_PACE_ERROR**2
+        total = sum(shared.item(part) for part in parts) + self._noise
         self._mean += shared * (difference / total)
         self._covariance -= np.outer(shared, shared / total)
         told = (self._noise / total) ** 2  # a difference that the parts explain tells nothing of the noise
         self._noise = max(self._noise + NOISE_WEIGHT * told * (difference**2 - total), LEAST_NOISE**2)
+
+    def _change_pace(self, parts: list[int]) -> None:
+        """Steps of these parts have been slower or quicker for a while: that is first taken to be the pace. Whether
+        what does not run has changed as much is to be seen."""
+        self._surprise, self._settling = 0.0, SETTLING_STEPS
+        own, num_observed = self._variances[parts].copy(), self._num_observed[parts[-1]]
+        self._variances += np.minimum(CHANGED_PART_ERROR**2, np.maximum(self._prior - self._variances, 0.0))
+        self._variances[parts] = own
+        self._variances[0] += CHANGED_PACE_ERROR**2
+        np.minimum(self._num_observed, 1, out=self._num_observed)
+        self._num_observed[parts[-1]] = num_observed
 
     def _grow(self, seconds: float) -> None:
         """All parts become less certain, at most as uncertain as they were at first."""
