@@ -124,9 +124,15 @@ def ensure_token(environment: Mapping[str, str], is_head: bool) -> None:
             f"RAY_AUTH_TOKEN is not set and {path} does not exist: a host joins with the head's token; copy the file "
             "from there (`aerie start --head` made it), or set RAY_AUTH_MODE=disabled on all hosts of a private network"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(os.urandom(32).hex())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(os.urandom(32).hex())
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the cluster's token cannot be written there ({error.strerror}); set HOME, or RAY_AUTH_TOKEN_PATH "
+            "to a file that can be, on all hosts"
+        ) from None
 
 
 def address_of(interface: str) -> str:
