@@ -239,9 +239,9 @@ _FOLLOWING = {
 }
 
 
-def log_path(port: int) -> Path:
-    """A file for the log of the server on `port`, which exists and is empty; that of the server before is kept with the
-    ending .1. Below the user's state folder, or where that cannot be written the temporary one. Raises OSError."""
+def log_path(name: str) -> Path:
+    """A file for the log of this name, which exists and is empty; the one before is kept with the ending
+    .1. Below the user's state folder, or where that cannot be written the temporary one. Raises OSError."""
     import tempfile
 
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -249,7 +249,7 @@ def log_path(port: int) -> Path:
     for number, folder in enumerate(folders):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = folder / f"serve-{port}.log"
+            path = folder / f"{name}.log"
             if path.exists():
                 path.replace(path.with_suffix(".log.1"))
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600))

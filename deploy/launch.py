@@ -103,7 +103,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
     server_record.clear_abandoned(with_kept=True)
     server_record.note(port=address.port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
     raise_open_files()
-    log = None if wanted.verbose else log_path(address.port)
+    log = None if wanted.verbose else log_path(f"serve-{address.port}")
     watches: list[Watch] = []
     with contextlib.ExitStack() as ending:
         console = ending.enter_context(Console(wanted.began_s, log))

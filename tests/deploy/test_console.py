@@ -131,12 +131,12 @@ def test_an_engine_that_is_ready_is_noticed(tmp_path: Path) -> None:
 
 def test_the_log_before_is_kept_and_others_cannot_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    first = log_path(8000)
+    first = log_path("serve-8000")
     first.write_text("first")
-    second = log_path(8000)
+    second = log_path("serve-8000")
     assert second == first and second.read_text() == "" and second.stat().st_mode & 0o077 == 0
     assert second.with_suffix(".log.1").read_text() == "first"
-    assert log_path(8001) != second
+    assert log_path("serve-8001") != second
 
 
 def test_lines_of_a_start_are_read_back() -> None:
