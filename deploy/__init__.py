@@ -6,7 +6,7 @@ model_options, model_config  a configuration made of a model's name and options;
 checks    `aerie plan`: what can be checked without a cluster
 check_process  the process that runs them for `aerie serve`, and then begins the ranks
 doctor    `aerie doctor`: what is needed next on this machine
-guard     the process that signals go to in place of the server
+guard     the process that signals go to in place of the server; private_arguments: keys on its command line
 launch    `aerie serve`; ray_start, ray_files: its Ray; watches, process_watch, start_watch: what it watches
 console   what `aerie serve` prints; announcement: its last line; address: where it listens
 nodes     `aerie start`; stop: `aerie stop`; server_record: what both and `aerie serve` have begun

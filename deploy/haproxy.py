@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.haproxy_config import MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
+from deploy.haproxy_config import AMPLE, MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
 
 _FILES_EACH = 2  # of a connection: the client's and the ingress's
 _FILES_BESIDE = 64  # open files of HAProxy (2.8) for other things, and four more for each of its threads
@@ -41,7 +41,7 @@ def max_connections() -> int:
 def scarcity() -> str | None:
     """One line that says how many streams the open files allow, where they are what limits them."""
     connections = max_connections()
-    if connections == MAX_CONNECTIONS:
+    if connections >= AMPLE:
         return None
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (

@@ -3,10 +3,14 @@ holder run code. Used before a Ray is started, by `deploy.launch` and `deploy.no
 """
 
 import os
+import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from cluster.config import ConfigError
+
+MIN_FREE_BYTES = 32 * 10**6
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -21,6 +25,20 @@ def keep_to_owner(environment: Mapping[str, str]) -> None:
             path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
     except OSError:
         pass  # there is none, or Ray will say why it cannot be read
+
+
+def check_room(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError where Ray's temporary folder is full: Ray would wait for itself for two minutes."""
+    folder = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # Ray makes it
+    if free < MIN_FREE_BYTES:
+        raise ConfigError(
+            f"{folder}: {free / 1e6:.1f} MB are free, and Ray's logs and sockets take {MIN_FREE_BYTES // 10**6} MB; "
+            "free some space, or set RAY_TMPDIR to a folder that has it"
+        )
 
 
 def token_path(environment: Mapping[str, str]) -> Path:

@@ -35,7 +35,7 @@ def remembered(application: str, config: AerieConfig | None = None) -> str:
         return ""
     refusal = msgspec.msgpack.decode(found, type=Refusal)
     is_same = config is None or refusal.identity == identity_of(config)
-    return refusal.reason if is_same and time.time() - refusal.at < FRESH_S else ""
+    return refusal.reason if is_same and abs(time.time() - refusal.at) < FRESH_S else ""
 
 
 def identity_of(config: AerieConfig) -> str:

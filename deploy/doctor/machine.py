@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def read_machine(port: int = 8000) -> Machine:
         port=port,
         hub_folder=constants.HF_HUB_CACHE,
         hub_free_gb=_free_gb(Path(constants.HF_HUB_CACHE)),
-        hub_token=_has_hub_token(get_token),
+        hub_token=get_token() is not None,
     )
 
 
@@ -190,11 +189,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _has_hub_token(get_token: Callable[[], str | None]) -> bool:
-    """False where the home folder cannot be read either."""
-    try:
-        return get_token() is not None
-    except OSError:
-        return False

@@ -176,7 +176,7 @@ def test_checkpoints_that_do_not_fit_stop_serve_and_the_ray_that_it_started(tmp_
     path = _config(tmp_path, parallel={"tensor_parallel": 3})  # does not divide the target's heads
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "serve", str(path), "--port", "0"],
+        [sys.executable, "-m", "deploy.cli", "serve", str(path), "--port", str(free_port())],
         capture_output=True,
         text=True,
         cwd=ROOT,

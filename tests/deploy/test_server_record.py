@@ -110,7 +110,7 @@ tempfile.tempdir = sys.argv[1]
 from deploy.guard import run_guarded
 from deploy.server_record import note
 
-def serve():
+def serve(ends_by_itself):
     session = os.path.join(sys.argv[1], f"session_{sys.argv[2]}")
     os.makedirs(session)
     note(port=int(sys.argv[2]), session=session, stop_limit_s=20)
@@ -121,6 +121,7 @@ def serve():
         raise RuntimeError("a fault")
     signal.signal(signal.SIGTERM, drain)
     signal.signal(signal.SIGUSR1, fail)
+    ends_by_itself()
     agent = subprocess.Popen(["sleep", "120"], start_new_session=True)
     print(os.getpid(), agent.pid, flush=True)
     time.sleep(120)

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,11 @@ import psutil
 import pytest
 
 from tests.e2e.serve_process import ServeProcess, assert_nothing_left, body, serve_process, until
+from tests.e2e.serving import free_port
 from tests.support.wheel import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 KEY = "sk-lifecycle-0123456789-secret"
-_READABLE = stat.S_IROTH | stat.S_IXOTH
 
 
 @pytest.fixture
@@ -54,7 +55,8 @@ def _with_key(folder: Path) -> list[Path]:
 
 
 def test_no_file_and_no_process_shows_a_key_to_others(tmp_path: Path, folders: Path) -> None:
-    with serve_process(tmp_path, ray_folder=folders, ingress={"api_keys": [KEY]}) as server:
+    given = ("--api-key", KEY, "another-key-of-ours")
+    with serve_process(tmp_path, ray_folder=folders, arguments=given) as server:
         url = f"{server.url}/v1/completions"
         assert httpx.post(url, json=body(3), timeout=60).status_code == 401
         assert httpx.post(url, json=body(3), timeout=60, headers={"authorization": f"Bearer {KEY}"}).is_success
@@ -62,7 +64,8 @@ def test_no_file_and_no_process_shows_a_key_to_others(tmp_path: Path, folders: P
         readable = [path for path in folders.rglob("*") if path.is_file() and _others_can_read(path, folders)]
         assert readable == [], "logs, sockets, configurations"
         assert (tmp_path / "home" / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
-        for process in server.below():
+        assert httpx.post(url, json=body(3), headers={"x-api-key": "another-key-of-ours"}, timeout=60).is_success
+        for process in [psutil.Process(server.process.pid), *server.below()]:
             for name in ("cmdline", "environ"):
                 assert KEY.encode() not in Path(f"/proc/{process.pid}/{name}").read_bytes(), process.cmdline()
 
@@ -102,10 +105,72 @@ def _left(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.startswith(("aerie-", "session_"))]
 
 
-def _signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_any_second_of_the_start_ends_it_and_leaves_nothing(
+    tmp_path: Path, folders: Path, number: signal.Signals
+) -> None:
+    """As often as a ready server takes: AERIE_START_S in all, each time later."""
+    variables = os.environ | {"RAY_TMPDIR": str(folders), "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--port", str(free_port())]
+    for after_s in range(0, int(os.environ.get("AERIE_START_S", 24)), 3):
+        log = tmp_path / f"{after_s}.log"
+        with log.open("wb") as console:
+            process = subprocess.Popen(command, env=variables, stdout=console, stderr=console, start_new_session=True)
+        time.sleep(after_s + 0.5)
+        started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
+        sent_s = time.monotonic()
+        code = process.wait(30)
+        _, alive = psutil.wait_procs(started, timeout=5)
+        print(f"{number.name} after {after_s + 0.5} s: status {code}, {time.monotonic() - sent_s:.1f} s later")
+        assert not alive and _left(folders) == [], (after_s, alive, _left(folders))
+        assert "Traceback" not in log.read_text(), log.read_text()
+        assert code in (0, 128 + number), log.read_text()
 
 
-def _answers(server: ServeProcess) -> bool:
-    return server.complete(3, timeout_s=30).status_code == 200
+def test_a_guard_killed_while_it_drains_leaves_the_streams_whole_and_nothing_else(
+    tmp_path: Path, folders: Path
+) -> None:
+    """SIGTERM and, ten seconds later, SIGKILL to the process that was started, as `docker stop` sends them."""
+    with serve_process(tmp_path, ray_folder=folders) as server:
+        started = server.below()
+        lines: list[str] = []
+        reader = threading.Thread(target=_stream, args=(server, 1900, lines))
+        reader.start()
+        until(lambda: len(lines) > 2, 60)
+        server.process.terminate()
+        time.sleep(10)
+        assert server.process.poll() is None, "it drains"
+        server.process.kill()
+        reader.join(90)
+        assert lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2]
+        assert_nothing_left(server, started, 20)
+        until(lambda: _left(folders) == [], 10, lambda: str(_left(folders)))
+
+
+def _stream(server: ServeProcess, max_tokens: int, lines: list[str]) -> None:
+    asked = body(max_tokens) | {"stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=120) as stream:
+        for line in stream.iter_lines():
+            if line:
+                lines.append(line)
+
+
+def test_a_full_temporary_folder_is_told_in_a_line_or_does_no_harm(tmp_path: Path) -> None:
+    """A file system of its own, of which so many KB are left; needs root."""
+    for left_kb in (0, 64):
+        script = (
+            "mount -t tmpfs -o size=40m none /tmp && chmod 1777 /tmp && "
+            f"dd if=/dev/zero of=/tmp/filler bs=1K count={40 * 1024 - left_kb} 2>/dev/null; "
+            f"exec timeout -s TERM 60 {sys.executable} -m deploy.cli serve --port {free_port()}"
+        )
+        command = ["unshare", "--mount", "--", "sh", "-c", script]
+        variables = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled"}
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150, cwd="/")
+        if "Operation not permitted" in ended.stderr:
+            pytest.skip("needs to be root, with namespaces")
+        print(left_kb, ended.returncode, ended.stdout[-600:], ended.stderr[-600:])
+        assert "Traceback" not in ended.stdout + ended.stderr
+        if ended.returncode not in (0, 128 + signal.SIGTERM):  # else it ran until it was told to end
+            last = ended.stderr.strip().splitlines()[-1]
+            assert "/tmp" in last or "space" in last, ended.stderr

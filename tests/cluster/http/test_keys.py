@@ -10,6 +10,7 @@ from cluster.config import ConfigError, parse
 from cluster.http.config import EdgeConfig
 from cluster.http.keys import digest, is_known
 from deploy.configs import located, starting_point
+from deploy.private_arguments import with_digests
 
 KEY = "sk-a-secret-of-ours"
 DIGEST = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
@@ -35,6 +36,13 @@ def test_what_is_wrong_with_a_key_is_said_without_it(entry: str) -> None:
         with pytest.raises(ConfigError, match="api_keys") as refused:
             parse({"model": {"path": str(model)}, "ingress": {"api_keys": given}}, Path("/"))
         assert str(given) not in str(refused.value) and "12345678" not in str(refused.value)
+
+
+def test_a_command_line_gets_digests_in_the_place_of_keys() -> None:
+    words = ["aerie", "serve", "x.yaml", "--api-key", KEY, DIGEST, "short", "--port", "8000", f"--api-key={KEY}"]
+    hidden = ["aerie", "serve", "x.yaml", "--api-key", DIGEST, DIGEST, "short", "--port", "8000", f"--api-key={DIGEST}"]
+    assert with_digests(words) == hidden
+    assert with_digests(hidden) == hidden
 
 
 def test_neither_what_serve_is_given_nor_the_configuration_shows_a_key(tmp_path: Path) -> None:
