@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workers.runner.graphs.compile_processes import CompileProcesses
 
 PhaseReport = Callable[[str, float], None]
+PhaseAdvance = Callable[[str, float, float, str], None]
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,16 @@ class RankBuilder:
             read_compiler()
         self.device_name = torch.cuda.get_device_name(0) if self._is_cuda else f"cpu, {self._num_threads} thread(s)"
 
-    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
+    def build(
+        self,
+        rendezvous: str,
+        report: PhaseReport,
+        former: Layout | None = None,
+        advance: PhaseAdvance = lambda phase, done, total, unit: None,
+    ) -> StepExecutor:
         """Joins the other ranks at `rendezvous` ("tcp://host:port" on rank 0's node), loads, allocates and warms up;
-        `report` hears each phase and its seconds. former: of the ranks that these take the place of; what those have
-        measured is not measured again, so that there are no `costs`."""
+        `report` hears each phase and its seconds, `advance` how far a long one is. former: of the ranks that these take
+        the place of; what those have measured is not measured again, so that there are no `costs`."""
         import torch
 
         from speculative.build import build_rank
@@ -116,7 +123,7 @@ class RankBuilder:
             from workers.runner.graphs.kernel_compilation import compile_processes
 
             compilers = compile_processes(spec.worker.tensor_parallel)
-        self._built = build_rank(spec, layout, self._rank, rendezvous, report, compilers)
+        self._built = build_rank(spec, layout, self._rank, rendezvous, report, compilers, advance)
         self._built.worker.begin_grammars()
         return self._built.worker
 

@@ -31,7 +31,7 @@ from workers.models.registry import family_of
 from workers.models.weight_bytes import META, weight_bytes
 from workers.runner import build
 from workers.runner.backends import Backends, ModelShape
-from workers.runner.build import BuiltRank, PhaseReport
+from workers.runner.build import BuiltRank, PhaseAdvance, PhaseReport
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.layout import EngineLayout, EngineParts, NoSpeculation, PhaseDone, Speculation
@@ -191,9 +191,10 @@ def build_rank(
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
     compilers: "CompileProcesses | None" = None,
+    advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> BuiltRank:
     """See `workers.runner.build.build_rank`. layout: what `plan_layout` made of `spec`."""
-    return build.build_rank(spec.worker, layout, rank, address, report, compilers)
+    return build.build_rank(spec.worker, layout, rank, address, report, compilers, advance)
 
 
 def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:

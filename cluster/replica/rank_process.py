@@ -212,7 +212,7 @@ class _Rank:
             # what steps cost is not measured while Ray and Serve start on the same cores
             self._requests.put(self._requests.get())
         gc.freeze()
-        executor = builder.build(self._rendezvous, self._report)
+        executor = builder.build(self._rendezvous, self._report, advance=self._advance)
         gc.freeze()
         self._log.done("built")
         return executor
@@ -240,6 +240,10 @@ class _Rank:
     def _report(self, phase: str, seconds: float) -> None:
         if self._rank == 0:
             self._log.took(phase, seconds)
+
+    def _advance(self, phase: str, done: float, total: float, unit: str) -> None:
+        if self._rank == 0:
+            self._log.progress(phase, done, total, unit)
 
 
 def _end_as_rank(make: Callable[[], _Rank], listener: socket.socket) -> None:

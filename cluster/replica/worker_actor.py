@@ -94,7 +94,7 @@ class Worker:
         interface = interface_of(own_address)
         if interface is not None:
             pin_network_interface(interface)
-        self._executor = self._builder.build(rendezvous, self._report, former)
+        self._executor = self._builder.build(rendezvous, self._report, former, self._advance)
         gc.freeze()  # model and graphs stay, and are not looked through while requests run
         return self._builder.layout(), self._executor.costs
 
@@ -127,6 +127,10 @@ class Worker:
     def _report(self, phase: str, seconds: float) -> None:
         if self._rank == 0:
             self._log.took(phase, seconds)
+
+    def _advance(self, phase: str, done: float, total: float, unit: str) -> None:
+        if self._rank == 0:
+            self._log.progress(phase, done, total, unit)
 
 
 def interface_of(address: str) -> str | None:

@@ -30,7 +30,9 @@ class InstantRank:
             scheduler=self._config.scheduler.resolved("cpu"),
         )
 
-    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
+    def build(
+        self, rendezvous: str, report: PhaseReport, former: Layout | None = None, advance: object = None
+    ) -> StepExecutor:
         return PacedExecutor(self._config.scheduler.num_slots)
 
 

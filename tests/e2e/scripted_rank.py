@@ -33,7 +33,9 @@ class ScriptedRank:
             scheduler=self._scheduler,
         )
 
-    def build(self, rendezvous: str, report: PhaseReport, former: Layout | None = None) -> StepExecutor:
+    def build(
+        self, rendezvous: str, report: PhaseReport, former: Layout | None = None, advance: object = None
+    ) -> StepExecutor:
         assert rendezvous.startswith("tcp://")
         report("scripted", 0.0)
         time.sleep(0.05)

@@ -189,7 +189,9 @@ MEASURED = [(0, 1, 0, 0), (0, 40, 0, 0), (1, 1, 0, 0), (1, 8, 0, 0), (1, 40, 0, 
 
 
 def capture_few(graphs: GraphedDecoding, group: TPGroup = SOLO, limits: GraphCapture = GraphCapture()) -> None:  # noqa: B008
-    graphs.capture(limits, group, graphs.first_graphs(MEASURED))
+    heard: list[tuple[int, int]] = []
+    graphs.capture(limits, group, graphs.first_graphs(MEASURED), advance=lambda *far: heard.append(far))
+    assert [done for done, _ in heard] == list(range(1, len(heard) + 1)) and heard[-1][0] == heard[-1][1]
 
 
 def test_a_start_captures_what_it_measures_rounds_with_filters_and_greedy_ones_of_one_request() -> None:

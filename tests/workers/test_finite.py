@@ -58,3 +58,15 @@ def test_every_number_of_a_type_is_told_apart(dtype: torch.dtype) -> None:
     wrong = numbers[~finite]  # infinities and NaNs of either sign, NaNs with every bit set or one
     some = torch.cat((wrong[:2], wrong[-2:], wrong[:: 1 + len(wrong) // 50]))
     assert not any(_is_finite(torch.cat((numbers[finite][:3], each.view(1)))) for each in some)
+
+
+def test_a_load_tells_how_far_it_is(tmp_path: Path) -> None:
+    folder = make_target(tmp_path, num_hidden_layers=1)
+    heard: list[tuple[int, int]] = []
+    source = ModelSource(path=str(folder))
+    config = read_target_config(source, 1)
+    load_target(source, config, SOLO, CPU, 16, advance=lambda *far: heard.append(far))
+    done, (total, *others) = [each for each, _ in heard], sorted({each for _, each in heard})
+    assert done == sorted(done) and not others and len(done) == len(load_file(str(folder / "model.safetensors")))
+    header = total - done[-1]
+    assert total == (folder / "model.safetensors").stat().st_size and 0 < header < 20_000

@@ -22,7 +22,7 @@ from workers.models.decoder import Decoder
 from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
-from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+from workers.models.weights import Advance, checkpoint_tensors, counted, fill_dummy, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +54,17 @@ def load_target(
     max_position: int,
     capture: tuple[int, ...] = (),
     deterministic: bool = False,
+    advance: Advance = lambda done, total: None,
 ) -> Decoder:
     """This rank's shard of the target. max_position: rows of the rotary table, more than any position in a step.
-    deterministic: see `finish_weights`. Raises ValueError as `fill_target`."""
+    deterministic: see `finish_weights`. advance: hears how many bytes of the checkpoint are loaded. Raises ValueError
+    as `fill_target`."""
     name = f"model {source.path}"
     config.check_device(DeviceKind.of(device), resolve_dtype(source.dtype, config.dtype, device), name)
     fallback = config.quant.fallback(device)
     if fallback is not None and group.rank == 0:
         logger.warning("%s: %s", name, fallback)
-    model = fill_target(source, config, group, device, max_position, capture)
+    model = fill_target(source, config, group, device, max_position, capture, advance)
     finish_weights(model, deterministic)
     return model.eval()
 
@@ -74,6 +76,7 @@ def fill_target(
     device: torch.device,
     max_position: int,
     capture: tuple[int, ...] = (),
+    advance: Advance = lambda done, total: None,
 ) -> Decoder:
     """`load_target` without the packing. device: "meta" reads the headers of the checkpoint's files only, and checks
     them.
@@ -90,7 +93,7 @@ def fill_target(
         fill_dummy(model, source.seed)
     else:
         read = partial(checkpoint_tensors, source.path, device)
-        load_weights(model, read(), names, name)
+        load_weights(model, counted(read(), source.path, advance), names, name)
         if device.type != "meta":
             check_finite(model, read, names, name)
     return model

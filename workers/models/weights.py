@@ -3,7 +3,7 @@ what is unknown and what does not fit. A load on the meta device reads the files
 checked before anything is started (`speculative.build.check_weights`)."""
 
 import json
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from workers.models.name_map import NameMap
 INDEX = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 4
 _CPU = torch.device("cpu")
+Advance = Callable[[int, int], None]  # how much is done, and of how much
 # The types that PyTorch has, as headers name them.
 _TYPES = {
     "F64": torch.float64,
@@ -54,6 +55,15 @@ def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Itera
         with opened(path, device) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 yield CheckpointTensor(name, _read(file, name, device, path), path.name)
+
+
+def counted(tensors: Iterable[CheckpointTensor], folder: str | Path, advance: Advance) -> Iterator[CheckpointTensor]:
+    """The tensors; `advance` hears after each how many bytes have been taken, and how many the files have."""
+    total, taken = sum(path.stat().st_size for path in checkpoint_files(folder)), 0
+    for each in tensors:
+        yield each
+        taken += each.tensor.nbytes
+        advance(taken, total)
 
 
 def _read(file: Any, name: str, device: torch.device, path: Path) -> Tensor:

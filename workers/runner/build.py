@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PhaseReport = Callable[[str, float], None]
+PhaseAdvance = Callable[[str, float, float, str], None]  # phase, how much is done, of how much, in what unit
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,11 @@ def build_rank(
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
     compilers: "CompileProcesses | None" = None,
+    advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> BuiltRank:
     """One rank, ready for plans. address: where the ranks meet ("tcp://host:port"). report: hears each phase and its
-    seconds. compilers: of kernels, which are ended once those are there; None: threads compile them. Raises ValueError
-    where a checkpoint or backend does not fit, or memory does not suffice."""
+    seconds. advance: hears how far a long phase is. compilers: of kernels, which are ended once those are there; None:
+    threads compile them. Raises ValueError where a checkpoint or backend does not fit, or memory does not suffice."""
     device = resolve_device(worker.model.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -97,7 +99,7 @@ def build_rank(
     # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
     group = join_tp_group(rank, worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
     phases.done("process group joined")
-    parts = load_parts(worker, layout, group, backends, memory, deterministic, phases.done)
+    parts = load_parts(worker, layout, group, backends, memory, deterministic, phases.done, advance)
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
         strategy = layout.speculation.strategy(parts, others, phases.done)
     eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars)
@@ -114,7 +116,12 @@ def build_rank(
     if graphed is not None:
         remedy = "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"
         with torch.inference_mode(), must_fit("CUDA graphs", remedy):
-            graphed.capture(memory.capture_limits(group), group, first)
+            graphed.capture(
+                memory.capture_limits(group),
+                group,
+                first,
+                advance=lambda done, total: advance("capturing graphs", done, total, "graphs"),
+            )
         phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
     built = eager
     if graphed is not None:
@@ -146,9 +153,10 @@ def load_parts(
     memory: RankMemory,
     deterministic: bool = False,
     done: PhaseDone = lambda phase: None,
+    advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> EngineParts:
     """This rank's shard of the target with its slots, whose number is settled here, and a KV pool that has but one page
-    yet. backends: of the target. done: hears each phase."""
+    yet. backends: of the target. done: hears each phase. advance: hears how far loading is."""
     device = memory.device
     with memory.counting_weights(), must_fit("the weights", "raise parallel.tensor_parallel, or take a smaller dtype"):
         model = load_target(
@@ -159,6 +167,7 @@ def load_parts(
             layout.max_position,
             layout.speculation.captured_layers,
             deterministic,
+            lambda loaded, total: advance("loading the target", loaded / 1e9, total / 1e9, "GB"),
         )
     done("target loaded")
     layout = memory.settle_slots(layout, group)

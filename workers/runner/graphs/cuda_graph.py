@@ -150,14 +150,17 @@ class GraphedDecoding:
         group: TPGroup,
         first: Collection[GraphKey] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> CaptureReport:
         """Capture what a start waits for: `first`, or if that is None all greedy and random rounds, and as far as
-        `allowance.limit_s` goes the others. The same on every rank of `group`. The rest is left to `capture_next`."""
+        `allowance.limit_s` goes the others. The same on every rank of `group`. The rest is left to `capture_next`.
+        advance: hears how many are captured, and how many a start waits for at least."""
         wanted, rounds = self._keys.wanted(), dict[GraphKey, Taken]()
         self._queue = CaptureQueue(wanted, first, allowance)
         while (key := self._queue.next_at_start()) is not None:
             rounds[key] = taken = self._measured(key, group, clock)
             self._queue.took(key, _most(taken, group, self._slots.device))
+            advance(len(rounds), max(len(rounds), len(wanted if first is None else first)))
         self.report = CaptureReport(rounds, len(wanted) - len(rounds))
         self._warn_of_left_out(group)
         return self.report
