@@ -38,7 +38,7 @@ class EngineConfig:
     """How an engine is watched.
 
     on_worker_loss: "resume" replays running requests on the new workers, "error" ends them.
-    max_resumes: times that a request is resumed at most; it may be what kills the workers.
+    max_resumes: times that a request is resumed at most; once only, if each time a step with it hung or crashed.
     start_timeout_s: from placed to ready.
     step_timeout_s: a step that takes longer counts as hung; above the longest real step.
     queue_timeout_s: a request that has waited so long for its first step, or would, gets 429.

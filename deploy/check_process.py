@@ -71,7 +71,7 @@ class CheckProcess:
         """Call `refuse` with the reason, in a thread, when something is found wrong."""
 
         def look(found: "Future[dict[str, object]]") -> None:
-            if (error := found.exception()) is not None:
+            if not found.cancelled() and (error := found.exception()) is not None:
                 refuse(str(error))
 
         self._found.add_done_callback(look)
@@ -83,6 +83,7 @@ class CheckProcess:
 
     def close(self) -> None:
         """End it, and with it ranks that nobody has taken."""
+        self._found.cancel()  # nobody is to hear that it was killed
         self._process.kill()
         self._process.wait()
         for reader in self._readers:
@@ -101,6 +102,8 @@ class CheckProcess:
             except ConnectionError:
                 line = ""
         found = json.loads(line) if line else {"refused": self._ended()}
+        if self._found.cancelled():
+            return
         if "refused" in found:
             self._found.set_exception(ConfigError(found["refused"]))
         else:

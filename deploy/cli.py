@@ -6,6 +6,7 @@ Arguments are parsed first and modules imported after, so that `--help` and a mi
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Callable
@@ -43,10 +44,32 @@ def _command(arguments: argparse.Namespace, run: Callable[[argparse.Namespace], 
     except (ConfigError, TrainingError) as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        # ENOENT without a name: tempfile has found no folder for temporary files
+        if error.errno not in _OF_PLACES and (error.errno != errno.ENOENT or error.filename):
+            raise
+        print(_place_fault(error), file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        remedy = "free memory, or raise the limit (ulimit -v, a container's memory)"
+        print(f"aerie: not enough memory{f' ({error})' if str(error) else ''}: {remedy}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as error:
         print(str(error) or "aerie: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
+
+
+# What is wrong with a file's place, and not with us.
+_OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EMFILE, errno.ENFILE)
+
+
+def _place_fault(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else "TMPDIR, HOME or the output: "
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"aerie: {where}{error.strerror}: raise the limit of open files (ulimit -n)"
+    remedy = "free some space, or set TMPDIR, HOME or the option that names it to a place that can be written"
+    return f"aerie: {where}{error.strerror}: {remedy}"
 
 
 def _parser() -> argparse.ArgumentParser:

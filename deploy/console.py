@@ -2,6 +2,7 @@
 What Ray, Serve and other programs write goes to a log file.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -38,7 +39,7 @@ class Console:
         self._began_s = began_s
         self._log = None if log is None else _open_log(log)
         self._shown: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
-        self._rich = rich.console.Console(file=self._shown, highlight=False, soft_wrap=True)
+        self._rich = _Output(file=self._shown, highlight=False, soft_wrap=True)
         self._view = _LiveView(self._rich, began_s) if self._rich.is_terminal and log is not None else None
         self._plain_s = 0.0
         self._is_ending = False
@@ -62,15 +63,17 @@ class Console:
         with self._lock:
             self.end_start()
             if self._former is not None:
-                sys.stdout.flush()
-                sys.stderr.flush()
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError):
+                        stream.flush()
                 for number, former in zip((1, 2), self._former, strict=True):
                     os.dup2(former, number)
                     os.close(former)
                 self._former = None
             for file in (self._shown, self._log):
                 if file is not None:
-                    file.close()
+                    with contextlib.suppress(OSError):
+                        file.close()
 
     def step(self, what: str, seconds: float, process: str = "aerie serve") -> None:
         """Show that this process has done a step, which took `seconds`."""
@@ -81,9 +84,8 @@ class Console:
         with self._lock:
             if self._shown.closed:
                 return
-            self._rich.print(text, markup=False)
-            if self._log is not None:
-                self._log.write(f"{text}\n")
+            self._print(text)
+            self._write(text)
 
     def receive(self, line: str, source: str = "") -> None:
         """Take a line that another process has written: show what is marked as Aerie's, or JSON, and log the rest.
@@ -132,7 +134,7 @@ class Console:
             if self._log is None or (is_shown and read.what not in _DETAILS):
                 self.say(text)
             else:
-                self._log.write(f"{text}\n")
+                self._write(text)
         if read.what == READY and read.process == "engine":
             self.ready.set()
 
@@ -149,9 +151,25 @@ class Console:
             if self._shown.closed:
                 return
             if self._log is None:
-                self._rich.print(line, markup=False)
+                self._print(line)
             else:
-                self._log.write(f"{line}\n")
+                self._write(line)
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone, or a pipe that nobody reads, stops no server
+            self._rich.print(text, markup=False)
+
+    def _write(self, text: str) -> None:
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # nor does a full disk
+                os.write(self._log.fileno(), f"{text}\n".encode(errors="replace"))
+
+
+class _Output(rich.console.Console):
+    """Rich's, which would end the process when nobody reads its output any more."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class _LiveView:
@@ -221,9 +239,9 @@ _FOLLOWING = {
 }
 
 
-def log_path(port: int) -> Path:
-    """A file for the log of the server on `port`, which exists and is empty; that of the server before is kept with the
-    ending .1. Below the user's state folder, or where that cannot be written the temporary one. Raises OSError."""
+def log_path(name: str) -> Path:
+    """A file for the log of this name, which exists and is empty; the one before is kept with the ending
+    .1. Below the user's state folder, or where that cannot be written the temporary one. Raises OSError."""
     import tempfile
 
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -231,7 +249,7 @@ def log_path(port: int) -> Path:
     for number, folder in enumerate(folders):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = folder / f"serve-{port}.log"
+            path = folder / f"{name}.log"
             if path.exists():
                 path.replace(path.with_suffix(".log.1"))
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600))

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from deploy.check_process import CheckProcess, Task
 from deploy.configs import located, use_checked
 from deploy.console import Console, log_path, show_ray_lines
 from deploy.haproxy import ENDING, NUM_PORTS, max_connections, scarcity, socket_root, write_script
+from deploy.home import do_without_home
 from deploy.hub import with_downloads
 from deploy.process_watch import ProcessWatch
 from deploy.ray_files import check_room
@@ -109,7 +111,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
     raise_open_files()
     if not joins:
         check_room(os.environ)
-    log = None if wanted.verbose else log_path(address.port)
+    log = None if wanted.verbose else log_path(f"serve-{address.port}")
     watches: list[Watch] = []
     with contextlib.ExitStack() as ending:
         console = ending.enter_context(Console(wanted.began_s, log))
@@ -137,7 +139,9 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         # --app-dir (Ray 2.60): an empty one hides no module of ours, whatever lies where the command was given.
         empty = folder / "empty"
         empty.mkdir()
-        with contextlib.chdir(empty), _ended_by_refusal(check, console):
+        if not joins:
+            do_without_home(os.environ, folder, console.say)
+        with contextlib.chdir(empty), _ended_by_refusal(check, console), _explained(joins, log):
             if joins:
                 join_ray(wanted.address)
             else:
@@ -181,9 +185,27 @@ def _ended_by_refusal(check: CheckProcess, console: Console) -> Iterator[None]:
                 end_at_once(console, reason, 2)
 
     check.on_refusal(refuse)
-    yield
-    with open_lock:
-        is_open = False
+    try:
+        yield
+    finally:
+        with open_lock:
+            is_open = False
+
+
+@contextlib.contextmanager
+def _explained(joins: bool, log: Path | None) -> Iterator[None]:
+    """Ray's errors while it is joined or started, as ConfigError with a remedy; their traceback goes to the log."""
+    try:
+        yield
+    except Exception as error:  # Ray raises what comes: OSError, ValueError, RuntimeError, its own
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
+        if joins:
+            remedy = "check --address (or RAY_ADDRESS), that `aerie start --head` runs there, and its ~/.ray/auth_token"
+        else:
+            remedy = "free memory or disk, or raise limits (ulimit -v, a container's memory); `aerie doctor` looks"
+        where = "" if log is None else f"; more in {log}"
+        raise ConfigError(f"Ray cannot be {'joined' if joins else 'started'} ({reason}): {remedy}{where}") from None
 
 
 def _leave(watches: Iterable[Watch]) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from cluster.config import ConfigError
 from cluster.linux import raise_open_files
+from deploy.console import log_path
 from deploy.haproxy import max_connections
 from deploy.launch import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 from deploy.ray_files import keep_to_owner, token_path
@@ -56,17 +58,28 @@ class NodeStart:
 
 
 def start(wanted: NodeStart) -> int:
-    """Becomes `ray start`; does not return. Raises ConfigError."""
+    """Run `ray start`; returns its exit code, with --block once the node has ended. Raises ConfigError."""
     environment = dict(os.environ) | node_environment(os.environ)
     keep_to_owner(environment)
     raise_open_files()
     ensure_token(environment, is_head=not wanted.address)
     command = ray_command(wanted, address_of)
-    print(f"{' '.join(command)}\n{_next_step(wanted)}", flush=True)
     port = int(wanted.address.rpartition(":")[2]) if wanted.address else wanted.port
+    log = log_path(f"start-{port}")
+    print(f"{' '.join(command)}\nwhat Ray writes: {log}", flush=True)
     environment[VARIABLE] = str(begin(Record("node", port=port)))
-    os.execve(_command("ray"), command, environment)
-    raise AssertionError("execve returned")
+    steps = next_steps(wanted, own_address(wanted, address_of))
+    executable = _command("ray")
+    with log.open("w") as output:
+        if wanted.block:
+            print(steps, flush=True)
+            os.dup2(output.fileno(), 1)  # Ray tells its users of `ray start` and `ray stop`
+            os.execve(executable, command, environment)
+        code = subprocess.run(
+            command, executable=executable, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    print(steps if code == 0 else log.read_text(), file=sys.stdout if code == 0 else sys.stderr)
+    return code
 
 
 def node_environment(present: Mapping[str, str]) -> dict[str, str]:
@@ -124,9 +137,15 @@ def ensure_token(environment: Mapping[str, str], is_head: bool) -> None:
             f"RAY_AUTH_TOKEN is not set and {path} does not exist: a host joins with the head's token; copy the file "
             "from there (`aerie start --head` made it), or set RAY_AUTH_MODE=disabled on all hosts of a private network"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(os.urandom(32).hex())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(os.urandom(32).hex())
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the cluster's token cannot be written there ({error.strerror}); set HOME, or RAY_AUTH_TOKEN_PATH "
+            "to a file that can be, on all hosts"
+        ) from None
 
 
 def address_of(interface: str) -> str:
@@ -149,7 +168,32 @@ def _command(name: str) -> str:
     return found
 
 
-def _next_step(wanted: NodeStart) -> str:
+def own_address(wanted: NodeStart, find_address: Callable[[str], str]) -> str:
+    """Where other hosts reach this one: as asked for, else by its default route, as Ray chooses. find_address: an
+    interface's address."""
+    if wanted.node_ip or wanted.interface:
+        return wanted.node_ip or find_address(wanted.interface)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 53))  # sends nothing
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+    return address
+
+
+def next_steps(wanted: NodeStart, own: str) -> str:
+    """What to do once the node runs. own: address of this host."""
     if wanted.address:
-        return "Joins; `aerie serve FILE --address` on the head uses it."
-    return f"Others join with:  aerie start --address HOST:{wanted.port}    (and this host's ~/.ray/auth_token)"
+        return (
+            f"this host joins the cluster of {wanted.address}\n"
+            f"serve there:        aerie serve FILE --address {wanted.address}\n"
+            f"leave:              aerie stop --port {wanted.address.rpartition(':')[2]}"
+        )
+    head = f"{own}:{wanted.port}"
+    return (
+        f"this host is the head of a cluster at {head}\n"
+        f"another host joins: aerie start --address {head}    (with a copy of {token_path(os.environ)} from here)\n"
+        f"serve:              aerie serve FILE --address {head}\n"
+        f"end it:             aerie stop --port {wanted.port}"
+    )

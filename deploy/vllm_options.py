@@ -253,6 +253,7 @@ OPTIONS: Sequence[Option] = (
     Option(("--speculative-config",), _speculative),
     Option(("--attention-backend",), _attention),
     Option(("--override-generation-config",), _defaults),
+    Option(("--strict",), _to("ingress.strict"), 0),  # Aerie's own: its users come from servers that ignore fields
     # With a difference, which is printed.
     Option(("--data-parallel-size", "-dp"), _to("parallel.replicas", _whole), None, "engines behind one address"),
     Option(

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def read_machine(port: int = 8000) -> Machine:
         port=port,
         hub_folder=constants.HF_HUB_CACHE,
         hub_free_gb=_free_gb(Path(constants.HF_HUB_CACHE)),
-        hub_token=get_token() is not None,
+        hub_token=_has_hub_token(get_token),
     )
 
 
@@ -189,3 +190,11 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _has_hub_token(get_token: Callable[[], str | None]) -> bool:
+    """False where the home folder cannot be read either."""
+    try:
+        return get_token() is not None
+    except OSError:
+        return False

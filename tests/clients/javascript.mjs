@@ -1,12 +1,13 @@
-// What clients in JavaScript ask for: the AI SDK (its default, Responses, and chats) and openai.
+// What clients in JavaScript ask for: the AI SDK (its default, Responses, chats, and Anthropic's form) and openai.
 //
-//     npm install ai @ai-sdk/openai openai zod
-//     node javascript.mjs URL          // see docs/clients.md
+//     npm install ai @ai-sdk/openai @ai-sdk/anthropic openai zod
+//     node javascript.mjs URL [GROUP]         // see docs/clients.md
 //
 // Forms and calls are forced, so that each case must be right whatever the model; "a call and its result" asks for a
 // chat template that knows `role: tool`. Greedy, so that two runs say the same. A line per case, then how many were
 // right; the exit status is 1 if one was not.
 
+import { createAnthropic } from '@ai-sdk/anthropic'
 import { createOpenAI } from '@ai-sdk/openai'
 import { Output, generateObject, generateText, stepCountIs, streamObject, streamText, tool } from 'ai'
 import OpenAI from 'openai'
@@ -34,7 +35,10 @@ const onError = ({ error }) => {
 
 function sdkCases(chosen) {
   const asked = { model: chosen, prompt: question, maxOutputTokens: 400, temperature: 0, maxRetries: 0 }
-  const one = { providerOptions: { openai: { parallelToolCalls: false } } } // else calls may fill all its tokens
+  // Else calls may fill all its tokens.
+  const one = {
+    providerOptions: { openai: { parallelToolCalls: false }, anthropic: { disableParallelToolUse: true } },
+  }
   const place = z.object({ place: z.enum(['Bern', 'Basel']) })
   const weather = tool({ description: 'of a place', inputSchema: place, execute: async () => ({ sky: 'dry' }) })
   const twice = {
@@ -161,11 +165,14 @@ function openaiCases() {
 }
 
 const provider = createOpenAI({ baseURL: base, apiKey: 'none' })
-const groups = {
+const anthropic = createAnthropic({ baseURL: base, apiKey: 'none' })
+const all = {
   'ai, Responses': sdkCases(provider(model)),
   'ai, chats': sdkCases(provider.chat(model)),
+  'ai, Anthropic': sdkCases(anthropic(model)),
   openai: openaiCases(),
 }
+const groups = Object.fromEntries(Object.entries(all).filter(([name]) => name.includes(process.argv[3] ?? '')))
 let wrong = 0
 for (const [client, cases] of Object.entries(groups)) {
   console.log(client)

@@ -107,9 +107,8 @@ def litellm_cases(base: str, model: str) -> Iterator[Case]:
     tool = {"type": "function", "function": {"name": "person", "parameters": Person.model_json_schema()}}
 
     def ask(provider: str, **options: Any) -> Any:
-        return litellm.completion(
-            model=f"{provider}/{model}", api_base=base, api_key=KEY, messages=MESSAGES, **LIMITS, **options
-        )
+        asked = {"messages": MESSAGES, **LIMITS, **options}
+        return litellm.completion(model=f"{provider}/{model}", api_base=base, api_key=KEY, **asked)
 
     def formed(provider: str) -> Any:
         return Person.model_validate_json(ask(provider, response_format=Person).choices[0].message.content)
@@ -120,7 +119,14 @@ def litellm_cases(base: str, model: str) -> Iterator[Case]:
 
     yield "response_format, openai/", lambda: formed("openai")
     yield "response_format, hosted_vllm/", lambda: formed("hosted_vllm")
+
+    def second_turn() -> Any:
+        turns = [*MESSAGES, ask("openai").choices[0].message.model_dump(), *MESSAGES]  # as litellm returned it
+        reply = ask("openai", messages=turns, response_format=Person)
+        return Person.model_validate_json(reply.choices[0].message.content)
+
     yield "tools, required, streamed", called
+    yield "a second turn", second_turn
 
 
 CLIENTS = {

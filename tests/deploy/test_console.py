@@ -108,6 +108,19 @@ def test_rays_lines_come_to_the_console_without_its_colours(capfd: pytest.Captur
     assert "(Worker pid=5) raw\n" in logged and "rank 0 is lost" in logged and "Autoscaler" not in logged
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")
+def test_a_full_disk_and_a_closed_pipe_stop_no_reader_of_other_processes() -> None:
+    program = PROGRAM.replace("time.sleep", "[console.receive(f'aerie| {n}') for n in range(2000)] and time.sleep")
+    program = "\n".join(line for line in program.splitlines() if "print(" not in line and "subprocess.run" not in line)
+    command = [sys.executable, "-c", program, "/dev/full", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read().decode()
+        assert process.wait(30) == 0, said
+    assert "Traceback" not in said
+
+
 def test_an_engine_that_is_ready_is_noticed(tmp_path: Path) -> None:
     with Console(time.time(), tmp_path / "log") as console:
         StartLog("rank 0", report=lambda line: console.receive(MARK + line)).done(READY)
@@ -118,12 +131,12 @@ def test_an_engine_that_is_ready_is_noticed(tmp_path: Path) -> None:
 
 def test_the_log_before_is_kept_and_others_cannot_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    first = log_path(8000)
+    first = log_path("serve-8000")
     first.write_text("first")
-    second = log_path(8000)
+    second = log_path("serve-8000")
     assert second == first and second.read_text() == "" and second.stat().st_mode & 0o077 == 0
     assert second.with_suffix(".log.1").read_text() == "first"
-    assert log_path(8001) != second
+    assert log_path("serve-8001") != second
 
 
 def test_lines_of_a_start_are_read_back() -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import socket
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,50 @@ def test_where_there_are_cores_processes_begin_before_they_are_wanted(monkeypatc
     assert names == list(SERVING_MODULES) and all(importlib.util.find_spec(name) for name in names)
     root, *others = found["PYTHONPATH"].split(os.pathsep)
     assert (Path(root) / "deploy" / "app.py").is_file() and others == ["/some/where"]
+
+
+@pytest.fixture
+def ray_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in the place of Ray's command; it says what Ray says to its own users, and ends with STATUS."""
+    script = tmp_path / "ray"
+    script.write_text('#!/bin/sh\necho "Next steps: ray start --address=... ; ray stop"\nexit ${STATUS:-0}\n')
+    script.chmod(0o755)
+    monkeypatch.setattr("deploy.nodes._command", lambda name: str(script))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    return script
+
+
+def test_a_head_says_aeries_own_next_commands(ray_stub: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mask = os.umask(0)
+    try:
+        assert main(["start", "--head", "--port", "6400", "--node-ip", "10.1.2.3"]) == 0
+    finally:
+        os.umask(mask)
+    said = capfd.readouterr().out
+    assert "ray stop" not in said
+    for line in (
+        "this host is the head of a cluster at 10.1.2.3:6400",
+        "another host joins: aerie start --address 10.1.2.3:6400 ",
+        "serve:              aerie serve FILE --address 10.1.2.3:6400",
+        "end it:             aerie stop --port 6400",
+    ):
+        assert line in said
+    assert "ray stop" in (ray_stub.parent / "state" / "aerie" / "start-6400.log").read_text()
+
+
+def test_a_start_that_fails_shows_why(
+    ray_stub: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATUS", "3")
+    mask = os.umask(0)
+    try:
+        assert main(["start", "--address", "10.1.2.3:6400"]) == 3
+    finally:
+        os.umask(mask)
+    said = capfd.readouterr()
+    assert "ray stop" in said.err and "aerie stop" not in said.out
 
 
 def test_start_wants_a_role(capsys: pytest.CaptureFixture[str]) -> None:

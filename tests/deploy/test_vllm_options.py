@@ -32,7 +32,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
     line = (
         "--served-model-name a b --max-model-len 1k -tp 2 --gpu-memory-utilization 0.8 --max-num-seqs 4 "
         f"--max-num-batched-tokens 512 --api-key {KEY} --dtype half --seed 3 --enable-prefix-caching --block-size 32 "
-        "--allowed-origins https://a.example "
+        "--allowed-origins https://a.example --strict "
         "--tool-call-parser hermes --reasoning-parser qwen3 --enable-auto-tool-choice --trust-remote-code"
     )
     args = _args(tmp_path, *line.split(), "--speculative-config", json.dumps(speculative))
@@ -45,6 +45,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
             "model_aliases": ["b"],
             "output_parser": "hermes",
             "allowed_origins": ["https://a.example"],
+            "strict": True,
         },
         "parallel": {"tensor_parallel": 2},
         "cache": {"memory_share": 0.8, "prefix_cache": True, "page_size": 32},

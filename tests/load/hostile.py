@@ -38,9 +38,10 @@ PLAIN_PROMPTS = ("Count", "Once upon a time", "The weather", "A list of")
 @dataclass
 class Report:
     """gaps_ms: of each plain answer, without the wait for its first token. endings: of hostile requests, by reason.
-    faults: what must not be."""
+    alone_ms: of the plain answers before the attack. faults: what must not be."""
 
     gaps_ms: list[list[float]] = field(default_factory=list)
+    alone_ms: list[list[float]] = field(default_factory=list)
     endings: collections.Counter[str] = field(default_factory=collections.Counter)
     faults: list[str] = field(default_factory=list)
 
@@ -58,6 +59,7 @@ class Report:
             "plain_answers": len(self.gaps_ms),
             "median_gap_ms": round(statistics.median(medians), 1) if medians else None,
             "longest_gap_ms": round(max(map(max, self.gaps_ms)), 1) if self.gaps_ms else None,
+            "longest_gap_alone_ms": round(max(map(max, self.alone_ms)), 1) if self.alone_ms else None,
             "target_ms": target_ms,
             "endings": dict(self.endings.most_common()),
             "faults": self.faults,
@@ -104,9 +106,8 @@ class Attack:
     async def run(self, seconds: float) -> Report:
         """Plain streams alone first, then both."""
         before = await self._restarts()
-        for prompt in PLAIN_PROMPTS:
-            await self._plain(prompt)
-        self.report.gaps_ms.clear()
+        await asyncio.gather(*(self._plain(prompt) for prompt in PLAIN_PROMPTS))
+        self.report.alone_ms, self.report.gaps_ms = self.report.gaps_ms, []
         end_s = time.monotonic() + seconds
         await asyncio.gather(
             *(self._plain_until(end_s, PLAIN_PROMPTS[i % len(PLAIN_PROMPTS)]) for i in range(NUM_PLAIN)),

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention.limits import DeviceKind
+from speculative.build import check_device, plan_layout
 from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
 from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
 from workers.runner.decoding import StepTensors
@@ -23,6 +25,7 @@ CHAIN, TREE = (3, 1, 4), (5, 4, 16)
 # `skinny_gemm` serves products of up to 64 rows, with and without columns that it reads ahead (the vocabulary's); 16 KV
 # heads fill the device from 8 requests on, so that partial results are merged apart below and by the last from there
 ON_GPU = Dimensions(hidden=1024, heads=32, kv_heads=16, head_dim=32, mlp=2048, vocab=8192, draft_vocab=2048)
+FOR_LIBRARIES = Dimensions(hidden=1024, heads=16, kv_heads=8, head_dim=64, mlp=2048, vocab=8192, draft_vocab=2048)
 TINY = Dimensions(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=96, draft_vocab=40)
 
 # arm, rounds compared, rounds replayed alone, rounds compared after those
@@ -38,6 +41,10 @@ ARMS = {
     "tree-64-synthetic": (Arm(TREE, 64, 3.4), 216, 0, 0),
     "chain-16-adaptive": (Arm(CHAIN, 16, adaptive=True), 400, 400, 200),
     "tree-16-adaptive": (Arm(TREE, 16, 3.4, adaptive=True), 600, 600, 300),
+    "chain-16-flashinfer": (Arm(CHAIN, 16, 2.6, backends=("flashinfer",) * 3), 216, 200, 108),
+    "tree-16-flashinfer": (Arm(TREE, 16, 3.4, backends=("flashinfer",) * 3), 396, 400, 216),
+    "chain-16-trtllm": (Arm(CHAIN, 16, 2.6, backends=("trtllm",) * 3), 216, 200, 108),
+    "tree-16-trtllm": (Arm(TREE, 16, 3.4, backends=("trtllm", "trtllm", "triton")), 396, 400, 216),
 }
 
 
@@ -47,14 +54,31 @@ def bucket_edges(num_slots: int) -> list[int]:
     return sorted(n for n in edges if 1 <= n <= num_slots)
 
 
+def written(folder: Path, arm: Arm, size: Dimensions) -> None:
+    """The checkpoints' config.json, with a head that reads layers which so few have."""
+    write_config(folder, size, arm.longest + 4096, (0, size.layers // 2 - 1, size.layers - 2))
+
+
 def twins(folder: Path, arm: Arm, size: Dimensions, run_first: Runner) -> Twins:
     """Of a GPU's two replicas the first has graphs."""
-    on_gpu = torch.cuda.is_available() and size is ON_GPU
-    capture = (0, size.layers // 2 - 1, size.layers - 2)
-    write_config(folder, size, arm.longest + 4096, capture)
+    on_gpu = torch.cuda.is_available() and size is not TINY
+    written(folder, arm, size)
     device = "cuda" if on_gpu else "cpu"
     first, second = (build_replica(arm.spec(folder, device, graphs)) for graphs in (on_gpu, False))
     return Twins(arm, first, second, run_first, padded_eager(bucket_sizes(arm.num_slots)))
+
+
+def size_of(arm: Arm) -> Dimensions:
+    """FlashInfer's kernels have larger heads."""
+    return FOR_LIBRARIES if set(arm.backends) - {"auto"} else ON_GPU
+
+
+@pytest.mark.parametrize("name", list(ARMS))
+def test_every_arm_is_a_mix_that_hopper_serves(name: str, tmp_path: Path) -> None:
+    arm = ARMS[name][0]
+    written(tmp_path, arm, size_of(arm))
+    spec = arm.spec(tmp_path, "cpu", False)
+    check_device(spec, plan_layout(spec), DeviceKind("cuda", (9, 0)), here=False)
 
 
 @pytest.mark.gpu
@@ -62,9 +86,11 @@ def twins(folder: Path, arm: Arm, size: Dimensions, run_first: Runner) -> Twins:
 @pytest.mark.parametrize("name", list(ARMS))
 def test_replays_equal_eager_rounds(name: str, tmp_path: Path) -> None:
     arm, num_compared, num_alone, num_after = ARMS[name]
+    if size_of(arm) is FOR_LIBRARIES:
+        pytest.importorskip("flashinfer", reason="flashinfer is not installed here")
     sizes = bucket_edges(arm.num_slots)
     started_s = time.perf_counter()
-    pair = twins(tmp_path, arm, ON_GPU, as_built)
+    pair = twins(tmp_path, arm, size_of(arm), as_built)
     built_s = time.perf_counter()
     graphs = pair.first.strategy
     assert isinstance(graphs, GraphedDecoding)

@@ -168,7 +168,7 @@ def _facts(source: Any) -> dict[str, str]:
     return facts
 
 
-def take(model: str, shape: str, steps: int, max_running: int) -> dict[str, Any]:
+def take(model: str, shape: str, steps: int, max_running: int, deterministic: bool = False) -> dict[str, Any]:
     """What `main` prints."""
     import triton
 
@@ -178,7 +178,7 @@ def take(model: str, shape: str, steps: int, max_running: int) -> dict[str, Any]
     triton.runtime.driver._active = Hopper()
     census = Census(_Unlaunched)
     with FakeTensorMode(allow_non_fake_inputs=True), _mode(census):
-        rank = Rank.built(model, shape, max_running)
+        rank = Rank.built(model, shape, max_running, deterministic)
         rank.start()
         known = set(census.kernels)
         rank.capture_rest()
@@ -202,9 +202,10 @@ class Rank:
     worker: Any
     layout: Any
     page_size: int
+    deterministic: bool = False
 
     @staticmethod
-    def built(model: str, shape: str, max_running: int) -> "Rank":
+    def built(model: str, shape: str, max_running: int, deterministic: bool = False) -> "Rank":
         """model, shape: of `tests.bench.round`."""
         from speculative.build import plan_layout
         from tests.bench import deepseek_rank
@@ -218,6 +219,8 @@ class Rank:
             deepseek_rank.CONFIGS[model]["num_hidden_layers"] = LATENT_LAYERS
         else:
             bench.MODELS[model] = dataclasses.replace(bench.MODELS[model], layers=LAYERS)
+        if deterministic:  # it is off where there is no GPU
+            build.checked_deterministic = lambda *_: True  # type: ignore[assignment]
         build.warm_up = lambda *_: None  # type: ignore[assignment]  # `start` does, once steps are captured
         with tempfile.TemporaryDirectory() as folder:
             bench.write_checkpoints(Path(folder), model)
@@ -225,7 +228,7 @@ class Rank:
             source = dataclasses.replace(spec.worker.model, device="cpu", dtype="bfloat16")
             worker = dataclasses.replace(spec.worker, model=source, measure_costs=False)
             rank = build.build_rank(worker, plan_layout(dataclasses.replace(spec, worker=worker)), 0, "")
-        return Rank(rank.worker, rank.layout, worker.cache.page_size)
+        return Rank(rank.worker, rank.layout, worker.cache.page_size, deterministic)
 
     def start(self) -> None:
         """What a start on a GPU launches beside what `built` has: rehearsals, the largest steps, the first captures,
@@ -245,7 +248,9 @@ class Rank:
 
         for _, plan in warm_up.largest_steps(layout):
             warm_up.run(worker, plan)
-        worker._strategy = graphed = build.graphed_strategy(worker._strategy, slots, layout, Recorder())
+        worker._strategy = graphed = build.graphed_strategy(
+            worker._strategy, slots, layout, Recorder(), with_chunks=not self.deterministic
+        )
         first = build.first_graphs(graphed, layout, self.page_size, gpu)
         roomy, timer = layout.with_pages(MANY_PAGES), cost_probe.Timer(torch.device("cpu"))
         extent = cost_probe.probe_extent(roomy, self.page_size, graphed.wanted_token_buckets, gpu)
@@ -298,10 +303,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("shape", choices=("plain", "chain", "tree"))
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--max-running", type=int, default=MAX_RUNNING, help="48 at least")
     arguments = parser.parse_args()
     stand_in_for_a_gpu()
-    print(json.dumps(take(arguments.model, arguments.shape, arguments.steps, arguments.max_running)))
+    options = arguments.steps, arguments.max_running, arguments.deterministic
+    print(json.dumps(take(arguments.model, arguments.shape, *options)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.config import CacheConfig
+from attention.config import CacheConfig, DraftAttention, TargetAttention
 from attention.kv_cache.pool import KVPool
 from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
@@ -80,6 +80,7 @@ class Arm:
     acceptance: synthetic, None is real.
     longest: the longest context that a request has when it comes.
     adaptive: whether it has smaller shapes too.
+    backends: attention of the target's rounds, and of the draft's accepted rows and steps.
     """
 
     tree: tuple[int, int, int] | None
@@ -89,6 +90,7 @@ class Arm:
     num_slots: int = 16
     longest: int = 32768
     adaptive: bool = False
+    backends: tuple[str, str, str] = ("auto", "auto", "auto")
 
     def spec(self, folder: Path, device: str, cuda_graphs: bool) -> EngineSpec:
         """Every slot can hold the longest context at once."""
@@ -98,6 +100,7 @@ class Arm:
             ModelSource(str(folder / "target"), "dummy", self.dtype, device, max_len),  # type: ignore[arg-type]
             CacheConfig(self.page_size, num_pages=pages, prefix_cache=False),
             SchedulerConfig(max_running=self.num_slots),
+            attention=TargetAttention(decode=self.backends[0]),
             cuda_graphs=cuda_graphs,
             graph_capture=GraphCapture(limit_s=math.inf, limit_gb=0.0),  # all rounds at once, and nothing else
         )
@@ -110,7 +113,7 @@ class Arm:
             synthetic_acceptance_length=self.acceptance,
             adaptive=self.adaptive,
         )
-        return EngineSpec(worker, draft)
+        return EngineSpec(worker, draft, DraftAttention(extend=self.backends[1], decode=self.backends[2]))
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ import torch
 from tests.support.embedded import eos_token_ids
 from tests.support.prompts import MODELS
 from workers.scheduling.plan import Grammar, pack_i32
-from workers.structured_output import mask_host
+from workers.structured_output import mask_jobs
 from workers.structured_output.compiler import Vocabulary
 from workers.structured_output.framing import receive, send
 from workers.structured_output.guest import Guest
-from workers.structured_output.mask_host import MaskHost, SharedTable
+from workers.structured_output.mask_host import MaskHost
 from workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Hurry, Notice, Order
 from workers.structured_output.mask_table import MaskTable
+from workers.structured_output.shared_table import SharedTable
 
 VOCAB, SLOTS = 4096, 4
 VOCABULARY = Vocabulary(MODELS / "target", VOCAB)
@@ -187,7 +188,7 @@ def test_one_that_leaves_its_grammar_fails(host: Host) -> None:
 
 
 def test_a_mask_has_a_limit(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_host, "MASK_WALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(mask_jobs, "MASK_WALL_LIMIT_S", 0.3)
     stuck = Stuck(monkeypatch)
     host.enter(1, QUICK, digits(7))
     sequence = host.fill(1)

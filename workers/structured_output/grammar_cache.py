@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 
+COMPILER_NICENESS = 10
 MAX_THREADS = 4  # so that a grammar of many seconds holds up no other
 MAX_KEPT = 64  # compiled grammars beside those in use, up to 10 MB each; the compiler keeps some too
 
@@ -53,7 +54,8 @@ class GrammarCache:
         found = self._kept.pop(grammar, None)
         if found is None:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grammar")
+                # ranks compute on the same cores; the compiler's own threads are as nice as the one that starts them
+                self._thread = ThreadPoolExecutor(MAX_THREADS, "grammar", os.nice, (COMPILER_NICENESS,))
             found = KeptGrammar(grammar, self._thread.submit(self._compile, grammar))
         self._kept[grammar] = found
         if len(self._kept) > MAX_KEPT:

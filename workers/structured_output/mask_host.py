@@ -8,7 +8,6 @@ takes `MASK_LIMIT_S` of a processor ends its request; the process, which cannot 
 needs its result, and the rank makes another one.
 """
 
-import contextlib
 import logging
 import mmap
 import os
@@ -17,13 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from workers.scheduling.plan import Failure, unpack_i32
 from workers.structured_output.draft_guide import MaskRows, StepClosedError
@@ -31,68 +28,20 @@ from workers.structured_output.faults import InvalidGrammarError
 from workers.structured_output.framing import receive, send
 from workers.structured_output.grammar_cache import GrammarCache
 from workers.structured_output.guest import GrammarLostError, Guest, scratch_of
-from workers.structured_output.guide_table import GuideBlock
+from workers.structured_output.mask_jobs import MASK_LIMIT_S, Job, Step
 from workers.structured_output.mask_messages import LATE, Begin, Fill, Filled, Hurry, Notice, Order
-from workers.structured_output.mask_table import MAX_RUNNING, NUM_SPARE, TableShape
+from workers.structured_output.mask_table import NUM_SPARE, TableShape
+from workers.structured_output.shared_table import Desk, SharedTable
 
 if TYPE_CHECKING:
     from workers.structured_output.compiler import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-MASK_LIMIT_S = 1.0  # of a processor, for one mask
-MASK_WALL_LIMIT_S = 10.0  # where processors are short
 SLOW_S = 0.01  # a request whose last mask took longer is not waited for
 UNWANTED_SHARE = 0.1  # of these, that a thread may go on for a request that has ended
 MAX_BESIDE = 4  # masks that are begun beside the steps at a time
 _WATCH_S = 0.1
-_NICE = 10  # of threads whose requests are late: ranks compute on the same cores
-
-
-@dataclass(eq=False)
-class _Job:
-    """One request's mask, being filled by a thread.
-
-    number: of the request.
-    place: of its fill in the step's order.
-    is_current: the step still waits for it.
-    is_wanted: its request has not ended.
-    thread, native: the thread's identity, for its clock and for Linux.
-    since_s: of the thread's processor time.
-    began_s: by the monotonic clock.
-    """
-
-    guest: Guest
-    number: int
-    place: int = -1
-    is_current: bool = True
-    is_wanted: bool = True
-    thread: int = field(default_factory=threading.get_ident)
-    native: int = field(default_factory=threading.get_native_id)
-    since_s: float = field(default_factory=time.thread_time)
-    began_s: float = field(default_factory=time.monotonic)
-
-    def share_of_limit(self) -> float:
-        """How much of what a mask may take is used up; 1: all. Waiting for the compiler counts as well."""
-        return max(self.processor_s() / MASK_LIMIT_S, (time.monotonic() - self.began_s) / MASK_WALL_LIMIT_S)
-
-    def processor_s(self) -> float:
-        """Of the thread, since it began this."""
-        return time.clock_gettime(time.pthread_getcpuclockid(self.thread)) - self.since_s
-
-
-@dataclass(eq=False)
-class _Step:
-    """An order's fills, as far as they are done."""
-
-    order: Order
-    todo: deque[int]
-    rows: list[int]
-    began_s: float
-    failures: dict[int, Failure] = field(default_factory=dict)
-    num_rows: int = 0
-    num_forced: int = 0
-    current: _Job | None = None
 
 
 class MaskHost:
@@ -115,8 +64,8 @@ class MaskHost:
         self._guests: dict[int, Guest] = {}
         self._lock = threading.Lock()  # of all that follows
         self._leader = object()
-        self._step: _Step | None = None
-        self._jobs: dict[int, _Job] = {}  # by request
+        self._step: Step | None = None
+        self._jobs: dict[int, Job] = {}  # by request
         self._is_doomed = False
         self._beside = threading.BoundedSemaphore(MAX_BESIDE)
 
@@ -137,7 +86,7 @@ class MaskHost:
     # ---- the leader
 
     def _lead(self, me: object) -> None:
-        desk = _Desk(self._table)
+        desk = Desk(self._table)
         try:
             while True:
                 with self._lock:
@@ -156,7 +105,7 @@ class MaskHost:
             logger.exception("the process that fills masks failed")
             self._leave(1)
 
-    def _begin(self, order: Order) -> _Step | None:
+    def _begin(self, order: Order) -> Step | None:
         """Take an order in; its step, if it has one."""
         began_s = time.perf_counter()
         for number, grammar in order.prepared.items():
@@ -184,7 +133,7 @@ class MaskHost:
                 num_forced += self._learn(guest, advanced.tokens)
         if not order.fills:
             return None
-        step = _Step(order, deque(range(len(order.fills))), [LATE] * len(order.fills), began_s, num_forced=num_forced)
+        step = Step(order, deque(range(len(order.fills))), [LATE] * len(order.fills), began_s, num_forced=num_forced)
         with self._lock:
             self._step = step
         return step
@@ -196,7 +145,7 @@ class MaskHost:
             logger.exception("nothing was learnt of a grammar")
             return 0
 
-    def _work(self, step: _Step, me: object, desk: "_Desk") -> bool:
+    def _work(self, step: Step, me: object, desk: Desk) -> bool:
         """Fill what is left of a step, and answer; False if another thread leads meanwhile."""
         while True:
             with self._lock:
@@ -220,7 +169,7 @@ class MaskHost:
             self._settle(job)
             return False
 
-    def _next(self, step: _Step) -> _Job | None:
+    def _next(self, step: Step) -> Job | None:
         """The next fill that is worth waiting for; the others are done beside the step."""
         while step.todo:
             place = step.todo.popleft()
@@ -234,12 +183,12 @@ class MaskHost:
             if guest.is_slow and (guest.root is None or fill.count > 1):
                 self._settle_beside(guest, fill.guest)
                 continue
-            job = self._jobs[fill.guest] = step.current = _Job(guest, fill.guest, place)
+            job = self._jobs[fill.guest] = step.current = Job(guest, fill.guest, place)
             self._table.began(fill.guest)
             return job
         return None
 
-    def _fill(self, step: _Step, job: _Job, desk: "_Desk") -> Failure | None:
+    def _fill(self, step: Step, job: Job, desk: Desk) -> Failure | None:
         """One request's masks and guide. Returns why it cannot go on, or None."""
         fill: Fill = step.order.fills[job.place]
         guest, table = job.guest, self._table
@@ -269,7 +218,7 @@ class MaskHost:
                 guest.is_slow = job.processor_s() > SLOW_S or (was_known and guest.is_slow)
         return None
 
-    def _answer(self, step: _Step) -> None:
+    def _answer(self, step: Step) -> None:
         self._step = None
         took_s = time.perf_counter() - step.began_s
         send(
@@ -281,20 +230,20 @@ class MaskHost:
 
     def _settle_beside(self, guest: Guest, number: int) -> None:
         """Find a late request's mask in a thread of its own."""
-        job = self._jobs[number] = _Job(guest, number, is_current=False)
+        job = self._jobs[number] = Job(guest, number, is_current=False)
 
         def settle() -> None:
             with self._beside:
                 job.thread, job.native = threading.get_ident(), threading.get_native_id()
                 job.since_s, job.began_s = time.thread_time(), time.monotonic()
-                _be_nice(job)
+                job.give_way()
                 self._table.began(number)
                 self._settle(job)
 
         job.thread = 0
         threading.Thread(target=settle, daemon=True).start()
 
-    def _settle(self, job: _Job) -> None:
+    def _settle(self, job: Job) -> None:
         """Bring a late request's mask to its end, in this thread."""
         guest, failure = job.guest, None
         try:
@@ -310,7 +259,7 @@ class MaskHost:
         if is_known:
             self._notify(Notice([job.number]) if failure is None else Notice(failures={job.number: failure}))
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: Job) -> None:
         del self._jobs[job.number]
         self._table.ended(job.number)
 
@@ -330,7 +279,7 @@ class MaskHost:
             if (job := step.current) is not None:
                 job.is_current, step.current = False, None
                 step.rows[job.place] = LATE
-                _be_nice(job)
+                job.give_way()
                 self._leader = object()
                 threading.Thread(target=self._lead, args=(self._leader,), daemon=True).start()
             if hurry.closes:
@@ -355,44 +304,6 @@ class MaskHost:
             self._notify(Notice(failures={job.number: failure}))
 
 
-class SharedTable:
-    """A `MaskTable`'s shared memory, in this process. masks: [rows, w] int32."""
-
-    def __init__(self, memory: mmap.mmap, shape: TableShape) -> None:
-        _, guides, words = shape.parts(torch.from_numpy(np.frombuffer(memory, np.int32, shape.size)))
-        self.masks: npt.NDArray[np.int32] = words.numpy()
-        self.num_words = self.masks.shape[1]
-        self._blocks = None if guides is None else guides.blocks.numpy()
-        self._running = np.frombuffer(memory, np.int64, MAX_RUNNING, shape.running_offset)
-
-    def new_guide(self) -> GuideBlock | None:
-        """A guide in memory of its own; None in an engine without drafts."""
-        return None if self._blocks is None else GuideBlock(np.empty(self._blocks.shape[1], np.int32))
-
-    def set_guide(self, number: int, guide: GuideBlock) -> None:
-        """Put a guide in its place in the step."""
-        assert self._blocks is not None
-        self._blocks[number] = guide.block
-
-    def began(self, number: int) -> None:
-        """A request's mask is being filled."""
-        free = np.flatnonzero(self._running < 0)
-        if len(free) and number not in self._running:
-            self._running[free[0]] = number
-
-    def ended(self, number: int) -> None:
-        """It is not any more."""
-        self._running[self._running == number] = -1
-
-
-class _Desk:
-    """What one leader writes on before it is the step's: a mask and a guide."""
-
-    def __init__(self, table: SharedTable) -> None:
-        self.scratch = scratch_of(table.num_words)
-        self.guide = table.new_guide()
-
-
 def _failure(error: Exception) -> Failure:
     if isinstance(error, GrammarLostError):
         return error.failure
@@ -402,11 +313,6 @@ def _failure(error: Exception) -> Failure:
         return Failure("the grammar takes too much memory", True)
     logger.error("a request's masks failed", exc_info=error)
     return Failure(f"its grammar failed: {type(error).__name__}: {error}")
-
-
-def _be_nice(job: _Job) -> None:
-    with contextlib.suppress(OSError):  # the thread has just ended
-        os.setpriority(os.PRIO_PROCESS, job.native, _NICE)
 
 
 def run_host(files: list[int], vocabulary: "Vocabulary") -> None:

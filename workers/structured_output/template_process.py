@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MEMORY_BYTES = 4 << 30  # that a forked process may allocate: torch takes 0.4 GB of it, and 1.5 GB of addresses
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine
-GIVING_WAY = 10  # as Linux counts niceness
+GIVING_WAY = 19  # as Linux counts niceness
 _PARENT_CHECK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 TOKEN_LIMIT_S = 0.2  # of a processor, for one token of an answer; the rank's process gives up at five times that
 WALK_LIMIT_S = 2.0  # of a processor, for all answers that are tried
 MIN_TOKENS = 100  # that are to be walked in this time
+NICENESS = 10  # of the process, beside engines that compute on the same cores
 WALK_TOKENS = 96  # of each answer
 _REPEATED = (b"a", b" ", b"0", b"\n")
 
@@ -48,6 +49,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
 
 def run_trial(files: list[int], vocabulary: "Vocabulary") -> None:
     """files: a socket, on which the grammar comes and verdicts go."""
+    os.nice(NICENESS)
     own = socket.socket(fileno=files[0])
     trial = receive(own, Trial)
     if trial is None:
@@ -87,7 +89,9 @@ def _compile(grammar: Grammar, vocabulary: "Vocabulary") -> "xgrammar.CompiledGr
         own = os.dup(2)
         os.dup2(said.fileno(), 2)
         try:
-            compiled = GrammarCompiler(vocabulary, num_threads=2, remembers=False).compile(grammar)
+            compiled = GrammarCompiler(
+                vocabulary, num_threads=2 if (os.cpu_count() or 1) > 4 else 1, remembers=False
+            ).compile(grammar)
         finally:
             os.dup2(own, 2)
             os.close(own)

@@ -82,6 +82,8 @@ REFUSED: Refusals = {
     "return_routed_experts": ("which experts ran stays in the engine", (False,)),
     "return_meta_info": ("see usage and metrics", (False,)),
     "return_weight_versions": ("weights do not change while a server runs", (False,)),
+    "logprob_token_ids": ("use top_logprobs, up to 20 of the likeliest tokens", ([],)),
+    "stop_regex": ("use stop, or regex for the form of the whole answer", ([], "")),
     "input_embeds": ("prompts are text or token ids", ()),
     "prompt_embeds": ("prompts are text or token ids", ()),
     "custom_logit_processor": ("code from requests is not run", ()),

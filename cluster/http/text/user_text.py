@@ -7,7 +7,7 @@ marked, with a character that is no text, before the template is rendered, and t
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,17 +57,15 @@ class ControlTexts:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        found = sorted(filter(None, set(texts)), key=len, reverse=True)
-        by_first: dict[str, list[str]] = {}
-        for text in found:
-            by_first.setdefault(text[0], []).append(re.escape(text[1:]))
-        # A first character, and in front of what; so that the search leaps from one such character to the next.
-        branches = [f"{re.escape(first)}(?={'|'.join(rests)})" for first, rests in by_first.items()]
+        found = frozenset(filter(None, texts))
+        # Looks at what follows a first character without taking it, so that tokens that overlap are found too.
+        branches = [f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(found).items()]
         self._whole = re.compile("|".join(branches)) if branches else None
         self._longest = max(map(len, found), default=0)
+        self._firsts, self._lasts = {text[0] for text in found}, {text[-1] for text in found}
         self._beginnings = frozenset(text[:end] for text in found for end in range(1, len(text)))
         self._ends = frozenset(text[start:] for text in found for start in range(1, len(text)))
-        self._middles = "\n".join(found)
+        self._middles = "\n".join(sorted(found))
 
     def places(self, text: str, edges: bool) -> list[int]:
         """The characters of `text` that no control token may contain, so that none has a part of it. edges: also of
@@ -81,9 +79,9 @@ class ControlTexts:
         first = len(text) - len(text.lstrip())
         last = first + len(shown) - 1
         tail, head = shown[-self._longest :], shown[: self._longest]
-        if any(tail[start:] in self._beginnings for start in range(len(tail))):
+        if any(tail[i:] in self._beginnings for i, letter in enumerate(tail) if letter in self._firsts):
             found.add(last)
-        if any(head[:end] in self._ends for end in range(1, len(head) + 1)):
+        if any(head[: i + 1] in self._ends for i, letter in enumerate(head) if letter in self._lasts):
             found.add(first)
         if len(shown) < self._longest and shown in self._middles:
             found.add(last)
@@ -135,6 +133,23 @@ def unmarked(text: str, mark: str) -> ChatText:
         if length:
             places.append(length - 1)
     return ChatText("".join(pieces), tuple(places))
+
+
+def _by_first(texts: Iterable[str]) -> dict[str, set[str]]:
+    """What follows each first character."""
+    found: dict[str, set[str]] = {}
+    for text in texts:
+        found.setdefault(text[0], set()).add(text[1:])
+    return found
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """A regular expression for the beginning of a text that is one of these, with what they have in common written
+    once: a text of beginnings of tokens would else be compared with each of them, everywhere."""
+    if "" in texts or not texts:
+        return ""
+    branches = [re.escape(first) + _any_of(rests) for first, rests in _by_first(texts).items()]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
 def _with_marks(text: str, places: Sequence[int], mark: str) -> str:

@@ -1,6 +1,7 @@
 """What users write in a chat is never changed and becomes no control token, whatever the template does with it."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -184,3 +185,18 @@ async def test_a_user_cannot_end_his_turn_over_http() -> None:
             prompt = engine.calls[-1].prompt
             assert prompt.count(small_tokenizer().token_to_id(EOS)) == len(messages)
             assert prompt.count(small_tokenizer().token_to_id(START)) == len(messages) + 1
+
+
+def test_beginnings_of_many_tokens_cost_little() -> None:
+    """In 2 MB of them 0.03 s; 2 s where each is compared with every token."""
+    controls = ControlTexts(f"<|reserved_special_token_{i}|>" for i in range(250))
+    begin_s = time.monotonic()
+    for text in ("<|" * 10**6, "<|reserved_special_token_" * 80_000):
+        assert len(controls.places(text, edges=True)) == 1  # its end may begin one
+    assert time.monotonic() - begin_s < 1.0
+
+
+@given(texts=st.sets(st.text(alphabet="<|ab>", min_size=1, max_size=5), max_size=6), text=st.text("<|ab>", max_size=30))
+def test_every_token_is_found_whatever_it_shares_with_others(texts: set[str], text: str) -> None:
+    found = ControlTexts(texts).places(text, edges=False)
+    assert found == [i for i in range(len(text)) if any(text.startswith(control, i) for control in texts)]

@@ -11,6 +11,7 @@ from workers.layers.log_softmax import finite
 
 BLOCK = 4096
 MAX_K = 16  # found one after the other
+ALIGNED = 4  # float32 numbers in 16 bytes
 
 
 @triton.jit
@@ -82,7 +83,9 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     parts, device = triton.cdiv(size, BLOCK), logits.device
     values = torch.empty((rows, parts, k), dtype=torch.float32, device=device)
     indices = torch.empty((rows, parts, k), dtype=torch.int32, device=device)
-    tops, totals = torch.empty((2, rows, parts), dtype=torch.float32, device=device).unbind(0)
+    # Both begin at multiples of 16 bytes, whatever the number of rows, since Triton compiles others another time.
+    count = triton.cdiv(rows * parts, ALIGNED) * ALIGNED
+    tops, totals = torch.empty((2, count), dtype=torch.float32, device=device).unbind(0)
     best = torch.empty((rows, k), dtype=torch.float32, device=device)
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
     norms = torch.empty(rows, dtype=torch.float32, device=device)

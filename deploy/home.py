@@ -1,0 +1,46 @@
+"""A home folder that cannot be written: what would be stored there goes to the server's own folder. Called by
+`deploy.launch`."""
+
+import os
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+
+from deploy.ray_files import token_path
+
+_KERNELS = "TRITON_CACHE_DIR"
+
+
+def do_without_home(environment: MutableMapping[str, str], folder: Path, say: Callable[[str], None]) -> None:
+    """Change `environment` so that a Ray of this machine and its workers need no home folder, if there is none that can
+    be written. folder: private, and gone with the server. say: hears about it."""
+    token = token_path(environment)
+    wanted = {
+        "RAY_AUTH_TOKEN_PATH": token,
+        _KERNELS: Path(environment.get(_KERNELS) or Path.home() / ".triton" / "cache"),
+    }
+    missing = {name: path for name, path in wanted.items() if not can_be_written(path)}
+    if token.exists() or environment.get("RAY_AUTH_TOKEN"):
+        missing.pop("RAY_AUTH_TOKEN_PATH", None)
+    for name in missing:
+        path = folder / name.lower()
+        if name == _KERNELS:
+            path.mkdir()
+        else:
+            path.touch(mode=0o600)
+            path.write_text(os.urandom(32).hex())
+        environment[name] = str(path)
+    if missing:
+        unwritable = ", ".join(str(path) for path in missing.values())
+        say(
+            f"{unwritable}: cannot be written; the server uses {folder}, which is gone with it; set HOME, or "
+            f"{' and '.join(missing)}"
+        )
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether a file or folder of this path can be made or changed: its nearest folder that exists allows it."""
+    while not path.exists():
+        if path == path.parent:
+            return False
+        path = path.parent
+    return os.access(path, os.W_OK | os.X_OK) if path.is_dir() else path.is_file() and os.access(path, os.W_OK)

@@ -1,0 +1,194 @@
+"""What stands in for vLLM where its server tests run against a URL: its test fixture and the few things they import.
+
+A pytest plugin, alone in a process of `tests.clients.peer_suites`, which gives it in the environment PEER_URL,
+PEER_MODEL, PEER_TOKENIZER (a folder), PEER_RESULTS (a file for the outcomes). No other module of ours can be imported
+here: `tests` is vLLM's package.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+URL, MODEL = os.environ["PEER_URL"], os.environ["PEER_MODEL"]
+LIMIT_S = int(os.environ.get("PEER_LIMIT_S", "60"))  # of one test
+ROCM_EXTRA_ARGS: list[str] = []
+VLLM_PATH = Path("/nowhere")
+_outcomes: dict[str, tuple[str, str]] = {}
+_in_test: list[str] = []  # the test that runs
+
+
+class RemoteOpenAIServer:
+    """The names of vLLM's fixture, over the server that runs at PEER_URL."""
+
+    DUMMY_API_KEY = "none"
+    url_root = URL
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.host, _, port = URL.rpartition("://")[2].partition(":")
+        self.port = int(port)
+
+    def __enter__(self) -> "RemoteOpenAIServer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def url_for(self, *parts: str) -> str:
+        return URL + "/" + "/".join(parts)
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(**self._options(options))
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**self._options(options))
+
+    def get_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(**self._options(options) | {"base_url": URL})
+
+    def get_async_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(**self._options(options) | {"base_url": URL})
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"base_url": f"{URL}/v1", "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": LIMIT_S} | given
+
+
+def multi_gpu_only(num_gpus: int = 2) -> pytest.MarkDecorator:
+    """Of tests that start engines of several GPUs."""
+    return pytest.mark.skip(reason="starts an engine of several GPUs")
+
+
+def requires_fp8(test: Any) -> Any:
+    """Of tests that start an engine with FP8 weights."""
+    return pytest.mark.skip(reason="starts an engine with FP8 weights")(test)
+
+
+class _OwnClass(type):
+    """A test that asks one of vLLM's classes for something is not about a server."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return _skip
+
+
+class _NotByURL(metaclass=_OwnClass):
+    """In place of a class of vLLM. Modules may make some, tests may not."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _skip()
+
+
+def _skip(*args: Any, **options: Any) -> None:
+    if _in_test:
+        pytest.skip("uses vLLM's own classes")
+
+
+class _Config(_NotByURL):
+    """`ModelConfig`, of which tests by URL want the vocabulary's size alone."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def get_vocab_size(self) -> int:
+        return len(_tokenizer(MODEL))
+
+
+class _Platform:
+    """`current_platform`: none of those that tests ask for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: False
+
+
+def _tokenizer(*args: Any, **options: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(os.environ["PEER_TOKENIZER"])
+
+
+_KNOWN: dict[str, Any] = {
+    "get_tokenizer": _tokenizer,
+    "ModelConfig": _Config,
+    "current_platform": _Platform(),
+    "VLLMValidationError": ValueError,
+    "hf_api": lambda: types.SimpleNamespace(snapshot_download=lambda *args, **options: ""),
+}
+
+
+class _Module(types.ModuleType):
+    """A module of vLLM."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _KNOWN.get(name, _NotByURL)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+sys.meta_path.insert(0, _Finder())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """A test that hangs fails."""
+
+    def late(*args: Any) -> None:
+        raise TimeoutError(f"not over after {LIMIT_S} s")
+
+    former = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LIMIT_S)
+    _in_test.append(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        _in_test.clear()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, former)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """The worst of a test's phases, and what it says."""
+    former = _outcomes.get(report.nodeid, ("passed", ""))
+    if report.outcome != "passed" or report.nodeid not in _outcomes:
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+        lines = [line.removeprefix("E").strip() for line in text.splitlines() if line.startswith(("E ", "Skipped"))]
+        _outcomes[report.nodeid] = (report.outcome, lines[0][:300] if lines else text[-300:])
+    elif former[0] != "passed":
+        _outcomes[report.nodeid] = former
+    if report.when == "teardown":
+        _save()
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that cannot be imported."""
+    if report.failed:
+        _outcomes[report.nodeid] = ("failed", report.longreprtext.strip()[-300:])
+        _save()
+
+
+def _save() -> None:
+    """For the process that waits, which may lose patience."""
+    Path(os.environ["PEER_RESULTS"]).write_text(json.dumps(_outcomes))

@@ -1,0 +1,130 @@
+"""vLLM's own server tests against a server that runs: which pass, which fail as expected, and which are new.
+
+    python -m tests.clients.peer_suites --vllm FOLDER --url URL --tokenizer FOLDER [--only PART ...]
+
+FOLDER of --vllm: its source distribution of the release that `peer_expectations.toml` names, unpacked. Nothing of it is
+kept here: the files are copied to a temporary folder, the names of their models replaced by the served one, and run in
+a process of their own, where `peer_fixture.py` stands in for their fixture. The exit status is 1 if a test fails that
+is not expected to. See docs/clients.md.
+"""
+
+import argparse
+import collections
+import fnmatch
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HERE = Path(__file__).parent
+EXPECTATIONS = HERE / "peer_expectations.toml"
+_MODEL_NAMES = re.compile(r'^(\w*MODEL\w*) = (?:"[^"\n]+"|os\.environ\.get\([^)\n]*\))$', re.MULTILINE)
+_TOOL_MODELS = re.compile(r'"model": "[\w./-]+"')
+_FOLDERS = ("entrypoints", "tool_use")
+
+Outcomes = dict[str, tuple[str, str]]  # test -> "passed", "failed" or "skipped", and what it said
+
+
+def main() -> int:
+    """The command."""
+    options = _options()
+    model = httpx.get(f"{options.url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
+    expected = tomllib.loads(EXPECTATIONS.read_text())
+    files = [name for name in expected["files"] if any(part in name for part in options.only)]
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        _copy(options.vllm / "tests", root, model)
+        outcomes = _run(root, files, options, model)
+    if options.results:
+        options.results.write_text(json.dumps(outcomes, indent=1))
+    return _report(outcomes, files, expected["expected"])
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients.peer_suites", description=__doc__.split("\n")[0])
+    parser.add_argument("--vllm", type=Path, required=True, help="folder of vLLM's source distribution")
+    parser.add_argument("--url", required=True, help="of the server")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the served model")
+    parser.add_argument("--only", nargs="+", default=[""], help="files whose path has one of these")
+    parser.add_argument("--limit-s", type=int, default=60, help="of one test (default: 60)")
+    parser.add_argument("--total-s", type=float, help="of all tests (default: no limit)")
+    parser.add_argument("--results", type=Path, help="write every outcome to this file, as JSON")
+    return parser.parse_args()
+
+
+def _copy(source: Path, root: Path, model: str) -> None:
+    """Their files, with our model's name and our fixture."""
+    shutil.copy(HERE / "peer_fixture.py", root)
+    for path in (path for part in _FOLDERS for path in (source / part).rglob("*.py")):
+        copy = root / "tests" / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        text = _MODEL_NAMES.sub(lambda found: f"{found[1]} = {model!r}", path.read_text())
+        if path.name == "utils.py":
+            text = _TOOL_MODELS.sub(f'"model": {json.dumps(model)}', text)
+        copy.write_text(text)
+    for folder in [root / "tests", *(each for each in (root / "tests").rglob("*") if each.is_dir())]:
+        (folder / "__init__.py").touch()
+    (root / "tests" / "utils.py").write_text("from peer_fixture import *  # noqa: F403\n")
+    (root / "pytest.ini").write_text("[pytest]\n")
+
+
+def _run(root: Path, files: list[str], options: Any, model: str) -> Outcomes:
+    results = root / "results.json"
+    environment = os.environ | {
+        "PEER_URL": options.url.rstrip("/"),
+        "PEER_MODEL": model,
+        "PEER_TOKENIZER": str(options.tokenizer.resolve()),
+        "PEER_RESULTS": str(results),
+        "PEER_LIMIT_S": str(options.limit_s),
+        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    arguments = ["-p", "peer_fixture", "-q", "--no-header", "--tb=short", "-W", "ignore", "-p", "no:cacheprovider"]
+    arguments.append("--continue-on-collection-errors")
+    paths = [f"tests/{name}" for name in files]
+    command = [sys.executable, "-m", "pytest", *arguments, *paths]
+    log = root / "pytest.log"
+    with log.open("w") as output:
+        try:
+            subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=output, timeout=options.total_s)
+        except subprocess.TimeoutExpired:
+            print(f"not all tests ran within {options.total_s} s (--total-s)", file=sys.stderr)
+    if not results.exists():
+        raise SystemExit(log.read_text()[-4000:])
+    return {name.removeprefix("tests/"): tuple(found) for name, found in json.loads(results.read_text()).items()}
+
+
+def _report(outcomes: Outcomes, files: list[str], expected: Mapping[str, Mapping[str, str]]) -> int:
+    """A line per file, then what is new; the exit status."""
+    news: list[str] = []
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for test, (outcome, said) in outcomes.items():
+        name, _, case = test.partition("::")
+        reason = _reason(expected.get(name, {}), case)
+        if outcome == "failed" and reason is None:
+            news.append(f"FAILED  {test}\n        {said}")
+        elif outcome == "passed" and reason is not None:
+            news.append(f"passes  {test}\n        was expected to fail: {reason}")
+        counts[name][outcome if outcome != "failed" or reason is None else "expected to fail"] += 1
+    for name in files:
+        print(f"{name:70} " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts[name].items())))
+    total = sum(counts.values(), collections.Counter())
+    print("\n".join(["", *news, "", ", ".join(f"{number} {outcome}" for outcome, number in sorted(total.items()))]))
+    return int(total["failed"] > 0)
+
+
+def _reason(expected: Mapping[str, str], case: str) -> str | None:
+    """Why a test is expected to fail: that of the first pattern it fits."""
+    return next((reason for pattern, reason in expected.items() if fnmatch.fnmatchcase(case, pattern)), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
