@@ -37,7 +37,7 @@ class ChatReply:
         prefix = request.echo[request.choices[index].prompt] if request.echo else ""
         choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=prefix))
         if request.return_token_ids:
-            choice.prompt_token_ids = request.prompts[request.choices[index].prompt]
+            choice.prompt_token_ids, choice.token_ids = request.prompts[request.choices[index].prompt], ()
         return chunk_event(self._chunk(choice))
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
@@ -66,6 +66,8 @@ class ChatReply:
         answer = self._context.answers[index]
         choice = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish, stop_reason=answer.stop_reason)
         choice.matched_stop = answer.matched_stop
+        if self._context.request.return_token_ids:
+            choice.token_ids = ()  # clients add up what every event has
         chunk = self._chunk(choice)
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)

@@ -32,7 +32,7 @@ class TextReply:
         choice = TextChunkChoice(index=index, text=request.echo[prompt] if request.echo else "")
         choice.logprobs = self._echo_logprobs(index)
         if request.return_token_ids:
-            choice.prompt_token_ids = request.prompts[prompt]
+            choice.prompt_token_ids, choice.token_ids = request.prompts[prompt], ()
         return chunk_event(self._chunk(choice))
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
@@ -50,6 +50,8 @@ class TextReply:
         answer = self._context.answers[index]
         choice = TextChunkChoice(index=index, text="", finish_reason=finish, stop_reason=answer.stop_reason)
         choice.matched_stop = answer.matched_stop
+        if self._context.request.return_token_ids:
+            choice.token_ids = ()  # clients add up what every event has
         chunk = self._chunk(choice)
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)

@@ -46,6 +46,14 @@ async def test_openais_client_finds_the_keys_that_vllm_has() -> None:
     assert (choice.prompt_logprobs, choice.prompt_token_ids, choice.token_ids) == (None, None, None)
 
 
+@pytest.mark.parametrize(("route", "body"), [(CHAT, HELLO), (TEXT, PROMPT)])
+async def test_every_event_of_a_stream_has_token_ids_where_they_are_asked_for(route: str, body: dict[str, Any]) -> None:
+    chunks = await post(FakeEngine(says("hello", " you")), route, body | {"return_token_ids": True, "stream": True})
+    tokens = sum((chunk["choices"][0]["token_ids"] for chunk in chunks), [])
+    assert tokens == [*small_tokenizer().encode("hello").ids, *small_tokenizer().encode(" you").ids, EOS_ID]
+    assert chunks[0]["choices"][0]["prompt_token_ids"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize(("script", "asked"), [(THOUGHT, THINKS), (OPENED, HELLO)])

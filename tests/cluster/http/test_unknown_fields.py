@@ -1,5 +1,6 @@
 """Fields that no schema knows: ignored and told wherever they stand, or refused by a server that is strict."""
 
+import json
 from typing import Any
 
 import hypothesis
@@ -7,6 +8,11 @@ import hypothesis.strategies as st
 import pytest
 
 from cluster.http.endpoint import ignored_header
+from cluster.http.errors import ApiError
+from cluster.http.schema.body import Schema, parse_body
+from cluster.http.schema.messages_request import MessagesRequest
+from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest, Invocation
+from cluster.http.schema.responses_request import ResponsesRequest
 from tests.cluster.http.test_tools import WEATHER, tool_tokenizer
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, RESPONSES, TEXT, in_process
 from tests.support.fake_engine import FakeEngine, says, small_tokenizer
@@ -127,3 +133,31 @@ def test_the_header_has_no_character_that_could_end_it(names: list[str]) -> None
     header = ignored_header(names)
     assert all(0x20 < byte < 0x7F for byte in header) and len(header) < 2200
     assert header.count(b",") == max(0, min(len(names), 21) - 1)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**33) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "text", "role", "content", "name", "id", "x"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+_KINDS = (ChatCompletionRequest, BatchRequest, CompletionRequest, Invocation, ResponsesRequest, MessagesRequest)
+_NAMES = sorted(
+    {name for kind in _KINDS if issubclass(kind, Schema) for name in kind.model_fields}
+    | {"model_config", "model_fields_set", "model_dump", "refused", "copy", "__class__", "_private", "", "a.b"}
+)
+
+
+@hypothesis.given(st.sampled_from(_KINDS), st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=6), st.booleans())
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_any_body_is_checked_or_refused_by_name(kind: Any, body: dict[str, Any], strict: bool) -> None:
+    whole = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", "model": "m", "max_tokens": 5}
+    known = {name: whole[name] for name in whole.keys() & getattr(kind, "model_fields", {}).keys()}
+    try:
+        _, ignored = parse_body(json.dumps(known | body).encode(), kind, strict)
+    except ApiError as error:
+        assert error.status == 400 and error.message and error.code
+    else:
+        assert not (strict and ignored)
