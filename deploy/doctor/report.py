@@ -2,7 +2,7 @@
 
 from cluster.config import ConfigError
 from cluster.replica.placement import place
-from deploy.checks import checked_file, local_nodes
+from deploy.checks import check_devices, checked_file, local_nodes
 from deploy.configs import find_config
 from deploy.doctor.findings import Finding, findings
 from deploy.doctor.machine import read_machine
@@ -20,7 +20,9 @@ def run_doctor(given: str) -> int:
 def _configuration(given: str) -> Finding:
     try:
         path = find_config(given)
-        placed = place(checked_file(path), local_nodes(1, None, None))
+        config, nodes = checked_file(path), local_nodes(1, None, None)
+        check_devices(config, nodes)
+        placed = place(config, nodes)
     except (ConfigError, OSError) as error:
         return Finding("FAIL", "configuration", str(error))
     return Finding("ok", "configuration", f"{path} fits this machine, on {placed.device}")

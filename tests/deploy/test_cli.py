@@ -239,3 +239,5 @@ def test_doctor_prints_one_line_per_check(tmp_path: Path, capsys: pytest.Capture
     assert all(line.startswith(("ok    ", "warn  ")) for line in lines), lines
     assert main(["doctor", str(_config(tmp_path, cache={"page_size": 24}))]) == 1
     assert "FAIL  configuration: cache.page_size=24" in capsys.readouterr().out
+    assert main(["doctor", str(_config(tmp_path, attention={"decode": "trtllm"}))]) == 1
+    assert "FAIL  configuration: attention.decode=trtllm: trtllm cannot serve decode: " in capsys.readouterr().out
