@@ -50,8 +50,7 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     }
     args["parallel"] = {"tensor_parallel": 1}
     args["cache"] = {"memory_gb": arguments.memory_gb}
-    args["scheduler"] = {"max_running": arguments.max_running, "max_waiting": 4096}
-    args["ingress"] = {"max_concurrent_requests": 4096}
+    args["scheduler"] = {"max_running": arguments.max_running}
     if arguments.model in deepseek_rank.CONFIGS:  # as its model is served
         served = located(find_config("deepseek-v3"))["applications"][0]["args"]
         args["graph_capture"] = served["graph_capture"]

@@ -210,7 +210,7 @@ def test_flushed_cache_finds_nothing_and_a_running_request_goes_on(server: Serve
         ({"prompt": 5}, 400),
         ({"prompt": [999_999]}, 400),
         ({"logprobs": 1000}, 400),
-        ({"tempratur": 1}, 400),
+        ({"maxTokens": 5}, 400),
         ({"top_p": 2}, 400),
         ({"logit_bias": {"x": 1}}, 400),
     ],
