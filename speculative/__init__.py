@@ -6,6 +6,7 @@ step_parts: what its stages hand on, and what it emits.
 tree, tree_growth, acceptance: pure functions on tensors.
 tree_table: the tree of every slot.
 drafter: the draft's own steps.
+draft_backlog: the draft's KV of plain rounds, written several rounds at a time.
 draft_models: EAGLE and EAGLE-3 heads, their published checkpoints and what must fit.
 backends: which attention backend serves which mode.
 build, local: an engine that speculates.

@@ -122,7 +122,8 @@ class DraftSpeculation:
         draft = DraftRunner(model, parts.pool_beside, backends, self.config.window)
         synthetic = self.config.synthetic_acceptance_length
         masks = parts.grammars.masks
-        return SpeculativeDecoding(self.shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic)
+        shapes = parts.layout.shapes
+        return SpeculativeDecoding(shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic)
 
 
 def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:

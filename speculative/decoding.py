@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.acceptance import Accepted, accept, accept_synthetic, committed
+from speculative.draft_backlog import DraftBacklog
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.guidance import Guidance
 from speculative.shapes import TreeShape, is_chain
@@ -60,6 +61,7 @@ class SpeculativeDecoding(CuttableStrategy):
         self._drafters = {shape: Drafter(shape, self._trees, draft, slots, sampler) for shape in trees}
         columns = {shape.max_new_tokens for shape in shapes.shapes}
         self._causal = {rows: causal_mask(1, rows, slots.device) for rows in columns}
+        self._backlog = DraftBacklog(draft, slots) if shapes.eager and slots.device.type == "cpu" else None
         self._every_row = draft.model.reads_last_layer  # of prompt chunks
 
     @property
@@ -177,6 +179,11 @@ class SpeculativeDecoding(CuttableStrategy):
         KV needs a row's input alone, so that the newest rows alone attend; none does, and there is no state, if nothing
         is drafted next."""
         chunks, extend = batch.chunks, None
+        if self._backlog is not None:
+            if rounds is not None and chunks is None and batch.shape == batch.next_shape == 0:
+                self._backlog.add(batch.slots, rounds, batch.max_kv_len)
+                return None
+            self._backlog.write()
         if rounds is not None:
             extend = self._causal_rows(batch, rounds, rounds.committed.accepted.path.shape[1], rounds.length)
         ids = joined(

@@ -154,3 +154,15 @@ def test_equal_calls_give_equal_answers() -> None:
     first, second = (Engine(TREE, 16, 1024, chances_of(TREE, 2.0), seed=3) for _ in range(2))
     assert [first.step() for _ in range(400)] == [second.step() for _ in range(400)]
     assert first.choice.expected == second.choice.expected
+
+
+def test_prompts_alone_draft_what_their_first_rounds_will_verify() -> None:
+    """Where only the default is captured beside prompts, that; else what runs now."""
+    nobody = np.empty(0, np.int64)
+    load = Load(nobody, nobody, nobody.astype(np.bool_), 0, with_prompts=True)
+    for eager in (False, True):
+        engine = Engine(CHAIN, 128, 1024, chances_of(CHAIN, 1.1))
+        engine.choice = ShapeChoice(replace(CHAIN, eager=eager), 128)
+        engine.rate(200)
+        assert engine.drafted == 0
+        assert engine.choice.choose(load, engine.step_time) == (0 if eager else CHAIN.default)

@@ -1,7 +1,7 @@
 """Which shape a step verifies and drafts: the one that promises most tokens per millisecond.
 
-The scheduler asks once a step and tells what rounds reported and how long they took; ranks are told by the plan. Pure:
-the costs are handed in, steps are its clock, and equal calls give equal answers.
+The scheduler asks once a step and reports what rounds accepted; how long steps take is `StepTime`'s to say. Ranks are
+told by the plan. Pure: steps are its clock, and equal calls give equal answers.
 """
 
 from collections import deque
