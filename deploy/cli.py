@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -44,6 +45,9 @@ def _command(arguments: argparse.Namespace, run: Callable[[argparse.Namespace], 
     except (ConfigError, TrainingError) as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `aerie ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python writes what is left as it ends
+        return 128 + signal.SIGPIPE
     except OSError as error:
         # ENOENT without a name: tempfile has found no folder for temporary files
         if error.errno not in _OF_PLACES and (error.errno != errno.ENOENT or error.filename):

@@ -3,7 +3,10 @@
 import errno
 import os
 import re
+import signal
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from deploy import cli, launch
 from deploy.home import can_be_written, do_without_home
 from deploy.nodes import ensure_token
 
+ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "/dev/null/home"  # cannot be made by root either
 
 
@@ -43,6 +47,16 @@ def test_a_command_that_fails_for_its_surroundings_says_so_in_one_line(
     assert cli.main(["config"]) == (130 if isinstance(error, KeyboardInterrupt) else 2)
     (said,) = capsys.readouterr().err.splitlines()
     assert re.search(line, said), said
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    program = "import sys; from deploy.cli import main; sys.exit(main(['config', 'eagle']))"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(30) == 128 + signal.SIGPIPE
 
 
 def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
