@@ -84,6 +84,8 @@ class ChatReply:
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         context = self._context
+        prompts = context.request.prompts  # several in a batch, whose reply has room for none of them
+        with_prompt = context.request.return_token_ids and len(prompts) == 1
         return msgspec.json.encode(
             ChatCompletion(
                 id=context.reply_id,
@@ -92,7 +94,7 @@ class ChatReply:
                 choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
                 usage=context.usage(),
                 metrics=context.metrics(),
-                prompt_token_ids=context.request.prompts[0] if context.request.return_token_ids else None,
+                prompt_token_ids=prompts[0] if with_prompt else None,
                 prompt_logprobs=context.prompt_logprobs(0),
             )
         )

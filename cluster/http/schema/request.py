@@ -228,7 +228,6 @@ class BatchRequest(ChatCompletionRequest):
         "tools": ("a batch calls no tools", ([],)),
         "tool_choice": ("a batch calls no tools", ("none", "auto")),
         "prompt_logprobs": ("ask for them one conversation at a time", ()),
-        "return_token_ids": ("ask for them one conversation at a time", (False,)),
         "input_ids": ("send each prompt to /v1/completions", ()),
     }
 

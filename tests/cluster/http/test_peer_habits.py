@@ -149,13 +149,14 @@ async def test_a_batch_has_a_choice_for_each_conversation() -> None:
 
     engine = FakeEngine(script)
     conversations = [[{"role": "user", "content": "one"}], [USER, {"role": "assistant", "content": "so"}, USER]]
-    body = THINKS | {"messages": conversations, "seed": 5, "logprobs": True}
+    body = THINKS | {"messages": conversations, "seed": 5, "logprobs": True, "return_token_ids": True}
     reply = await post(engine, f"{CHAT}/batch", body)
     messages = [choice["message"] for choice in reply["choices"]]
     assert [choice["index"] for choice in reply["choices"]] == [0, 1]
     assert [(m["content"], m["reasoning"]) for m in messages] == [("uno", "one"), ("duo", "two")]
     assert reply["usage"]["prompt_tokens"] == sum(len(call.prompt) for call in engine.calls)
     assert {call.sampling.seed for call in engine.calls} == {5}
+    assert all(choice["token_ids"] for choice in reply["choices"]) and reply["prompt_token_ids"] is None
 
 
 @pytest.mark.parametrize(
