@@ -54,9 +54,12 @@ def _with_key(folder: Path) -> list[Path]:
     return found
 
 
-def test_no_file_and_no_process_shows_a_key_to_others(tmp_path: Path, folders: Path) -> None:
-    given = ("--api-key", KEY, "another-key-of-ours")
-    with serve_process(tmp_path, ray_folder=folders, arguments=given) as server:
+@pytest.mark.parametrize("on_command_line", [False, True])
+def test_no_file_and_no_process_shows_a_key_to_others(tmp_path: Path, folders: Path, on_command_line: bool) -> None:
+    model = str(ROOT / "deploy" / "models" / "target")
+    given = (model, "--api-key", KEY, "another-key-of-ours") if on_command_line else ("my.yaml",)
+    keys = {"api_keys": [KEY, "another-key-of-ours"]}
+    with serve_process(tmp_path, ray_folder=folders, arguments=given, ingress=keys) as server:
         url = f"{server.url}/v1/completions"
         assert httpx.post(url, json=body(3), timeout=60).status_code == 401
         assert httpx.post(url, json=body(3), timeout=60, headers={"authorization": f"Bearer {KEY}"}).is_success
