@@ -177,3 +177,30 @@ def test_a_full_temporary_folder_is_told_in_a_line_or_does_no_harm(tmp_path: Pat
         if ended.returncode not in (0, 128 + signal.SIGTERM):  # else it ran until it was told to end
             last = ended.stderr.strip().splitlines()[-1]
             assert "/tmp" in last or "space" in last, ended.stderr
+
+
+def test_stop_ends_a_node_and_no_other_ray_of_the_host(tmp_path: Path, folders: Path) -> None:
+    """Two heads with folders of their own: one is stopped by its port."""
+    ports, before = (free_port(), free_port()), set(psutil.pids())
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    try:
+        for number, port in enumerate(ports):
+            command = [sys.executable, "-m", "deploy.cli", "start", "--head", f"--port={port}", "--node-ip=127.0.0.1"]
+            place = folders / f"ray{number}"
+            place.mkdir()
+            subprocess.run(command, env=variables | {"RAY_TMPDIR": str(place)}, check=True, timeout=120)
+        assert _aerie("stop", "--port", str(ports[0])).stdout.endswith(f"the node of port {ports[0]} has ended\n")
+        lines = [_command(pid) for pid in psutil.pids() if pid not in before]
+        assert not any(str(folders / "ray0") in line for line in lines), lines
+        assert any(str(folders / "ray1") in line for line in lines), "the other one runs"
+        assert not list((folders / "ray0").rglob("session_2*")) and list((folders / "ray1").rglob("session_2*"))
+    finally:
+        assert _aerie("stop", "--port", str(ports[1])).returncode == 0
+    assert not any(str(folders) in _command(pid) for pid in psutil.pids() if pid not in before)
+
+
+def _command(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
