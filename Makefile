@@ -34,7 +34,7 @@ test-faults: $(VENV)/.installed-test
 
 # Grammars that hypothesis makes, at a served engine beside plain streams (docs/structured-output.md). Two minutes.
 test-hostile: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -s tests/e2e/test_hostile_grammars.py
+	$(BIN)/python -m pytest -q -s tests/e2e/test_hostile_grammars_served.py
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench

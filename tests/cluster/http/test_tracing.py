@@ -105,7 +105,8 @@ async def test_what_fails_or_is_left_is_an_error_with_its_reason() -> None:
     async def send(message: MutableMapping[str, Any]) -> None:
         pass
 
-    scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": []}
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": headers}
     await app(scope, receive, send)
     spans = exporter.get_finished_spans()
     assert [span.status.description for span in spans if span.parent is None] == ["client_left"]
