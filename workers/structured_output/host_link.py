@@ -1,6 +1,7 @@
 """A rank's connection to the process that fills its masks (`workers.structured_output.mask_host`): made when it is
 first needed, and again whenever it has ended. Used by `workers.structured_output.slot_grammars`."""
 
+import contextlib
 import logging
 import select
 import socket
@@ -117,18 +118,22 @@ class HostLink:
 
     def _start(self, end_token_ids: tuple[int, ...]) -> None:
         try:
-            orders, their_orders = socket.socketpair()
-            control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            for each in (orders, their_orders):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            with their_orders, their_control:
+            with contextlib.ExitStack() as unused:
+                orders, their_orders = map(unused.enter_context, socket.socketpair())
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                control, their_control = map(unused.enter_context, pair)
+                for each in (orders, their_orders):
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
                 files = [their_orders.fileno(), their_control.fileno(), self._table.file]
                 work = msgspec.structs.replace(self._work, end_token_ids=end_token_ids)
                 process = template().fork(work, files)
-            orders.settimeout(_SEND_TIMEOUT_S)
-            shape = self._table.shape
-            send(orders, Begin(shape.num_slots, shape.width, shape.vocab_size))
-            control.setblocking(False)
+                orders.settimeout(_SEND_TIMEOUT_S)
+                shape = self._table.shape
+                send(orders, Begin(shape.num_slots, shape.width, shape.vocab_size))
+                control.setblocking(False)
+                unused.pop_all()
+            for theirs in (their_orders, their_control):
+                theirs.close()
             self._orders, self._control = orders, control
             self._processes.append(_Process(process, orders, control))
             self.generation += 1
