@@ -230,7 +230,7 @@ class Scheduler:
             budget.planned(rounds),
         )
         if self.step_time is not None:
-            in_flight.expected_ms = self.step_time.predict(in_flight.load).ms
+            in_flight.expected_ms = self.step_time.ms(in_flight.load)
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)
         for sequence in builder.last_chunks:

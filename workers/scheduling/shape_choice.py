@@ -17,9 +17,11 @@ from workers.scheduling.step_time import Step, StepTime
 from workers.scheduling.survival import Bools, Floats, Ints, Survival
 
 EVALUATE_EVERY = 8  # steps; estimates hardly move in fewer
+EVALUATE_EVERY_MS = 32.0  # of rounds, if they are faster: to evaluate takes 300 us of the host
+CHANGING_EVERY_MS = 8.0  # the same while another shape seems better
 FIRST_RESULTS = 3  # steps after which a shape's first results are here
 CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
-LEARN_EVERY_MS = 2.0  # of rounds: to learn from each of faster ones takes a good part of a host's time
+LEARN_EVERY_MS = 4.0  # of rounds: to learn from each of faster ones takes a good part of a host's time
 PROMPTS_LINGER = 8  # steps after a prompt chunk in which the next one is expected
 PROBING_SHARE = 1 / 150  # of the time, which probes of promising shapes may cost
 OLD_SHARE = 1 / 250  # the same of shapes of which nothing has been heard for long
@@ -200,7 +202,7 @@ class ShapeChoice:
         num_requests, shapes = len(load.slots), self._shapes
         tokens, hoped = self.survival.expected_tokens(load.slots, load.users, load.speculative)
         steps = [Step(shape, num_requests, load.kv_tokens) for shape in range(len(shapes))]
-        ms = np.array([step_time.predict(step).ms for step in steps])
+        ms = np.array([step_time.ms(step) for step in steps])
         errors = np.array([step_time.error_between(step, steps[self._current]) for step in steps])
         rates = tokens / ms
         more = np.exp(np.sqrt(np.log(hoped / tokens) ** 2 + (HOPE * errors) ** 2))
@@ -212,15 +214,23 @@ class ShapeChoice:
             self._current, self._lost = best, 0.0
         self._allowed, self._num_requests = tuple(allowed), num_requests
         self._evaluated = self._step
-        self._until_evaluation = FIRST_RESULTS if self._lost or self._step < EVALUATE_EVERY else EVALUATE_EVERY
+        round_ms = float(found.ms[self._current])
+        if self._step < EVALUATE_EVERY:
+            self._until_evaluation = FIRST_RESULTS
+        elif self._lost:
+            self._until_evaluation = max(FIRST_RESULTS, int(CHANGING_EVERY_MS / round_ms))
+        else:
+            self._until_evaluation = max(EVALUATE_EVERY, int(EVALUATE_EVERY_MS / round_ms))
 
     def _has_lost_enough(self, found: _Rates, best: int) -> bool:
         """Whether to change to the best shape: once rounds of the current one have lost as much as the change costs. A
         difference that comes and goes with the noise of the estimates costs no changes that way."""
-        saved = (found.loss(self._current) - found.loss(best)) / float(found.ms[self._current])
-        num_steps = max(1, min(self._step - self._evaluated, EVALUATE_EVERY))
+        round_ms = float(found.ms[self._current])
+        saved = (found.loss(self._current) - found.loss(best)) / round_ms
+        most = max(EVALUATE_EVERY, int(EVALUATE_EVERY_MS / round_ms))
+        num_steps = max(1, min(self._step - self._evaluated, most))
         self._lost = max(0.0, self._lost + num_steps * (saved - CHANGE_ABOVE))
-        return self._lost * float(found.ms[self._current]) > found.change_loss(self._current, best)
+        return self._lost * round_ms > found.change_loss(self._current, best)
 
     def _continue_probe(self, load: Load, step_time: StepTime, is_evaluated: bool) -> None:
         """Begin, go on with or end a probe. The first round of one still verifies what the former shape drafted, or

@@ -50,10 +50,8 @@ class StepResults:
         late = self._sit_out(step, result, counts, newest, now)
         committed_before = self._advance(step, counts, now)
         num_drafted = self._learn(step, np.where(late, -1, unpack_i32(result.accepted)))
-        took_s, self._last_s = (
-            min(result.elapsed_s, now - self._last_s),
-            now,
-        )  # from its plan, or the step before it, on
+        # from its plan, or the step before it, on
+        took_s, self._last_s = min(result.elapsed_s, now - self._last_s), now
         if self.step_time is not None:
             self.step_time.observe(step.load, took_s * 1e3)
         outputs += _prompt_outputs(step, result) if step.asking else []

@@ -32,6 +32,7 @@ CHANGED_PACE_ERROR = 0.3  # of the pace then, so that a change of load is follow
 SETTLING_STEPS = 8  # until it is known
 CHANGED_PART_ERROR = 0.15  # of what does not run meanwhile
 MAX_DRIFT_S = 1.0  # that one step counts at most
+LEARN_EVERY_MS = 4.0  # of steps of a known kind: learning takes 50 us of the host, where rounds may take 400
 
 
 class Step(NamedTuple):
@@ -87,14 +88,18 @@ class StepTime:
         self._variances = self._covariance.reshape(-1)[:: len(errors) + 1]  # a view of the diagonal
         self._noise = FIRST_NOISE**2
         self._surprise = 0.0
+        self._unlearnt_ms = 0.0  # of steps since the last that was learnt from
         self._settling = 0  # steps
         self._num_observed = np.zeros(len(errors), np.int64)  # steps, by the last of their parts
 
     def predict(self, step: Step) -> Prediction:
-        """What a step takes."""
+        """What a step takes, and how sure that is."""
         parts = self._parts(step)
-        mean_ms = self._table_ms(step) * self.correction(step)
-        return Prediction(mean_ms, math.sqrt(max(self._between(parts, parts), 0.0)))
+        return Prediction(self.ms(step), math.sqrt(max(self._between(parts, parts), 0.0)))
+
+    def ms(self, step: Step) -> float:
+        """Milliseconds that a step takes in the mean."""
+        return self._table_ms(step) * self.correction(step)
 
     def error_between(self, step: Step, other: Step) -> float:
         """Standard deviation of the logarithm of the ratio of two steps' times: what both share is in neither."""
@@ -121,10 +126,14 @@ class StepTime:
     def observe(self, step: Step, ms: float) -> None:
         """A step has taken so long, from the end of the step before it or its own start on, whichever is later."""
         parts = self._parts(step)
+        self._unlearnt_ms += ms
+        if self._unlearnt_ms < LEARN_EVERY_MS and self._num_observed[parts[-1]] >= SURE_AFTER:
+            return
+        passed_s, self._unlearnt_ms = self._unlearnt_ms / 1e3, 0.0
         expected_ms = self._table_ms(step) * self._factor(parts)  # the median
         if expected_ms <= 0.0 or ms <= 0.0:
             return
-        self._grow(min(ms / 1e3, MAX_DRIFT_S))
+        self._grow(min(passed_s, MAX_DRIFT_S))
         own, difference, doubt = parts[-1], math.log(ms / expected_ms), 0.0
         variance = self._between(parts, parts)
         deviation = math.sqrt(variance + self._noise)
