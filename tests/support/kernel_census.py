@@ -227,7 +227,8 @@ class Rank:
             spec = bench.engine_spec(Path(folder), shape, max_running, bench.Setting(), 1, False, "triton")
             source = dataclasses.replace(spec.worker.model, device="cpu", dtype="bfloat16")
             worker = dataclasses.replace(spec.worker, model=source, measure_costs=False)
-            rank = build.build_rank(worker, plan_layout(dataclasses.replace(spec, worker=worker)), 0, "")
+            layout = plan_layout(dataclasses.replace(spec, worker=worker))
+            rank = build.build_rank(worker, dataclasses.replace(layout, eager=False), 0, "")  # as on a GPU
         return Rank(rank.worker, rank.layout, worker.cache.page_size, deterministic)
 
     def start(self) -> None:

@@ -2,6 +2,7 @@
 `workers.structured_output.mask_host` in memory that it shares with the rank, brought to the device by
 `workers.structured_output.slot_grammars`, read by `workers.sampling.sampler` and where drafts are made."""
 
+import contextlib
 import logging
 import mmap
 import os
@@ -52,7 +53,7 @@ class MaskTable:
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            _pin(self._host)
+            _pin(self, self._host, device)
 
     def clear(self) -> None:
         """Nobody has a mask or a guide, until the host's parts are written."""
@@ -111,11 +112,17 @@ class TableShape:
         return flat[: self.num_slots + 1], guides, words
 
 
-def _pin(tensor: Tensor) -> None:
-    """Make copies to the device not wait for the host."""
-    failed = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(failed):
-        logger.warning("masks lie in memory that is not pinned, which slows their steps: CUDA error %d", int(failed))
+def _pin(owner: MaskTable, tensor: Tensor, device: torch.device) -> None:
+    """Make copies to the device not wait for the host, until `owner` is gone: CUDA must not know addresses that another
+    table may get then."""
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
+    failed = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
+    if not failed:
+        weakref.finalize(owner, runtime.cudaHostUnregister, address)
+        return
+    logger.warning("masks lie in memory that is not pinned, which slows their steps: CUDA error %d", failed)
+    with contextlib.suppress(RuntimeError):  # the error stays with CUDA until a call of torch's has raised it
+        torch.zeros(1, device=device)
 
 
 def _aligned(size: int) -> int:
