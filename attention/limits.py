@@ -41,7 +41,7 @@ class DeviceKind:
 
     @staticmethod
     def of(device: torch.device) -> "DeviceKind":
-        """Of a device of this process."""
+        """The kind of a device that this process sees."""
         return DeviceKind(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
 
 

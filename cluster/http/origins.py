@@ -67,7 +67,7 @@ def _is_authority(text: str) -> bool:
 
 
 def _is_private(host: str) -> bool:
-    """Whether nobody can make the public DNS lead this name, in lower case, to another's machine."""
+    """Whether the public DNS can never resolve this name (in lower case) to another machine."""
     if "." not in host or host.endswith(_PRIVATE_DOMAINS):
         return True
     return _address(host) is not None

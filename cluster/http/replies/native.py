@@ -89,7 +89,7 @@ class NativeReply:
 
 
 class _Shown:
-    """Of one answer until now."""
+    """What one answer has so far."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -209,7 +209,7 @@ async def _thinking_budget(
 
 
 def _separates(body: ChatCompletionRequest, parser: OutputParserName) -> bool:
-    """Whether reasoning and content are told apart."""
+    """Whether reasoning and content are separate fields."""
     separates = body.separate_reasoning is not False
     if not separates and parser in ("harmony", "response_template"):
         raise unsupported("separate_reasoning", "this model's form of answers has no text that is both")

@@ -8,12 +8,11 @@ from cluster.http.schema.body import Schema
 from cluster.http.schema.request import (
     OTHER_SAMPLERS,
     REFUSED,
+    CommonSampling,
     Count,
     JSONSchema,
-    Penalty,
     RequestId,
     Seed,
-    Stop,
     Strings,
     TokenIds,
 )
@@ -21,8 +20,8 @@ from cluster.http.schema.request import (
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 
 
-class NativeSampling(Schema):
-    """`sampling_params`. Ranges are those of /v1/completions."""
+class NativeSampling(CommonSampling):
+    """`sampling_params`."""
 
     refused = {name: REFUSED[name] for name in OTHER_SAMPLERS} | {
         "stop_regex": ("use stop, or structured_outputs with a regex on /v1/completions", ()),
@@ -32,20 +31,8 @@ class NativeSampling(Schema):
 
     max_new_tokens: Count | None = None
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     sampling_seed: Seed | None = None
-    stop: Stop = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
     n: int | None = None
     json_schema: JSONSchema = None
     regex: str | None = None

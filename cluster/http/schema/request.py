@@ -113,12 +113,10 @@ class StreamOptions(Schema):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(Schema):
-    """What all requests share that OpenAI's clients send. Ranges are OpenAI's where OpenAI has the parameter, else
-    vLLM's."""
+class CommonSampling(Schema):
+    """Sampling parameters that OpenAI's, vLLM's and SGLang's clients spell alike. Ranges are OpenAI's where OpenAI has
+    the parameter, else vLLM's."""
 
-    model: str | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -127,12 +125,19 @@ class SamplingFields(Schema):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
-    seed: Seed | None = None
     stop: Stop = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+
+
+class SamplingFields(CommonSampling):
+    """Parameters that all of OpenAI's routes share."""
+
+    model: str | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    seed: Seed | None = None
+    include_stop_str_in_output: bool | None = None
     speculative: bool | None = None
     structured_outputs: dict[str, Any] | None = None  # see `cluster.http.requests.structured_output`
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
