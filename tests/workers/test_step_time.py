@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.shape_simulation import CPU, GPU, TREE
@@ -115,6 +115,7 @@ def test_steps_with_prompts_are_corrected_by_their_number_of_tokens() -> None:
         max_size=60,
     )
 )
+@example([(0, 1, 0, 1778567.0)])
 def test_whatever_is_reported_predictions_stay_numbers(reported: list[tuple[int, int, int, float]]) -> None:
     step_time = StepTime(CPU[TREE], 256)
     for shape, num_requests, chunk_tokens, ms in reported:

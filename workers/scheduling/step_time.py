@@ -32,6 +32,7 @@ CHANGED_PACE_ERROR = 0.3  # of the pace then, so that a change of load is follow
 SETTLING_STEPS = 8  # until it is known
 CHANGED_PART_ERROR = 0.15  # of what does not run meanwhile
 MAX_DRIFT_S = 1.0  # that one step counts at most
+MAX_LOG = 7.0  # of a time over its table's: a step that took a thousand times as long was no step
 LEARN_EVERY_MS = 4.0  # of steps of a known kind: learning takes 50 us of the host, where rounds may take 400
 
 
@@ -134,7 +135,7 @@ class StepTime:
         if expected_ms <= 0.0 or ms <= 0.0:
             return
         self._grow(min(passed_s, MAX_DRIFT_S))
-        own, difference, doubt = parts[-1], math.log(ms / expected_ms), 0.0
+        own, difference, doubt = parts[-1], _bounded(math.log(ms / expected_ms)), 0.0
         variance = self._between(parts, parts)
         deviation = math.sqrt(variance + self._noise)
         if abs(difference) > OUTLIER * deviation and self._num_observed[own] < SURE_AFTER:
@@ -183,7 +184,7 @@ class StepTime:
         return self.costs.step_ms(*step)
 
     def _factor(self, parts: list[int]) -> float:
-        return math.exp(min(max(sum(map(self._mean.item, parts)), -7.0), 7.0))
+        return math.exp(_bounded(sum(map(self._mean.item, parts))))
 
     def _parts(self, step: Step) -> list[int]:
         """Indices of the parts whose sum is a step's logarithm."""
@@ -192,3 +193,7 @@ class StepTime:
             return [0, self._first_chunk + 2 * at + (step.num_requests > 0)]
         batch = min(max(step.num_requests - 1, 0).bit_length(), self._num_batches - 1)
         return [0, 1 + step.shape, self._first_batch + step.shape * self._num_batches + batch]
+
+
+def _bounded(logarithm: float) -> float:
+    return min(max(logarithm, -MAX_LOG), MAX_LOG)
