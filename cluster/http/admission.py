@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 from cluster.http.errors import overloaded, unavailable
 
-# Of a generation in flight, measured with 2,000 streams at once (`tests/cluster/http/test_admission.py`): its tasks,
-# its connection and its buffers; and of a prompt's token, an int in a list and four bytes for the engine.
+# Tasks, connection and buffers of a generation in flight, measured with 2,000 streams at once
+# (`tests/cluster/http/test_admission.py`).
 STREAM_BYTES = 48 * 1024
-TOKEN_BYTES = 44
+TOKEN_BYTES = 44  # of a prompt's token: an int in a list, and four bytes for the engine
 
 
 class Admission:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 
 from cluster.http.errors import ApiError
 
-# Of names that the public DNS does not have, so that nobody else can own one.
+# Endings of names that the public DNS never resolves.
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test", ".svc", ".svc.cluster.local")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 

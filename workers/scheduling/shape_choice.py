@@ -220,15 +220,14 @@ class ShapeChoice:
         elif self._lost:
             self._until_evaluation = max(FIRST_RESULTS, int(CHANGING_EVERY_MS / round_ms))
         else:
-            self._until_evaluation = max(EVALUATE_EVERY, int(EVALUATE_EVERY_MS / round_ms))
+            self._until_evaluation = _steps_between(round_ms)
 
     def _has_lost_enough(self, found: _Rates, best: int) -> bool:
         """Whether to change to the best shape: once rounds of the current one have lost as much as the change costs. A
         difference that comes and goes with the noise of the estimates costs no changes that way."""
         round_ms = float(found.ms[self._current])
         saved = (found.loss(self._current) - found.loss(best)) / round_ms
-        most = max(EVALUATE_EVERY, int(EVALUATE_EVERY_MS / round_ms))
-        num_steps = max(1, min(self._step - self._evaluated, most))
+        num_steps = max(1, min(self._step - self._evaluated, _steps_between(round_ms)))
         self._lost = max(0.0, self._lost + num_steps * (saved - CHANGE_ABOVE))
         return self._lost * round_ms > found.change_loss(self._current, best)
 
@@ -316,3 +315,8 @@ class ShapeChoice:
             for other in others
         ]
         return np.array(told, np.bool_)
+
+
+def _steps_between(round_ms: float) -> int:
+    """Steps between two evaluations while nothing changes."""
+    return max(EVALUATE_EVERY, int(EVALUATE_EVERY_MS / round_ms))

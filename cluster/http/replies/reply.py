@@ -104,7 +104,7 @@ class ReplyContext:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of all choices so far."""
+        """Reasoning tokens of all choices so far."""
         return sum(answer.num_reasoning_tokens for answer in self.answers)
 
     def event_usage(self) -> Usage | None | UnsetType:

@@ -41,7 +41,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return GenerationResponse(edge, request, form, name, name)
 
     async def model(http: Request) -> NativeModel:
-        """What is served, for SGLang's clients."""
+        """The served model, as SGLang's clients ask for it."""
         await require_engine(edge)
         name = config.served_model_name
         return NativeModel(model_path=name, tokenizer_path=name, max_model_len=config.max_model_len)

@@ -31,7 +31,7 @@ class NativeMeta(Struct):
 
 
 class NativeAnswer(Struct):
-    """Of a stream's event: all of the answer until then. index: where a request has several answers."""
+    """An answer; in a stream's event, as much of it as there is. index: set where a request has several answers."""
 
     text: str
     output_ids: list[int]
