@@ -4,6 +4,8 @@ distribution     what Aerie is installed as, for remedies that name a package
 config           what is configured: page size and memory, backends by name
 metadata         the ragged shapes of a forward pass: requests in a round, prompt chunks
 slot_mapping     where the rows of a pass write
+capability       what a device and the installed libraries can run
+ops/             operations over KV; `ops.operation` says what an operation is
 views            what backends see of one layer's KV
 rotation         rotary position embedding in torch
 expansion        prompt chunks over latent rows whose keys and values are made again, and when that pays

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.norm_activation import normed, num_warps, rms_norm_reference
+from workers.ops.norm import rms_norm
+from workers.ops.norm_triton import normed, num_warps
 
 
 @triton.jit
@@ -74,4 +75,4 @@ def reference(
 ) -> Tensor:
     """The same in torch."""
     inputs = ((table[ids], table_weight), (hidden, hidden_weight))
-    return torch.cat([rms_norm_reference(x, weight, eps) for x, weight in inputs], dim=-1)
+    return torch.cat([rms_norm.reference(x, weight, eps) for x, weight in inputs], dim=-1)

@@ -23,7 +23,7 @@ from attention.kernels.rope_store import rope_store
 from attention.kv_cache.heads import HeadsLayout
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from tests.support.attention_cases import uniform_pool, write_tokens
-from workers.layers.kernels.norm_activation import rms_norm
+from workers.ops.norm_triton import rms_norm
 
 GROUP, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
 SCALE = HEAD_DIM**-0.5

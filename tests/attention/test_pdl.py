@@ -24,10 +24,11 @@ from tests.attention.test_triton_compile import compiled, decode_constants, late
 from tests.workers.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.layers.kernels import head_products, latent, norm_activation  # noqa: E402
+from workers.layers.kernels import head_products, latent  # noqa: E402
 from workers.layers.kernels.fp8 import norm as fp8_norm  # noqa: E402
 from workers.layers.kernels.fp8 import rows as fp8_rows  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
+from workers.ops import norm_triton  # noqa: E402
 
 CPU = torch.device("cpu")
 BF16 = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "x_ptr", "weight_ptr", "residual_ptr"), "bf16")
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         False,
         {"requests_ptr"},
     ),
-    "add_rms_norm": (norm_activation._add_norm, BF16, NORM, False, {"weight_ptr"}),
+    "add_rms_norm": (norm_triton._add_norm, BF16, NORM, False, {"weight_ptr"}),
     "fp8_norm": (
         fp8_norm._fp8_norm,
         BF16 | {"plain_ptr": "bf16"} | FP8_OUT,
@@ -101,7 +102,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         False,
         {"weight_ptr"},
     ),
-    "silu_mul": (norm_activation._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, False, set()),
+    "silu_mul": (norm_triton._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, False, set()),
     "quantize": (
         fp8_rows._quantize,
         BF16 | {"out_ptr": "fp8e4nv", "scales_ptr": "fp32"},

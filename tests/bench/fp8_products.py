@@ -28,8 +28,8 @@ from workers.layers.kernels.fp8.tiles import (
     fp8_wide_tiles,
     rounding_columns,
 )
-from workers.layers.kernels.norm_activation import rms_norm
 from workers.layers.kernels.skinny_gemm import Workspace
+from workers.ops.norm_triton import rms_norm
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 APART_BYTES = 200 << 20  # of weights that are read between two reads of one, so that no cache has it

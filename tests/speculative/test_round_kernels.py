@@ -17,7 +17,6 @@ from tests.speculative.test_tree import random_candidates  # noqa: E402
 from tests.support.attention_cases import uniform_pool  # noqa: E402
 from tests.support.slots import enter
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.layers.kernels import norm_activation  # noqa: E402
 from workers.layers.kernels.argmax import argmax  # noqa: E402
 from workers.scheduling.plan import SamplingParams, SlotInit  # noqa: E402
 from workers.slots.slot_table import SlotTable  # noqa: E402
@@ -135,18 +134,3 @@ def test_argmax_is_the_first_of_the_largest(rows: int, size: int, dtype: torch.d
     x[:, : size // 3] = float("-inf")
     expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
     assert torch.equal(argmax(x), expected)
-
-
-@pytest.mark.parametrize("rows,size", [(1, 4096), (5, 896), (130, 512)])
-def test_row_kernels_are_their_references(rows: int, size: int) -> None:
-    torch.manual_seed(rows)
-    x, residual = torch.randn((2, rows, size), device=DEVICE).unbind(0)
-    weight, both = torch.rand(size, device=DEVICE) + 0.5, torch.randn((rows, 2 * size), device=DEVICE)
-    expected_sum, ours_sum = residual.clone(), residual.clone()
-    expected = norm_activation.add_rms_norm_reference(x, expected_sum, weight, 1e-5)
-    # float32 sums of up to 4,096 squares in another order
-    torch.testing.assert_close(norm_activation.add_rms_norm(x.contiguous(), ours_sum, weight, 1e-5), expected)
-    assert torch.equal(ours_sum, expected_sum)
-    reference = norm_activation.rms_norm_reference(x, weight, 1e-5)
-    torch.testing.assert_close(norm_activation.rms_norm(x.contiguous(), weight, 1e-5), reference)
-    torch.testing.assert_close(norm_activation.silu_mul(both), norm_activation.silu_mul_reference(both))

@@ -30,8 +30,8 @@ from workers.layers.kernels.fp8.tiles import (  # noqa: E402
     fp8_wide_tiles,
     fp8_workspace_size,
 )
-from workers.layers.kernels.norm_activation import silu_mul_reference  # noqa: E402
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, SHARED_BYTES, Workspace  # noqa: E402
+from workers.ops.activation import silu_mul  # noqa: E402
 
 pytestmark = MARKS
 OUT = torch.float32 if INTERPRETED else torch.bfloat16
@@ -77,7 +77,7 @@ def test_rows_are_rounded_to_the_nearest(by_group: bool) -> None:
 
 def test_gates_are_rounded_as_by_themselves() -> None:
     x = rows_of(3, 2 * 256, torch.Generator().manual_seed(1))
-    ours, expected = quantize_rows(x, True, gated=True), quantize_rows_reference(silu_mul_reference(x), True)
+    ours, expected = quantize_rows(x, True, gated=True), quantize_rows_reference(silu_mul.reference(x), True)
     assert difference(dequantized_rows(ours), dequantized_rows(expected).double()) < 2e-3
 
 
@@ -192,7 +192,7 @@ def test_a_gated_product_is_that_of_what_is_meant(by_group: bool) -> None:
         tiles, out = fp8_gated_tiles(rows, n, k), torch.empty(rows, n // 2, dtype=OUT, device=DEVICE)
         assert tiles is not None
         fp8_gemm(x, weight, None, workspace, tiles, out, gated=True)
-        expected = silu_mul_reference(dequantized_rows(x).double() @ meant.T)
+        expected = silu_mul.reference(dequantized_rows(x).double() @ meant.T)
         assert difference(out, expected) < (1e-4 if INTERPRETED else 6e-3)
     assert fp8_gated_tiles(1, 6144, 4096) is None and fp8_gated_tiles(1, 28672 + 64, 4096) is None
 

@@ -37,7 +37,6 @@ from workers.layers.kernels.fp8.tiles import (  # noqa: E402
     rounding_columns,
 )
 from workers.layers.kernels.latent import normed_latents  # noqa: E402
-from workers.layers.kernels.norm_activation import add_rms_norm, rms_norm, silu_mul_reference  # noqa: E402
 from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
@@ -49,6 +48,8 @@ from workers.layers.quantization.channel_fp8 import ChannelFp8  # noqa: E402
 from workers.layers.quantization.fp8_linear import Fp8Linear  # noqa: E402
 from workers.layers.quantization.quant_method import QuantMethod  # noqa: E402
 from workers.layers.rotary import Angles  # noqa: E402
+from workers.ops.activation import silu_mul  # noqa: E402
+from workers.ops.norm_triton import add_rms_norm, rms_norm  # noqa: E402
 
 pytestmark = MARKS
 TYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -212,7 +213,7 @@ def test_a_kept_layer_multiplies_by_what_its_weight_means(quant: str, determinis
     bias, limit = random(256, seed=5), 1e-4 if INTERPRETED else 6e-3  # the weight is made anew in the model's type
     for rows in (0, 1, 9):
         x = random(rows, 256, seed=rows)
-        expected, gates = meant(method, x, by_group), silu_mul_reference(meant(method, x, by_group))
+        expected, gates = meant(method, x, by_group), silu_mul.reference(meant(method, x, by_group))
         whole, wanted = quantize_rows(x, by_group), method.fp8_inputs
         for given, out in ((x, None), (whole, torch.empty(rows, 256, device=DEVICE))):
             y = method.multiply(given, bias, out)

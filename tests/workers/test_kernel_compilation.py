@@ -23,7 +23,8 @@ import triton.language as tl  # noqa: E402
 
 from attention.backend import NewUnderCaptureError  # noqa: E402
 from tests.support.triton_driver import Hopper  # noqa: E402
-from workers.layers.kernels import argmax, norm_activation, skinny_gemm, topk  # noqa: E402
+from workers.layers.kernels import argmax, skinny_gemm, topk  # noqa: E402
+from workers.ops import norm_triton  # noqa: E402
 from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, Outcome, compile_job  # noqa: E402
 from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new, report_compilations  # noqa: E402
 
@@ -115,7 +116,7 @@ def launch_kernels() -> None:
     argmax.argmax(logits)
     topk.topk_log_softmax(logits, 3)
     row = torch.zeros(4, 1024, dtype=torch.bfloat16)
-    norm_activation._add_norm[(4,)](
+    norm_triton._add_norm[(4,)](
         row, row, row, row, 1024, 1e-6, HAS_RESIDUAL=True, BLOCK=1024, num_warps=4, PDL=True, launch_pdl=True
     )
     weight = torch.zeros(2048, 1024, dtype=torch.bfloat16)
@@ -125,7 +126,7 @@ def launch_kernels() -> None:
     skinny_gemm.skinny_gemm(row, weight, None, workspace, tiles)
 
 
-KERNELS = (argmax._partial, argmax._combine, topk._partial, topk._combine, norm_activation._add_norm)
+KERNELS = (argmax._partial, argmax._combine, topk._partial, topk._combine, norm_triton._add_norm)
 NUM_KERNELS = len(KERNELS) + 1
 
 

@@ -20,7 +20,6 @@ from workers.layers.kernels import (
     latent,
     latent_expansion,
     latent_values,
-    norm_activation,
     skinny_gemm,
     topk,
 )
@@ -29,6 +28,7 @@ from workers.layers.kernels.fp8 import gemm_ahead as fp8_gemm_ahead  # noqa: E40
 from workers.layers.kernels.fp8 import gemm_wide as fp8_gemm_wide  # noqa: E402
 from workers.layers.kernels.fp8 import norm as fp8_norm  # noqa: E402
 from workers.layers.kernels.fp8 import tiles as fp8_tiles  # noqa: E402
+from workers.ops import norm_triton  # noqa: E402
 from workers.slots.kernels import commit  # noqa: E402
 
 pytestmark = [
@@ -289,7 +289,7 @@ def test_latent_rows_are_expanded_by_the_matrix_unit(tmp_path: Path) -> None:
 GUIDES = {"STATES": 64, "EDGES": 256}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "norm": (
-        norm_activation._add_norm,
+        norm_triton._add_norm,
         BF16 | {"residual_ptr": "bf16", "weight_ptr": "bf16"},
         {"HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True},
         16,
@@ -300,7 +300,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         NORM_FP8,
         16,
     ),
-    "swiglu": (norm_activation._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, 4),
+    "swiglu": (norm_triton._silu_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True}, 4),
     "argmax": (argmax._partial, BF16 | {"value_ptr": "fp32"}, {"BLOCK": argmax.BLOCK}, 8),
     "topk": (
         topk._partial,

@@ -7,7 +7,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.layers.kernels.norm_activation import silu_mul_reference  # noqa: E402
 from workers.layers.kernels.skinny_gemm import (  # noqa: E402
     MAX_GATED_ROWS,
     MAX_ROWS,
@@ -18,6 +17,7 @@ from workers.layers.kernels.skinny_gemm import (  # noqa: E402
     skinny_gemm_gated,
     skinny_gemm_tiles,
 )
+from workers.ops.activation import silu_mul  # noqa: E402
 
 pytestmark = MARKS
 
@@ -80,7 +80,7 @@ def test_a_gated_product_is_torchs(dtype: torch.dtype) -> None:
             tiles = gated_tiles(rows, n, k)
             assert tiles is not None
             out = skinny_gemm_gated(x, weight, workspace, tiles)
-            expected = silu_mul_reference(x.double() @ weight.double().T)
+            expected = silu_mul.reference(x.double() @ weight.double().T)
             # four roundings: of the gate, its silu, what is gated, and the whole
             error = float((out.double() - expected).norm() / expected.norm())
             assert error < (6e-3 if dtype == torch.bfloat16 else 8e-4), (n, k, rows, error)

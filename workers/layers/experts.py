@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
-from workers.layers.activation import silu_mul
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear import rank_span
 from workers.layers.linear_method import (
@@ -25,6 +24,7 @@ from workers.layers.linear_method import (
 )
 from workers.layers.routing import RouterLogits
 from workers.layers.weighted import WeightedModule, WeightKey
+from workers.ops.activation import silu_mul
 
 if TYPE_CHECKING:
     from workers.layers.fused_experts import FusedExperts

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.activation import silu_mul
+from workers.ops.activation import silu_mul
 
 if TYPE_CHECKING:
     from workers.layers.kernels.skinny_gemm import Workspace

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from workers.layers.activation import silu_mul
 from workers.layers.gemm import GEMMOptions, TorchGEMM, choose_gemm
 from workers.layers.weighted import WrongTensorError, check_shape
+from workers.ops.activation import silu_mul
 
 if TYPE_CHECKING:
     from workers.layers.kernels.fp8.rows import Fp8Rows

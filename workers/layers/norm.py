@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.linear_method import Fp8Inputs, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.ops.norm import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from workers.layers.kernels.fp8.rows import Fp8Rows
@@ -22,27 +23,15 @@ class RMSNorm(WeightedModule):
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            from workers.layers.kernels.norm_activation import rms_norm
-
-            return rms_norm(x.contiguous(), self.weight, self.eps)
-        full = x.float()
-        normed = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, group: TPGroup = SOLO) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and that sum; on a GPU the sum is written into `residual`. group: ranks each of
-        which has a part of x, which are summed first."""
+        """The norm of residual + x, and that sum, which is written into `residual`. group: ranks each of which has a
+        part of x, which are summed first."""
         normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)
         if normed is not None:
             return normed, residual
-        x = group.all_reduce(x)
-        if x.is_cuda:
-            from workers.layers.kernels.norm_activation import add_rms_norm
-
-            return add_rms_norm(x, residual, self.weight, self.eps), residual
-        residual = residual + x
-        return self(residual), residual
+        return add_rms_norm(group.all_reduce(x), residual, self.weight, self.eps), residual
 
     def for_product(self, x: Tensor, wanted: Fp8Inputs | None) -> "Tensor | Fp8Rows":
         """The norm of x [rows, size], in the form that the product after it takes; None: as `forward`."""

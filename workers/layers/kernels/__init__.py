@@ -7,6 +7,5 @@ fp8/             rows and weights in FP8
 experts/         mixtures of experts, from a router's logits to the sum
 latent           norms, rotary embedding and KV write of multi-head latent attention; head_products: by a matrix of
                  each head; latent_values: those that make values, for few rows
-norm_activation  RMSNorm, with the residual add; silu_mul
 argmax, topk     over a vocabulary shard's logits
 """

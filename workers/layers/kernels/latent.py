@@ -16,10 +16,11 @@ from attention.kernels.pdl import pdl_wait, supports_pdl
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
 from workers.layers.kernels.fp8.rows import Fp8Rows, store_fp8
-from workers.layers.kernels.norm_activation import normed, num_warps, rms_norm_reference
 from workers.layers.kernels.splits import sum_of_splits
 from workers.layers.linear_method import Fp8Inputs
 from workers.layers.rotary import Angles
+from workers.ops.norm import rms_norm
+from workers.ops.norm_triton import normed, num_warps
 
 
 @triton.jit
@@ -175,6 +176,6 @@ def normed_latents_reference(
     width = kv.rows.shape[2]
     q, row = both[:, :-width], both[:, -width:]
     turned = rotate_pairs(row[:, kv.latent :].unsqueeze(1), angles.cos[angles.index], angles.sin[angles.index])
-    kept = torch.cat((rms_norm_reference(row[:, : kv.latent], row_weight, eps), turned.squeeze(1)), dim=-1)
+    kept = torch.cat((rms_norm.reference(row[:, : kv.latent], row_weight, eps), turned.squeeze(1)), dim=-1)
     kv.rows.view(-1, width).index_copy_(0, slot_mapping, kept)
-    return q if q_weight is None else rms_norm_reference(q, q_weight, eps)
+    return q if q_weight is None else rms_norm.reference(q, q_weight, eps)

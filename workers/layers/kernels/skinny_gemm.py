@@ -270,7 +270,7 @@ def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
 def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: SkinnyGemmTiles) -> Tensor:
     """[rows, N] silu(x G^T) * (x U^T) for x as in `skinny_gemm` and W [2 N, K], G above U. tiles: of `gated_tiles`.
 
-    Reference: `workers.layers.kernels.norm_activation.silu_mul_reference` of `torch.nn.functional.linear`.
+    Reference: `workers.ops.activation.silu_mul` of `torch.nn.functional.linear`.
     """
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _multiply(x, weight, None, workspace, out, tiles, gated=True)

@@ -192,10 +192,10 @@ class Fp8Product:
         return fp8_ahead_tiles(rows, *self.weight.values.shape)
 
     def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
-        from workers.layers.activation import silu_mul
         from workers.layers.kernels.fp8.gemm import fp8_gemm
         from workers.layers.kernels.fp8.rows import Fp8Rows, quantize_rows
         from workers.layers.kernels.fp8.tiles import fp8_gated_tiles
+        from workers.ops.activation import silu_mul
 
         (n, k), rows = self.weight.values.shape, (x if isinstance(x, Tensor) else x.values).shape[0]
         out: Tensor | Fp8Rows

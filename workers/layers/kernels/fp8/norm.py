@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """RMSNorm, with the residual add, whose rows come in FP8: what the products after it read, without a launch between.
-Each number is that of `norm_activation` and then `fp8.rows`, to the bit. One program per row."""
+Each number is that of `workers.ops.norm` and then `fp8.rows`, to the bit. One program per row."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from torch import Tensor
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
 from workers.layers.kernels.fp8.rows import Fp8Rows, store_fp8
-from workers.layers.kernels.norm_activation import normed, num_warps
+from workers.ops.norm_triton import normed, num_warps
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def fp8_rms_norm(
     [rows, size] of that type, if there is one, gets the same before it is rounded to FP8. pdl: launch early; None
     wherever there is such a thing.
 
-    Reference: `quantize_rows_reference` of `rms_norm_reference` or `add_rms_norm_reference`.
+    Reference: `quantize_rows_reference` of `workers.ops.norm.rms_norm` or `add_rms_norm`.
     """
     rows, size = out.values.shape
     assert x.is_contiguous() and weight.is_contiguous() and x.shape == (rows, size) and weight.shape == (size,)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.kernels.online_softmax import INTERPRETED
 from attention.kernels.pdl import pdl_wait, supports_pdl
-from workers.layers.kernels.norm_activation import num_warps
+from workers.ops.norm_triton import num_warps
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

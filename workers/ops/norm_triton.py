@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Fused row-wise kernels: residual add with RMSNorm, and SwiGLU's product. One program per row.
+"""Fused row-wise kernels of `norm` and `activation`: one program per row.
 
 At the few rows of a round these cost their launch, 1-2 us in a graph, where the torch operations they replace cost
 six and two of those. On Hopper they are launched before the kernel before them ends, and wait for it inside (see
@@ -71,11 +71,9 @@ def num_warps(block: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[rows, size] x / rms(x) * weight in x's dtype; x contiguous, at most 65,536 wide.
-
-    Reference: `rms_norm_reference`.
-    """
-    assert x.is_contiguous() and weight.is_contiguous() and x.shape[-1] == weight.shape[0]
+    """`workers.ops.norm.rms_norm`; at most 65,536 wide."""
+    x = x.contiguous()
+    assert weight.is_contiguous() and x.shape[-1] == weight.shape[0]
     size, out = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(size)
     rows = x.numel() // size
@@ -95,10 +93,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x in place, then its RMSNorm [rows, size]; both contiguous and of one dtype.
-
-    Reference: `add_rms_norm_reference`.
-    """
+    """`workers.ops.norm.add_rms_norm`; x and residual contiguous."""
     assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape and x.dtype == residual.dtype
     size, out = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(size)
@@ -119,10 +114,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, [rows, size], of gate and up side by side [rows, 2 * size], contiguous.
-
-    Reference: `silu_mul_reference`.
-    """
+    """`workers.ops.activation.silu_mul`; gate_up contiguous."""
     assert gate_up.is_contiguous() and gate_up.dim() == 2
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
@@ -131,18 +123,3 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         gate_up, out, size, BLOCK=block, num_warps=4, **pdl_wait(supports_pdl(out.device))
     )
     return out
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    full = x.float()
-    return (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    residual += x
-    return rms_norm_reference(residual, weight, eps)
-
-
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up

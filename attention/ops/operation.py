@@ -1,0 +1,99 @@
+"""What an operation is: a contract, a reference in torch, and a table of faster implementations.
+
+    @operation(
+        Implementation("triton", "workers.ops.norm_triton:rms_norm", on_gpu),
+    )
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        \"\"\"The contract: what is computed, shapes, dtypes, what is written in place, limits, source.\"\"\"
+        ...  # the reference, in torch
+
+Calling `rms_norm` runs the first implementation of the table that serves the device and the arguments, else the
+reference. Under CUDA graphs that is decided at capture, not at replay. `tests/ops` holds every implementation against
+the reference; `python -m workers.ops` prints the tables.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, update_wrapper
+from importlib import import_module
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from attention.capability import Capability
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Needs = Callable[[Capability], bool]
+
+
+def on_gpu(here: Capability) -> bool:
+    """Triton's kernels: any GPU that PyTorch serves."""
+    return here.is_gpu
+
+
+def on_hopper_or_later(here: Capability) -> bool:
+    return here.reaches((9, 0))
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One row of an operation's table.
+
+    name: of the library or kernel. target: "module:function", with the operation's signature; imported when it is first
+    chosen, so that a library is not needed where it is not used. needs: what it asks of the device.
+    serves: whether it takes these arguments of the operation; None: all that the contract allows.
+    limits: the same in words, for the printed table.
+    """
+
+    name: str
+    target: str
+    needs: Needs
+    serves: Callable[..., bool] | None = None
+    limits: str = ""
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        module, _, name = self.target.partition(":")
+        function: Callable[..., Any] = getattr(import_module(module), name)
+        return function
+
+
+class Operation(Generic[P, R]):
+    """reference: the operation in torch, which runs wherever no implementation does."""
+
+    def __init__(self, reference: Callable[P, R], implementations: tuple[Implementation, ...]) -> None:
+        self.reference = reference
+        self.implementations = implementations
+        self._of_device: dict[torch.device, tuple[Implementation, ...]] = {}
+        self.name = f"{reference.__module__}.{reference.__name__}"
+        update_wrapper(self, reference)
+        OPERATIONS.append(self)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        for implementation in self._known(args, kwargs):
+            if implementation.serves is None or implementation.serves(*args, **kwargs):
+                result: R = implementation.function(*args, **kwargs)
+                return result
+        return self.reference(*args, **kwargs)
+
+    def serving(self, here: Capability) -> tuple[Implementation, ...]:
+        """What that device can run, in the order in which they are asked."""
+        return tuple(each for each in self.implementations if each.needs(here))
+
+    def _known(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Implementation, ...]:
+        device = next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        known = self._of_device.get(device)
+        if known is None:
+            known = self._of_device[device] = self.serving(Capability.of(device))
+        return known
+
+
+OPERATIONS: list[Operation[..., Any]] = []
+"""All that have been imported."""
+
+
+def operation(*implementations: Implementation) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Makes the decorated function an operation's reference and contract."""
+    return lambda reference: Operation(reference, implementations)

@@ -1,0 +1,35 @@
+"""What a case of an operation is: arguments that an operation can be given, and how near its implementations must come.
+
+Every operation has its cases in a module of this folder, named after the operation's (`norm_cases` for
+`workers.ops.norm`), as a tuple CASES.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention.ops.operation import Operation
+
+TYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+"""Relative, for results of sums of up to 10^4 terms, rounded once or twice to their type."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """operation: whose. name: of the case. arguments: makes them on a device, the same ones every time.
+    written: positions of arguments that the operation writes; they are compared as the result is.
+    exact: whether implementations must give the reference's bits. tolerance: if not, relative to the largest expected
+    number; None: TOLERANCE of the result's type.
+    slow: under Triton's interpreter, for `make test-slow`.
+    """
+
+    operation: Operation[..., Any]
+    name: str
+    arguments: Callable[[torch.device], tuple[Any, ...]]
+    written: tuple[int, ...] = ()
+    exact: bool = False
+    tolerance: float | None = None
+    slow: bool = False

@@ -1,0 +1,90 @@
+"""Every implementation of every operation against the operation's reference, over its declared cases.
+
+On GPUs as it is; without one, Triton's kernels run in its interpreter, in a process of their own
+(`tests.attention.test_triton_interpreter`). A new implementation is a row of its operation's table, and a new operation
+a module of cases here: nothing else is to be written.
+"""
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.capability import Capability
+from attention.ops.operation import OPERATIONS, Implementation
+from tests.ops.case import TOLERANCE, Case
+from workers.ops.__main__ import import_operations
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+import_operations()
+CASES: tuple[Case, ...] = tuple(
+    case
+    for path in sorted(Path(__file__).parent.glob("*_cases.py"))
+    for case in import_module(f"tests.ops.{path.stem}").CASES
+)
+
+
+def _parameters() -> list[Any]:
+    return [
+        pytest.param(case, each, id=f"{case.operation.__name__}-{each.name}-{case.name}", marks=_marks(case, each))
+        for case in CASES
+        for each in case.operation.implementations
+    ]
+
+
+def _marks(case: Case, implementation: Implementation) -> list[pytest.MarkDecorator]:
+    if not INTERPRETED or implementation.name != "triton":
+        return [pytest.mark.gpu]
+    return [pytest.mark.slow] if case.slow else []
+
+
+@pytest.mark.parametrize("case,implementation", _parameters())
+def test_an_implementation_is_its_reference(case: Case, implementation: Implementation) -> None:
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    if not INTERPRETED and implementation not in case.operation.serving(_here()):
+        pytest.skip(f"{implementation.name} does not run on this device")
+    ours, expected = case.arguments(device), case.arguments(device)
+    if implementation.serves is not None and not implementation.serves(*ours):
+        pytest.skip(f"{implementation.name} leaves this case to others: {implementation.limits}")
+    _compare(case, implementation.function(*ours), case.operation.reference(*expected))
+    for position in case.written:
+        _compare(case, ours[position], expected[position])
+
+
+def test_every_operation_has_cases() -> None:
+    without = {each.name for each in OPERATIONS} - {case.operation.name for case in CASES}
+    assert not without, f"no cases in tests/ops: {', '.join(sorted(without))}"
+
+
+def test_every_table_names_functions_that_exist() -> None:
+    pytest.importorskip("triton")
+    for each in OPERATIONS:
+        for implementation in each.implementations:
+            if implementation.name == "triton":
+                assert callable(implementation.function)
+
+
+def _here() -> Capability:
+    return Capability.of(torch.device("cuda", 0))
+
+
+def _compare(case: Case, ours: Any, expected: Any) -> None:
+    if isinstance(expected, tuple):
+        assert len(ours) == len(expected)
+        for mine, theirs in zip(ours, expected, strict=True):
+            _compare(case, mine, theirs)
+        return
+    if not isinstance(expected, Tensor):
+        assert ours == expected
+        return
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    if case.exact or not expected.is_floating_point():
+        assert torch.equal(ours, expected)
+        return
+    scale = expected.abs().max().clamp_min(1e-30)
+    tolerance = TOLERANCE[expected.dtype] if case.tolerance is None else case.tolerance
+    torch.testing.assert_close(ours.double() / scale, expected.double() / scale, rtol=0, atol=tolerance)
