@@ -8,12 +8,13 @@
         ...  # the reference, in torch
 
 Calling `rms_norm` runs the first implementation of the table that serves the device and the arguments, else the
-reference. Under CUDA graphs that is decided at capture, not at replay. `tests/ops` holds every implementation against
-the reference; `python -m workers.ops` prints the tables.
+reference. The device is that of the first tensor among the arguments, or, where none is a tensor, of the first in a
+dataclass among them. Under CUDA graphs the choice is made at capture, not at replay. `tests/ops` holds every
+implementation against the reference; `python -m workers.ops` prints the tables.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property, update_wrapper
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -83,11 +84,20 @@ class Operation(Generic[P, R]):
         return tuple(each for each in self.implementations if each.needs(here))
 
     def _known(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Implementation, ...]:
-        device = next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        device = _device_of((*args, *kwargs.values()))
         known = self._of_device.get(device)
         if known is None:
             known = self._of_device[device] = self.serving(Capability.of(device))
         return known
+
+
+def _device_of(arguments: Iterable[object]) -> torch.device:
+    arguments = tuple(arguments)
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            return each.device
+    fields = (value for each in arguments if is_dataclass(each) for value in vars(each).values())
+    return next(value.device for value in fields if isinstance(value, torch.Tensor))
 
 
 OPERATIONS: list[Operation[..., Any]] = []

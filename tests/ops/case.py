@@ -20,7 +20,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-
 @dataclass(frozen=True)
 class Case:
     """operation: whose. name: of the case. arguments: makes them on a device, the same ones every time.
-    written: positions of arguments that the operation writes; they are compared as the result is.
+    written: positions of arguments that the operation writes; they are compared as the result is. Objects are compared
+    by their tensors.
     exact: whether implementations must give the reference's bits. tolerance: if not, relative to the largest expected
     number; None: TOLERANCE of the result's type.
     slow: under Triton's interpreter, for `make test-slow`.

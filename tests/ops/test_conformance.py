@@ -6,6 +6,7 @@ a module of cases here: nothing else is to be written.
 """
 
 import os
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,16 @@ def _here() -> Capability:
 
 
 def _compare(case: Case, ours: Any, expected: Any) -> None:
-    if isinstance(expected, tuple):
+    if isinstance(expected, tuple | list):
         assert len(ours) == len(expected)
         for mine, theirs in zip(ours, expected, strict=True):
             _compare(case, mine, theirs)
+        return
+    if hasattr(expected, "__dict__") and not isinstance(expected, Tensor):
+        assert vars(ours).keys() == vars(expected).keys()
+        for name, theirs in vars(expected).items():
+            if isinstance(theirs, Tensor) or is_dataclass(theirs):
+                _compare(case, vars(ours)[name], theirs)
         return
     if not isinstance(expected, Tensor):
         assert ours == expected
