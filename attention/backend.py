@@ -28,7 +28,7 @@ class Prepared(ABC):
         store then stands between what is launched here and a `forward` that is launched early. Without this call
         `forward` does it, and is not launched early. Does nothing where all is there already.
 
-        Returns whether the store must be a fence (`attention.kernels.pdl`), between `forward` and what is launched here
+        Returns whether the store must be a fence (`attention.ops.pdl`), between `forward` and what is launched here
         or before the pass: not where an earlier layer's was one.
         """
         return True  # a fence at every layer is always right

@@ -30,6 +30,11 @@ class Capability:
     def is_gpu(self) -> bool:
         return self.type == "cuda"
 
+    @property
+    def supports_pdl(self) -> bool:
+        """Kernels can be launched before their predecessor has ended (`attention.ops.pdl`)."""
+        return self.reaches((9, 0))
+
     def reaches(self, compute: tuple[int, int]) -> bool:
         """Whether this is a GPU of that compute capability or a later one."""
         return self.compute is not None and self.compute >= compute

@@ -18,7 +18,7 @@ from attention.metadata import ChunkLists, PrefillBatch
 from attention.slot_mapping import row_places
 
 if TYPE_CHECKING:
-    from attention.kernels.expanded_prefill import ExpandedKV
+    from attention.ops.attend.expanded_prefill_triton import ExpandedKV
 
 MAX_TOKENS = 8  # by rows of the pass: keys and values are made of no more, which bounds their memory
 # Pairs of a row and a token that cost absorbed as much more as making one token's keys and values: latent x (key +
@@ -77,9 +77,9 @@ class ExpandedChunks:
         scale: float,
         out: Tensor,
     ) -> Tensor:
-        """See `attention.kernels.expanded_prefill.attend_expanded`; zeros in rows that belong to no chunk."""
-        from attention.kernels.expanded_prefill import attend_expanded, expanded_tiles
-        from attention.kernels.prefill_plan import plan_tiles
+        """See `attention.ops.attend.expanded_prefill_triton.attend_expanded`; zeros in rows that belong to no chunk."""
+        from attention.ops.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
+        from attention.ops.attend.prefill_plan_triton import plan_tiles
 
         tiles = expanded_tiles(q.itemsize)
         if tiles.block_m not in self._tile_lists:

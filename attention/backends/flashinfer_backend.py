@@ -23,8 +23,8 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
 from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
-from attention.kernels.flashinfer_plan import mask_bytes
 from attention.metadata import DecodeBatch, PrefillBatch, to_device
+from attention.ops.flashinfer_plan_triton import mask_bytes
 from attention.views import LatentKV, LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
@@ -154,7 +154,7 @@ class _Prepared(Prepared):
     def forward(self, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
         self.plan(q, kv, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # its kernels read the plan before they wait: see `attention.kernels.pdl`
+        # its kernels read the plan before they wait: see `attention.ops.pdl`
         self._run(q, (kv.k, kv.v), out=out, enable_pdl=False)
         return out
 

@@ -1,7 +1,7 @@
 """Rounds over latent rows by FlashInfer's fa3 kernel for Hopper (checked with 0.6.17), with plans of ours.
 
 Its wrapper plans on the host, from lengths there. Here a plan is written on the device
-(`attention.kernels.flashinfer_latent_plan`) and the library's compiled kernel is called with it. It knows no masks
+(`attention.ops.flashinfer_latent_plan_triton`) and the library's compiled kernel is called with it. It knows no masks
 but the causal one: where rows see columns of their own, it attends to the prefix, which all see, and a kernel of ours
 adds the columns. When a kind of pass first comes, one request of it is attended to with a plan of FlashInfer's too, and
 a start fails if results differ: what a plan consists of is no interface that the library promises to keep.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attention.backend import Prepared, assert_not_captured
-from attention.kernels.flashinfer_latent_plan import LatentGrid, LatentPlanArrays, write_latent_plan
-from attention.kernels.latent_suffix import add_suffix
 from attention.metadata import DecodeBatch
+from attention.ops.attend.latent_suffix_triton import add_suffix
+from attention.ops.flashinfer_latent_plan_triton import LatentGrid, LatentPlanArrays, write_latent_plan
 from attention.views import LatentKV
 
 SAMPLE_TOKENS = 3000  # of the request that FlashInfer plans too; long enough to be cut

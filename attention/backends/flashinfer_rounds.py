@@ -1,7 +1,8 @@
 """The kernels of rounds that the flashinfer backend calls, with plans of ours: FlashInfer's fa2 wrappers (checked with
-0.6.17) plan on the host, from lengths there. Here a plan is written on the device (`attention.kernels.flashinfer_plan`)
-and a copy of the library's wrapper is made to read it. When a kind of pass first comes, FlashInfer plans a request of
-it too, and a start fails if the two plans differ: what wrappers hold is no interface that the library promises to keep.
+0.6.17) plan on the host, from lengths there. Here a plan is written on the device
+(`attention.ops.flashinfer_plan_triton`) and a copy of the library's wrapper is made to read it. When a kind of pass
+first comes, FlashInfer plans a request of it too, and a start fails if the two plans differ: what wrappers hold is no
+interface that the library promises to keep.
 """
 
 from copy import copy
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.kernels.flashinfer_plan import TILE_ARRAYS, Grid, PlanArrays, write_mask, write_plan
 from attention.metadata import DecodeBatch
+from attention.ops.flashinfer_plan_triton import TILE_ARRAYS, Grid, PlanArrays, write_mask, write_plan
 from attention.views import LayerKV
 
 MAX_CUDA_CORE_GROUP = 2  # from 3 query heads a KV head on, decoding goes through tensor cores

@@ -20,12 +20,11 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
 from attention.expansion import ExpandedChunks
-from attention.kernels.decode_plan import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
-from attention.kernels.pdl import supports_pdl
-from attention.kernels.prefill import PrefillTiles
-from attention.kernels.prefill_plan import plan_tiles
-from attention.kernels.split_kv import plan_items, plan_spans
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, to_device
+from attention.ops.attend.decode_plan_triton import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
+from attention.ops.attend.prefill_plan_triton import plan_tiles
+from attention.ops.attend.prefill_triton import PrefillTiles
+from attention.ops.attend.split_kv_triton import plan_items, plan_spans
 from attention.views import LatentKV, LayerKV
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
@@ -107,8 +106,7 @@ class _PreparedDecode(Prepared):
         shape = LayerShape.of(q, kv)
         planned = shape in self.plans  # else the predecessor is the kernel that writes the plan
         self.plan(q, kv, scale)
-        plan = self.plans[shape]
-        return attend_rows(q, kv, self.batch, plan, scale, early=plan.pdl and planned)
+        return attend_rows(q, kv, self.batch, self.plans[shape], scale, early=planned)
 
 
 def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
@@ -124,7 +122,7 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
     most = MERGED_AT_ONCE if shape.rotated is None else LATENT_MERGED_AT_ONCE
     at_once = min(most, 1 << max(1, (each - 1).bit_length()))
     workspace = backend.workspace(tiles, shape.dim, device)
-    return DecodePlan(tiles, items, workspace, apart=each > 1, splits=at_once, pdl=supports_pdl(device))
+    return DecodePlan(tiles, items, workspace, apart=each > 1, splits=at_once)
 
 
 def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
@@ -136,7 +134,7 @@ def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) ->
     each = partial_rows(tiles, batch.rows * shape.group)
     num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * each
     workspace = backend.fixed_workspace(tiles, num_rows, shape.dim, device)
-    return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, pdl=supports_pdl(device), fixed=True)
+    return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, fixed=True)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attention.kernels.decode import attend_decode
-from attention.kernels.decode_plan import DecodePlan, DecodeTiles, decode_tiles
-from attention.kernels.latent_decode import FIXED_LATENT_TILES, attend_latent, latent_tiles
-from attention.kernels.latent_prefill import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
-from attention.kernels.prefill import PrefillTiles, attend_prefill, prefill_tiles
 from attention.limits import triton_head_dim_refusal, triton_latent_refusal
 from attention.metadata import DecodeBatch, PrefillBatch
+from attention.ops.attend.decode_plan_triton import DecodePlan, DecodeTiles, decode_tiles
+from attention.ops.attend.decode_triton import attend_decode
+from attention.ops.attend.latent_decode_triton import FIXED_LATENT_TILES, attend_latent, latent_tiles
+from attention.ops.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
+from attention.ops.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
 from attention.views import LatentKV, LayerKV
 
 FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # with a span; rows that are not there cost no reads

@@ -5,8 +5,8 @@ tests compare a stand-in that follows the documentation (`tests.support.flashinf
 For the library every row of a pass is a request of one row, whose length says how much of the KV it sees: of several
 rows of a request the documentation does not say what they see of each other, and XQA takes one alone. So a chain is
 exact without a mask. The kernels take no masks: rows of a tree attend to their prefix, which all of them see, with
-log-sum-exps, and a kernel of ours adds the masked columns (`attention.kernels.latent_suffix`), which it reads where the
-tree's builder writes them. XQA gives no log-sum-exps, so that trees are refused there.
+log-sum-exps, and a kernel of ours adds the masked columns (`attention.ops.attend.latent_suffix_triton`), which it reads
+where the tree's builder writes them. XQA gives no log-sum-exps, so that trees are refused there.
 
 Lengths, page tables, log-sum-exps, workspaces and counters lie in memory that is made at a shape's first pass and is
 never freed, since captured graphs hold it; nothing is read on the host.
@@ -162,7 +162,7 @@ class PreparedLatentRows(Prepared):
         )
         if buffers.lse is None:
             return given.view(*q.shape[:2], kv.latent)  # type: ignore[no-any-return]
-        from attention.kernels.latent_suffix import add_suffix  # Triton, which chains need not have
+        from attention.ops.attend.latent_suffix_triton import add_suffix  # Triton, which chains need not have
 
         assert buffers.empty is not None
         out: Tensor = given[0].view(*q.shape[:2], kv.latent)

@@ -51,7 +51,7 @@ class LatentLayout(KVLayout[LatentKV]):
 
     def move_path(self, tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
         if path.is_cuda:
-            from attention.kernels.move_path import move_path
+            from attention.ops.move_path_triton import move_path
 
             move_path(tensors[0], None, page_table, length, path)
         else:

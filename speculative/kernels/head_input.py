@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.pdl import pdl_wait
 from workers.ops.norm import rms_norm
 from workers.ops.norm_triton import normed, num_warps
 
@@ -31,7 +31,7 @@ def _head_input(
     weight_ptr = table_weight_ptr if second == 0 else hidden_weight_ptr
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if PDL:
-        # only constants have been read: see `attention.kernels.pdl`
+        # only constants have been read: see `attention.ops.pdl`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     source = table_ptr + tl.load(id_ptr + row) * size
@@ -65,7 +65,7 @@ def head_input(
         eps,
         BLOCK=block,
         num_warps=num_warps(block),
-        **pdl_wait(supports_pdl(hidden.device)),
+        **pdl_wait(hidden.device),
     )
     return out
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from attention.backends.triton_backend import TritonBackend
-from attention.kernels.pdl import supports_pdl
-from attention.kernels.rope_store import rope_store
+from attention.capability import Capability
 from attention.kv_cache.heads import HeadsLayout
 from attention.metadata import DecodeBatch, Mode, causal_mask
+from attention.ops.rope_store_triton import rope_store
 from tests.support.attention_cases import uniform_pool, write_tokens
 from workers.ops.norm_triton import rms_norm
 
@@ -99,7 +99,7 @@ class Stress:
             q = self._rows()
             if plans_before_the_store:
                 prepared.plan(q, kv, SCALE)
-            rope_store(q, k, v, self.cos, self.sin, self.first_angle, kv, slots, pdl=supports_pdl(self.device))
+            rope_store(q, k, v, self.cos, self.sin, self.first_angle, kv, slots)
             out = prepared.forward(q, kv, SCALE)
             error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
             torch.maximum(self.worst, error.max(), out=self.worst)
@@ -141,7 +141,7 @@ def main() -> None:
     launches = parser.parse_args().launches
     device = torch.device("cuda", 0)
     worst = worst_error(launches, device)
-    early = "early" if supports_pdl(device) else "normally: this GPU has no early launch"
+    early = "early" if Capability.of(device).supports_pdl else "normally: this GPU has no early launch"
     print(f"{launches} launches, {early}: largest relative error {worst:.2e}, allowed {TOLERANCE:.2e}")
     if not worst < TOLERANCE:
         raise SystemExit("attention read something before it was written")

@@ -11,9 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
-from attention.kernels import decode, decode_plan, split_kv  # noqa: E402
 from attention.kv_cache.pool import KVPool  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from attention.ops.attend import decode_plan_triton, decode_triton, split_kv_triton  # noqa: E402
 from tests.attention.test_triton_prefill import check_prefill  # noqa: E402
 from tests.support.triton_cases import (  # noqa: E402
     assert_close,
@@ -67,14 +67,14 @@ def attend(pool: KVPool, batch: DecodeBatch | PrefillBatch, q: Tensor, backend: 
 def test_spans_hold_the_longest_context() -> None:
     for length, span in ((2, 1024), (8192, 1024), (32768, 1024), (32769, 2048), (131072, 4096)):
         assert fixed_span(length) == span
-        assert span * decode_plan.MAX_SPLITS >= 2 * length
+        assert span * decode_plan_triton.MAX_SPLITS >= 2 * length
 
 
 def test_contexts_are_cut_at_the_same_places_in_every_batch() -> None:
     prefix = torch.tensor([0, 99, 100, 356], dtype=torch.int32, device=DEVICE)
     for max_kv_len in (358, 700):
-        items = split_kv.plan_spans(prefix, 1, 100, max_kv_len)
-        used = [row[:6] for row in items.items.tolist() if row[0] != split_kv.IDLE.value]
+        items = split_kv_triton.plan_spans(prefix, 1, 100, max_kv_len)
+        used = [row[:6] for row in items.items.tolist() if row[0] != split_kv_triton.IDLE.value]
         each = -(-max_kv_len // 100)
         assert [row[:3] for row in used] == [
             [0, 0, 1],
@@ -100,7 +100,7 @@ def test_attention_is_right(rows: int, suffix_len: int, mode: Mode, window: int 
     pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, DTYPE)
     batch = random_decode(mode, rows, suffix_len, PREFIXES, PAGE, num_pages, window)
     q = random_rows(batch.num_rows, GROUP * KV_HEADS, HEAD_DIM, DTYPE)
-    assert_close(attend(pool, batch, q), decode.reference(q, pool.layer(0), batch, SCALE), DTYPE)
+    assert_close(attend(pool, batch, q), decode_triton.reference(q, pool.layer(0), batch, SCALE), DTYPE)
 
 
 @pytest.mark.parametrize("rows", [4] if INTERPRETED else [2, 4, 8])
@@ -124,7 +124,7 @@ def test_rows_of_a_tree_equal_those_of_their_path() -> None:
         mask = torch.tensor([masks], device=DEVICE)
         batch = DecodeBatch(Mode.VERIFY, width, width, length, mask, text.table, prefix + width)
         tree = attend(text.pool, batch, text.q[prefix:])
-        assert_close(tree, decode.reference(text.q[prefix:], text.pool.layer(0), batch, SCALE), DTYPE)
+        assert_close(tree, decode_triton.reference(text.q[prefix:], text.pool.layer(0), batch, SCALE), DTYPE)
         for depth, node in enumerate(path):  # what a commit does, and the queries too
             place, source = (token_place(text.table, prefix + column) for column in (depth, node))
             for x in text.pool.tensors[0]:

@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="the plans are written by a Triton kernel; 
 
 from attention.backends import flashinfer_latent  # noqa: E402
 from attention.backends.torch_backend import TorchBackend  # noqa: E402
-from attention.kernels.flashinfer_latent_plan import (  # noqa: E402
+from attention.metadata import Mode  # noqa: E402
+from attention.ops.flashinfer_latent_plan_triton import (  # noqa: E402
     EXTENT_ARRAYS,
     MERGE_ARRAYS,
     PIECE_ARRAYS,
@@ -22,7 +23,6 @@ from attention.kernels.flashinfer_latent_plan import (  # noqa: E402
     LatentPlanArrays,
     write_latent_plan,
 )
-from attention.metadata import Mode  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
 from tests.support.attention_cases import (  # noqa: E402
     WORKS,

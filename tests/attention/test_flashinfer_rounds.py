@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="the plans are written by a Triton kernel; 
 
 from attention.backends.flashinfer_rounds import DECODE_PLAN, ROWS_PLAN  # noqa: E402
 from attention.backends.torch_backend import TorchBackend  # noqa: E402
-from attention.kernels.flashinfer_plan import Grid  # noqa: E402
 from attention.metadata import Mode  # noqa: E402
+from attention.ops.flashinfer_plan_triton import Grid  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
 from tests.attention.test_flashinfer_plan import planned  # noqa: E402
 from tests.support.attention_cases import (  # noqa: E402

@@ -13,11 +13,12 @@ from attention.backends.torch_backend import TorchBackend  # noqa: E402
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.config import LATENT_PAGE_SIZE  # noqa: E402
 from attention.expansion import ExpandedChunks  # noqa: E402
-from attention.kernels import expanded_prefill, latent_decode, latent_prefill, move_path  # noqa: E402
-from attention.kernels.expanded_prefill import ExpandedKV  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.kv_cache.layout import KVLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from attention.ops import move_path_triton  # noqa: E402
+from attention.ops.attend import expanded_prefill_triton, latent_decode_triton, latent_prefill_triton  # noqa: E402
+from attention.ops.attend.expanded_prefill_triton import ExpandedKV  # noqa: E402
 from attention.rotation import rotate_pairs  # noqa: E402
 from attention.views import LatentKV  # noqa: E402
 from tests.bench.gpu_time import captured  # noqa: E402
@@ -68,7 +69,7 @@ def check(
     batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
     prepared = TritonBackend(span).prepare(batch)
-    expected = latent_decode.reference(q, kv, batch, SCALE)
+    expected = latent_decode_triton.reference(q, kv, batch, SCALE)
     for _ in range(2):  # the second call finds what the first left in the workspace
         out = prepared.forward(q, kv, SCALE)
         assert out.dtype == q.dtype and out.is_contiguous()
@@ -104,7 +105,7 @@ def test_tiles_of_half_types(mode: Mode, rows: int, suffix_len: int, heads: int)
 
 def test_a_tile_of_half_types_is_a_page_of_the_size_that_is_told_of() -> None:
     for packed_rows in (16, 32, 64, 128):
-        assert {latent_decode.latent_tiles(packed_rows, 2, density).block_n for density in (0.01, 0.5, 4.0)} == {
+        assert {latent_decode_triton.latent_tiles(packed_rows, 2, density).block_n for density in (0.01, 0.5, 4.0)} == {
             LATENT_PAGE_SIZE
         }
 
@@ -189,7 +190,7 @@ def prefill(
     batch = dataclasses.replace(batch, window=window)
     on_device = dataclasses.replace(batch, lists=None)
     q = random_rows(batch.num_rows, heads, latent + rotated, dtype)
-    expected = latent_prefill.reference(q, kv, batch, SCALE)
+    expected = latent_prefill_triton.reference(q, kv, batch, SCALE)
     for each in (batch, on_device):
         out = TritonBackend().prepare(each).forward(q, kv, SCALE)
         assert not out[sum(counts) :].any()
@@ -223,7 +224,7 @@ def test_attention_reads_the_masks_where_the_tree_builder_wrote_them() -> None:
     prepared.plan(q, kv, SCALE)
     for masks in (causal_mask(2, 4, DEVICE), torch.tensor([[1, 3, 5, 13]] * 2, device=DEVICE)):
         batch.mask.copy_(masks)
-        assert_close(prepared.forward(q, kv, SCALE), latent_decode.reference(q, kv, batch, SCALE), torch.float32)
+        assert_close(prepared.forward(q, kv, SCALE), latent_decode_triton.reference(q, kv, batch, SCALE), torch.float32)
 
 
 def random_angles(rows: int, rotated: int) -> Angles:
@@ -332,7 +333,7 @@ def test_an_accepted_path_moves_to_the_front() -> None:
     table = torch.tensor([[5, 2, 6], [1, 4, 3]], dtype=torch.int32, device=DEVICE)
     length = torch.tensor([3, 6], dtype=torch.int32, device=DEVICE)
     path = torch.tensor([[0, 2, 3, 0], [0, 1, 4, 5]], device=DEVICE)
-    move_path.move_path(pool.tensors[0][0], None, table, length, path)
+    move_path_triton.move_path(pool.tensors[0][0], None, table, length, path)
     KVLayout.move_path(LatentLayout(32, 16, torch.bfloat16), (before,), table, length, path)
     moved = [(0, 0, 3), (1, 0, 4)]  # places of each request's path that anybody reads
     for request, first, end in moved:
@@ -474,7 +475,7 @@ def check_expanded(
     out = torch.full((batch.num_rows, heads, value), float("nan"), dtype=dtype, device=DEVICE)
     chunks.attend(q, made, angles.cos, angles.sin, angles.index, SCALE, out)
     rows = sum(counts)
-    assert_close(out[:rows], expanded_prefill.reference(q_turned, made, batch, SCALE)[:rows], dtype)
+    assert_close(out[:rows], expanded_prefill_triton.reference(q_turned, made, batch, SCALE)[:rows], dtype)
     assert not out[rows:].any()
 
 

@@ -1,4 +1,4 @@
-"""Kernels that are launched early against the rule of `attention.kernels.pdl`: what stands before their wait in the
+"""Kernels that are launched early against the rule of `attention.ops.pdl`: what stands before their wait in the
 code compiled for Hopper, and the order of launches. What a GPU makes of it: `test_pdl_gpu`."""
 
 import os
@@ -14,9 +14,16 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from attention.backend import Prepared  # noqa: E402
 from attention.backends import triton_backend  # noqa: E402
-from attention.kernels import decode, decode_plan, latent_decode, latent_suffix, merge_states, pdl, rope_store  # noqa: E402
-from attention.kernels.split_kv import Items  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
+from attention.ops import pdl, rope_store_triton  # noqa: E402
+from attention.ops.attend import (  # noqa: E402
+    decode_plan_triton,
+    decode_triton,
+    latent_decode_triton,
+    latent_suffix_triton,
+    merge_states_triton,
+)
+from attention.ops.attend.split_kv_triton import Items  # noqa: E402
 from attention.views import LayerKV  # noqa: E402
 from speculative.kernels import head_input  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
@@ -36,7 +43,7 @@ NORM = {"HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True}
 # By name in the table: the kernel, its pointers, its constants, whether it waits first, and what it reads before.
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "rope_store": (
-        rope_store._rope_store,
+        rope_store_triton._rope_store,
         BF16
         | {"k_pool_ptr": "bf16", "v_pool_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32"}
         | {"slot_ptr": "i64", "position_ptr": "i64"},
@@ -45,21 +52,21 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         set(),
     ),
     "attend_decode": (
-        decode._attend_decode,
+        decode_triton._attend_decode,
         BF16 | {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"},
-        decode_constants(4, 4, 128, 16, decode_plan.decode_tiles(16, 128, 2, 0.5)),
+        decode_constants(4, 4, 128, 16, decode_plan_triton.decode_tiles(16, 128, 2, 0.5)),
         True,
         {"items_ptr", "mask_ptr", "prefix_ptr", "table_ptr"},
     ),
     "attend_latent": (
-        latent_decode._attend_latent,
+        latent_decode_triton._attend_latent,
         BF16 | {"rows_ptr": "bf16", "mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"},
-        latent_constants(1, 16, 16, latent_decode.latent_tiles(16, 2, 0.5)),
+        latent_constants(1, 16, 16, latent_decode_triton.latent_tiles(16, 2, 0.5)),
         True,
         {"items_ptr", "mask_ptr", "prefix_ptr", "table_ptr"},
     ),
     "add_suffix": (
-        latent_suffix._add_suffix,
+        latent_suffix_triton._add_suffix,
         BF16 | {"rows_ptr": "bf16", "mask_ptr": "i64", "lse_ptr": "fp32"},
         {"ROWS": 8, "HEADS": 16, "D": 512, "ROTATED": 64, "PAGE": 16, "BLOCK_M": 16, "BLOCK_N": 16}
         | {"PDL": True, "UPCAST": False},
@@ -87,7 +94,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         {"weight_ptr"},
     ),
     "merge_rows": (
-        merge_states.merge_rows,
+        merge_states_triton.merge_rows,
         {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"},
         {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "SPLITS": 8, "MAX_SPLITS": 64}
         | {"PDL": True},
@@ -195,7 +202,7 @@ def test_the_table_has_every_kernel_that_can_be_launched_early() -> None:
     assert early == listed
     assert pdl.__doc__ is not None
     for name in (*CASES, *ELSEWHERE):
-        assert f" {name} " in pdl.__doc__, f"{name} is not in the table of attention.kernels.pdl"
+        assert f" {name} " in pdl.__doc__, f"{name} is not in the table of attention.ops.pdl"
 
 
 class Recording(Prepared):
@@ -237,7 +244,6 @@ def test_what_reads_a_plan_is_not_launched_early_right_after_what_writes_it(monk
     def attend(*args: object, **options: bool) -> None:
         early.append(options["early"])
 
-    monkeypatch.setattr(triton_backend, "supports_pdl", lambda device: True)
     monkeypatch.setattr(triton_backend, "attend_rows", attend)
     monkeypatch.setattr(triton_backend, "plan_items", lambda *args: None)
     length, table = torch.tensor([5], dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)

@@ -9,9 +9,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
-from attention.kernels import decode, decode_plan, rope_store, split_kv  # noqa: E402
 from attention.kv_cache.heads import store_reference  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
+from attention.ops import rope_store_triton  # noqa: E402
+from attention.ops.attend import decode_plan_triton, decode_triton, split_kv_triton  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
 from attention.views import LayerKV  # noqa: E402
 from tests.support.triton_cases import (  # noqa: E402
@@ -47,7 +48,7 @@ def check_decode(
     batch = random_decode(mode, rows, suffix_len, prefixes, page_size, num_pages, window)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     prepared = build_backend("triton", mode).prepare(batch)
-    expected = decode.reference(q, pool.layer(0), batch, head_dim**-0.5)
+    expected = decode_triton.reference(q, pool.layer(0), batch, head_dim**-0.5)
     for _ in range(2):  # the second call finds what the first left in the workspace
         out = prepared.forward(q, pool.layer(0), head_dim**-0.5)
         assert out.dtype == q.dtype and out.is_contiguous()
@@ -90,7 +91,7 @@ def test_what_is_before_a_window_is_not_read() -> None:
     pool = random_pool(60, page_size, 2, 16, torch.float32)
     batch = random_decode(Mode.DRAFT_DECODE, 2, 2, [prefix], page_size, 60, window)
     batch.mask.fill_(1).mul_(torch.tensor([1, 3], device=DEVICE))
-    before = (prefix - window) // decode_plan.decode_tiles(4, 16, 4, 0.5).block_n * 32 // page_size
+    before = (prefix - window) // decode_plan_triton.decode_tiles(4, 16, 4, 0.5).block_n * 32 // page_size
     pool.layer(0).k[batch.page_table[0, :before].long()] = float("nan")
     q = random_rows(2, 4, 16, torch.float32)
     out = build_backend("triton", Mode.DRAFT_DECODE).prepare(batch).forward(q, pool.layer(0), 0.25)
@@ -108,14 +109,14 @@ def test_both_ways_to_merge(apart: bool, longest: int) -> None:
     pool = random_pool(330, 16, 2, 16, torch.float32)
     batch = random_decode(Mode.VERIFY, 3, 3, [longest, 100, 1500], 16, 320)
     q = random_rows(9, 4, 16, torch.float32)
-    tiles = decode_plan.DecodeTiles(16, 32, 4, 2, 1, 64)
-    items = split_kv.plan_items(batch.prefix_len, 3, 60, 100, 32, decode_plan.MAX_SPLITS)
-    assert (items.requests[0, 1] > decode_plan.FAN) == (longest > 1000)  # then two levels, or several rounds
-    workspace = decode_plan.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
-    plan = decode_plan.DecodePlan(tiles, items, workspace, apart, 8, pdl=False)
-    expected = decode.reference(q, pool.layer(0), batch, 0.25)
+    tiles = decode_plan_triton.DecodeTiles(16, 32, 4, 2, 1, 64)
+    items = split_kv_triton.plan_items(batch.prefix_len, 3, 60, 100, 32, decode_plan_triton.MAX_SPLITS)
+    assert (items.requests[0, 1] > decode_plan_triton.FAN) == (longest > 1000)  # then two levels, or several rounds
+    workspace = decode_plan_triton.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
+    plan = decode_plan_triton.DecodePlan(tiles, items, workspace, apart, 8)
+    expected = decode_triton.reference(q, pool.layer(0), batch, 0.25)
     for _ in range(2):
-        assert_close(decode.attend_decode(q, pool.layer(0), batch, plan, 0.25), expected, torch.float32)
+        assert_close(decode_triton.attend_decode(q, pool.layer(0), batch, plan, 0.25), expected, torch.float32)
     assert not workspace.tickets.any()
 
 
@@ -130,7 +131,7 @@ def test_padding_requests_are_harmless() -> None:
     q = random_rows(12, 4, 16, torch.float32)
     out = build_backend("triton", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), 0.25)
     assert out.isfinite().all()
-    assert_close(out[3:9], decode.reference(q[3:9], pool.layer(0), real, 0.25), torch.float32)
+    assert_close(out[3:9], decode_triton.reference(q[3:9], pool.layer(0), real, 0.25), torch.float32)
 
 
 def test_a_head_dimension_that_tiles_cannot_have_is_refused() -> None:
@@ -149,7 +150,7 @@ def test_a_causal_mask_without_memory_per_request() -> None:
     batch = DecodeBatch(Mode.DRAFT_EXTEND, 4, 4, lengths, causal_mask(2, 4, DEVICE), table, 94)
     q = random_rows(8, 4, 16, torch.float32)
     out = build_backend("triton", Mode.DRAFT_EXTEND).prepare(batch).forward(q, pool.layer(0), 0.25)
-    assert_close(out, decode.reference(q, pool.layer(0), batch, 0.25), torch.float32)
+    assert_close(out, decode_triton.reference(q, pool.layer(0), batch, 0.25), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -169,19 +170,19 @@ def test_a_causal_mask_without_memory_per_request() -> None:
 )
 def test_the_device_plans_the_items_that_the_host_would(lengths: list[int], budget: int, window: int | None) -> None:
     prefix = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
-    items = split_kv.plan_items(prefix, 1, budget, 50, tile=32, max_splits=64, window=window).items.tolist()
-    expected = split_kv.reference(prefix.tolist(), 1, budget, 50, 32, 64, window)
+    items = split_kv_triton.plan_items(prefix, 1, budget, 50, tile=32, max_splits=64, window=window).items.tolist()
+    expected = split_kv_triton.reference(prefix.tolist(), 1, budget, 50, 32, 64, window)
     if window is not None:
         assert sum(high - low for _, low, high, *_ in expected) <= len(lengths) * (window + 32)
     assert [row[:6] for row in items[: len(expected)]] == expected
-    assert all(row[0] == split_kv.IDLE.value for row in items[len(expected) :])
+    assert all(row[0] == split_kv_triton.IDLE.value for row in items[len(expected) :])
     assert len(expected) <= len(items) == len(lengths) + budget
     assert max(first + count for _, _, _, _, first, count in expected) <= 2 * budget + 1
 
 
 def num_items(lengths: list[int], budget: int) -> list[int]:
     """Of each request."""
-    found = split_kv.reference([n - 1 for n in lengths], 1, budget, 64, 64, 64)
+    found = split_kv_triton.reference([n - 1 for n in lengths], 1, budget, 64, 64, 64)
     return [sum(row[0] == request for row in found) for request in range(len(lengths))]
 
 
@@ -208,7 +209,7 @@ def test_rope_store_equals_its_reference(group: int, head_dim: int, dtype: torch
     positions = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=DEVICE)
     slots = torch.tensor([3, 60, 17, 0, 0, 21, 5], device=DEVICE)  # padding shares index 0
     results = []
-    for function in (rope_store.rope_store, store_reference):
+    for function in (rope_store_triton.rope_store, store_reference):
         q, k, v = packed.clone().split([group * heads, heads, heads], dim=1)
         pool = torch.zeros((2, 5, 16, heads, head_dim), dtype=dtype, device=DEVICE)
         turned = function(q, k, v, angles.cos(), angles.sin(), positions, LayerKV(pool[0], pool[1]), slots)
@@ -275,7 +276,7 @@ def test_a_captured_graph_follows_lengths_pages_and_masks(rows: int, suffix_len:
         static.mask.copy_(batch.mask)
         static.page_table.zero_()
         static.page_table[:, : batch.page_table.shape[1]] = batch.page_table
-        expected = decode.reference(q, pool.layer(0), batch, scale)
+        expected = decode_triton.reference(q, pool.layer(0), batch, scale)
         for _ in range(2):
             for out in outs:
                 out.fill_(float("nan"))

@@ -12,18 +12,17 @@ import pytest
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from attention.backends.triton_kernels import FIXED_TILES  # noqa: E402
-from attention.kernels import (  # noqa: E402
-    decode,
-    decode_plan,
-    expanded_prefill,
-    latent_decode,
-    latent_prefill,
-    merge_states,
-    prefill,
-    prefill_plan,
-    rope_store,
-    slot_mapping,
-    split_kv,
+from attention.ops import rope_store_triton, slot_mapping_triton  # noqa: E402
+from attention.ops.attend import (  # noqa: E402
+    decode_plan_triton,
+    decode_triton,
+    expanded_prefill_triton,
+    latent_decode_triton,
+    latent_prefill_triton,
+    merge_states_triton,
+    prefill_plan_triton,
+    prefill_triton,
+    split_kv_triton,
 )
 
 pytestmark = [
@@ -80,7 +79,7 @@ def compiled(kernel: Any, tmp_path: Path, *arguments: Any, **options: Any) -> tu
 
 
 def decode_constants(
-    rows: int, group: int, head_dim: int, page_size: int, tiles: decode_plan.DecodeTiles
+    rows: int, group: int, head_dim: int, page_size: int, tiles: decode_plan_triton.DecodeTiles
 ) -> dict[str, Any]:
     columns = 8 * -(-rows * group // tiles.block_m)
     return {
@@ -93,7 +92,7 @@ def decode_constants(
         "BLOCK_N": tiles.block_n,
         "COLUMNS": columns,
         "SLICE": tiles.merge_slice(head_dim),
-        "FAN": decode_plan.FAN,
+        "FAN": decode_plan_triton.FAN,
         "APART": False,
         "PATHS": False,
         "FIXED": False,
@@ -123,11 +122,13 @@ def decode_constants(
 def test_decode_attention_fits_hopper(
     rows: int, group: int, head_dim: int, page_size: int, dtype: str, density: float, tmp_path: Path
 ) -> None:
-    tiles = decode_plan.decode_tiles(rows * group, head_dim, DTYPES[dtype], density)
+    tiles = decode_plan_triton.decode_tiles(rows * group, head_dim, DTYPES[dtype], density)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
     constants = decode_constants(rows, group, head_dim, page_size, tiles) | {"APART": density <= 1}
-    spills, shared, ptx = compiled(decode._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages)
+    spills, shared, ptx = compiled(
+        decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages
+    )
     assert spills == 0
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
     assert "cp.async.cg" in ptx  # K and V are loaded ahead
@@ -140,7 +141,7 @@ def latent_maps(page_size: int, block_n: int) -> tuple[dict[str, Any], dict[str,
     return {}, {"latent_desc": (block_n, 512), "rotated_desc": (block_n, 64)}
 
 
-def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan.DecodeTiles) -> dict[str, Any]:
+def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan_triton.DecodeTiles) -> dict[str, Any]:
     return {
         **latent_maps(page_size, tiles.block_n)[0],
         "ROWS": rows,
@@ -150,10 +151,10 @@ def latent_constants(rows: int, heads: int, page_size: int, tiles: decode_plan.D
         "PAGE": page_size,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
-        "TOKENS": latent_decode.token_axis(tiles),
+        "TOKENS": latent_decode_triton.token_axis(tiles),
         "COLUMNS": -(-rows * heads // tiles.block_m),
         "SLICE": tiles.merge_slice(512),
-        "FAN": decode_plan.FAN,
+        "FAN": decode_plan_triton.FAN,
         "APART": False,
         "PATHS": False,
         "FIXED": False,
@@ -169,9 +170,11 @@ def test_decode_attention_in_a_window_fits_hopper(tmp_path: Path) -> None:
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
     for rows, page_size, density in ((1, 16, 0.5), (4, 16, 8)):
-        tiles = decode_plan.decode_tiles(rows * 4, 128, 2, density)
+        tiles = decode_plan_triton.decode_tiles(rows * 4, 128, 2, density)
         constants = decode_constants(rows, 4, 128, page_size, tiles) | {"APART": density <= 1, "WINDOW": 2048}
-        spills, shared, ptx = compiled(decode._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages)
+        spills, shared, ptx = compiled(
+            decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages
+        )
         assert spills == 0
         assert shared * tiles.programs_per_sm <= SHARED_PER_SM
         assert "cp.async.cg" in ptx
@@ -197,12 +200,12 @@ LATENT_POINTERS |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
 def test_latent_attention_fits_hopper(
     rows: int, heads: int, page_size: int, density: float, window: int, tmp_path: Path
 ) -> None:
-    tiles = latent_decode.latent_tiles(rows * heads, 2, density)
+    tiles = latent_decode_triton.latent_tiles(rows * heads, 2, density)
     constants = latent_constants(rows, heads, page_size, tiles) | {"APART": density <= 1, "WINDOW": window}
     pointers = LATENT_POINTERS | {"part_ptr": "fp16" if density <= 1 else "fp32"}
     maps = latent_maps(page_size, tiles.block_n)[1]
     spills, shared, ptx = compiled(
-        latent_decode._attend_latent, tmp_path, pointers, constants, tiles.warps, tiles.stages, maps
+        latent_decode_triton._attend_latent, tmp_path, pointers, constants, tiles.warps, tiles.stages, maps
     )
     assert spills <= 64  # of what is set aside before the loop
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
@@ -212,12 +215,12 @@ def test_latent_attention_fits_hopper(
 
 @pytest.mark.parametrize("heads,page_size,window", [(16, 16, 0), (128, 64, 0), (16, 64, 0), (16, 16, 2048)])
 def test_latent_chunk_attention_fits_hopper(heads: int, page_size: int, window: int, tmp_path: Path) -> None:
-    tiles = latent_prefill.latent_prefill_tiles(2)
-    together = latent_prefill.heads_of_tile(heads, tiles)
+    tiles = latent_prefill_triton.latent_prefill_tiles(2)
+    together = latent_prefill_triton.heads_of_tile(heads, tiles)
     constants = {"HEADS": heads, "HEADS_OF_TILE": together, "D": 512, "ROTATED": 64, "UPCAST": False}
     constants |= {"PAGE": page_size, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "WINDOW": window}
     absent, maps = latent_maps(page_size, tiles.block_n)
-    kernel = latent_prefill._attend_latent_prefill
+    kernel = latent_prefill_triton._attend_latent_prefill
     spills, shared, ptx = compiled(
         kernel, tmp_path, LATENT_POINTERS, constants | absent, tiles.warps, tiles.stages, maps
     )
@@ -227,12 +230,12 @@ def test_latent_chunk_attention_fits_hopper(heads: int, page_size: int, window: 
 
 
 def test_expanded_chunk_attention_fits_hopper(tmp_path: Path) -> None:
-    tiles = expanded_prefill.expanded_tiles(2)
+    tiles = expanded_prefill_triton.expanded_tiles(2)
     pointers = dict.fromkeys(("q_ptr", "kv_ptr", "turned_ptr", "out_ptr"), "bf16")
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "angle_ptr": "i64"}
     constants = {"KEY": 128, "TURNED": 64, "VALUE": 128, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
     spills, shared, ptx = compiled(
-        expanded_prefill._attend_expanded,
+        expanded_prefill_triton._attend_expanded,
         tmp_path,
         pointers,
         constants | {"UPCAST": False},
@@ -253,9 +256,9 @@ def test_decode_attention_in_fixed_spans_fits_hopper(
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
     constants = decode_constants(rows, group, head_dim, 16, tiles)
     constants |= {"APART": True, "PATHS": paths, "FIXED": True}
-    constants["PART_M"] = decode_plan.partial_rows(tiles, rows * group)
+    constants["PART_M"] = decode_plan_triton.partial_rows(tiles, rows * group)
     spills, shared, ptx = compiled(
-        decode._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
+        decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
     )
     assert spills <= (128 if paths else 0)  # the state of two loops; little beside a tile's loads
     assert "fma.rn.f32" not in ptx  # else a variant might round as another does not
@@ -265,10 +268,15 @@ def test_decode_attention_in_fixed_spans_fits_hopper(
 @pytest.mark.parametrize("paths", [False, True])
 def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compilers(paths: bool) -> None:
     """Which may be another one in each loop: two groups of warps share the tokens of one, and have all of the next."""
-    tiles = latent_decode.FIXED_LATENT_TILES
+    tiles = latent_decode_triton.FIXED_LATENT_TILES
     constants = latent_constants(4, 16, 16, tiles) | {"APART": True, "PATHS": paths, "FIXED": True}
     made = built(
-        latent_decode._attend_latent, LATENT_POINTERS, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
+        latent_decode_triton._attend_latent,
+        LATENT_POINTERS,
+        constants,
+        tiles.warps,
+        tiles.stages,
+        enable_fp_fusion=False,
     )
     reductions = re.findall(r'"tt\.reduce".*?\n\s*\}\)', made.asm["ttgir"], flags=re.DOTALL)
     assert len(reductions) >= 2 and not any("arith.addf" in reduction for reduction in reductions)
@@ -280,7 +288,7 @@ def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compi
     [(4, 128, "bf16", 0), (1, 128, "bf16", 0), (7, 64, "bf16", 0), (4, 128, "fp32", 0), (4, 128, "bf16", 2048)],
 )
 def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, window: int, tmp_path: Path) -> None:
-    tiles = prefill.prefill_tiles(group, head_dim, DTYPES[dtype])
+    tiles = prefill_triton.prefill_tiles(group, head_dim, DTYPES[dtype])
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     constants = {
         "GROUP": group,
@@ -292,7 +300,9 @@ def test_chunk_attention_fits_hopper(group: int, head_dim: int, dtype: str, wind
         "WINDOW": window,
         "UPCAST": False,
     }
-    spills, shared, ptx = compiled(prefill._attend_prefill, tmp_path, pointers, constants, tiles.warps, tiles.stages)
+    spills, shared, ptx = compiled(
+        prefill_triton._attend_prefill, tmp_path, pointers, constants, tiles.warps, tiles.stages
+    )
     assert spills == 0
     assert shared <= SHARED_PER_SM
     if dtype == "bf16":
@@ -303,14 +313,21 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     constants: dict[str, Any] = {"TILE": 64, "MAX_SPLITS": 64, "REQUESTS": 512, "ITEMS": 1024}
     for window in (0, 2048):
         assert (
-            compiled(split_kv._plan_items, tmp_path, {}, constants | {"WINDOW": window}, split_kv.plan_warps(512), 1)[0]
+            compiled(
+                split_kv_triton._plan_items,
+                tmp_path,
+                {},
+                constants | {"WINDOW": window},
+                split_kv_triton.plan_warps(512),
+                1,
+            )[0]
             == 0
         )
-    constants = {"BLOCK": prefill_plan.BLOCK, "CHUNKS": prefill_plan.CHUNKS}
-    assert compiled(prefill_plan._plan_tiles, tmp_path, {}, constants, 4, 1)[0] == 0
-    constants = {"BLOCK": slot_mapping.BLOCK, "CHUNKS": slot_mapping.CHUNKS}
+    constants = {"BLOCK": prefill_plan_triton.BLOCK, "CHUNKS": prefill_plan_triton.CHUNKS}
+    assert compiled(prefill_plan_triton._plan_tiles, tmp_path, {}, constants, 4, 1)[0] == 0
+    constants = {"BLOCK": slot_mapping_triton.BLOCK, "CHUNKS": slot_mapping_triton.CHUNKS}
     pointers = {"position_ptr": "i64", "slot_ptr": "i64"}
-    assert compiled(slot_mapping._prefill_places, tmp_path, pointers, constants, 4, 1)[0] == 0
+    assert compiled(slot_mapping_triton._prefill_places, tmp_path, pointers, constants, 4, 1)[0] == 0
     constants = {
         "ROWS": 4,
         "GROUP": 4,
@@ -323,8 +340,8 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
         "PDL": True,
     }
     pointers = {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"}
-    assert compiled(merge_states.merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
+    assert compiled(merge_states_triton.merge_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "bf16")
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32", "slot_ptr": "i64", "position_ptr": "i64"}
     constants = {"GROUP": 4, "GROUP_PADDED": 4, "KV_HEADS": 8, "D": 128, "PDL": True}
-    assert compiled(rope_store._rope_store, tmp_path, pointers, constants, 1, 1)[0] == 0
+    assert compiled(rope_store_triton._rope_store, tmp_path, pointers, constants, 1, 1)[0] == 0

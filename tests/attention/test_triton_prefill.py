@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.kernels import prefill, prefill_plan, slot_mapping  # noqa: E402
 from attention.metadata import Mode, PrefillBatch, prefill_places  # noqa: E402
+from attention.ops import slot_mapping_triton  # noqa: E402
+from attention.ops.attend import prefill_plan_triton, prefill_triton  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
 from attention.slot_mapping import row_places  # noqa: E402
 from tests.bench.gpu_time import captured  # noqa: E402
@@ -47,7 +48,7 @@ def check_prefill(
     batch = dataclasses.replace(batch, window=window)
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
     out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), head_dim**-0.5)
-    assert_close(out, prefill.reference(q, pool.layer(0), batch, head_dim**-0.5), dtype)
+    assert_close(out, prefill_triton.reference(q, pool.layer(0), batch, head_dim**-0.5), dtype)
 
 
 @pytest.mark.parametrize("page_size,group", [(1, 1), (4, 3), (16, 4), (64, 8)])
@@ -81,7 +82,7 @@ def test_chunks_that_only_the_device_knows_with_padding() -> None:
     batch = padded([0, 5, 20], [7, 1, 20], 4, 30, chunks=5, rows=40, width=12)
     q = random_rows(40, 6, 16, torch.float32)
     out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), 0.25)
-    expected = prefill.reference(q, pool.layer(0), batch, 0.25)
+    expected = prefill_triton.reference(q, pool.layer(0), batch, 0.25)
     assert_close(out[:28], expected[:28], torch.float32)
     assert not out[28:].any()
 
@@ -92,7 +93,7 @@ def test_a_chunk_without_rows_between_others() -> None:
     batch = PrefillBatch.from_lists([3, 0, 9], [4, 0, 2], random_table([7, 0, 11], 4, 30))
     q = random_rows(6, 6, 16, torch.float32)
     out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), 0.25)
-    assert_close(out, prefill.reference(q, pool.layer(0), batch, 0.25), torch.float32)
+    assert_close(out, prefill_triton.reference(q, pool.layer(0), batch, 0.25), torch.float32)
 
 
 CHUNKS = [
@@ -110,13 +111,13 @@ def test_the_device_lists_the_tiles_that_the_host_would(starts: list[int], count
     table = torch.zeros((len(starts), 1), dtype=torch.int32, device=DEVICE)
     batch = PrefillBatch.from_lists(starts, counts, table)
     assert batch.lists is not None
-    expected = prefill_plan.reference(batch.lists, rows)
-    assert prefill_plan.plan_tiles(batch, rows).tolist() == expected
+    expected = prefill_plan_triton.reference(batch.lists, rows)
+    assert prefill_plan_triton.plan_tiles(batch, rows).tolist() == expected
     for more_rows in (0, 50):
         unknown = dataclasses.replace(batch, num_rows=batch.num_rows + more_rows, lists=None)
-        tiles = prefill_plan.plan_tiles(unknown, rows).tolist()
+        tiles = prefill_plan_triton.plan_tiles(unknown, rows).tolist()
         assert tiles[: len(expected)] == expected
-        assert all(tile[0] == prefill_plan.IDLE.value for tile in tiles[len(expected) :])
+        assert all(tile[0] == prefill_plan_triton.IDLE.value for tile in tiles[len(expected) :])
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -128,7 +129,7 @@ def test_rows_are_where_torch_puts_them(starts: list[int], counts: list[int], pa
     table = torch.cat((table, table.new_zeros((2, table.shape[1]))))  # two chunks without rows
     for num_rows in (sum(counts), sum(counts) + 37):
         batch = PrefillBatch.from_lists(starts, counts, table, num_rows)
-        ours, expected = slot_mapping.prefill_places(batch, page_size), prefill_places(batch, page_size)
+        ours, expected = slot_mapping_triton.prefill_places(batch, page_size), prefill_places(batch, page_size)
         assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
 
 
@@ -166,5 +167,5 @@ def test_a_captured_graph_follows_chunks_rows_and_pages() -> None:
         outs[-1].fill_(float("nan"))
         graph.replay()
         used = sum(counts)
-        assert_close(outs[-1][:used], prefill.reference(q, pool.layer(0), other, 0.1)[:used], torch.bfloat16)
+        assert_close(outs[-1][:used], prefill_triton.reference(q, pool.layer(0), other, 0.1)[:used], torch.bfloat16)
         assert not outs[-1][used:].any()

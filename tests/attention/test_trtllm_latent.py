@@ -163,7 +163,7 @@ def test_scratch_grows_with_the_statistics_of_trees(monkeypatch: pytest.MonkeyPa
     stand_in = on_device(monkeypatch, (10, 0))
     monkeypatch.setitem(
         sys.modules,
-        "attention.kernels.latent_suffix",
+        "attention.ops.attend.latent_suffix_triton",
         SimpleNamespace(add_suffix=lambda *_: None),  # type: ignore[arg-type]
     )
     shape, work = Shape(576, 128, 64, latent=512), Work("verify", Mode.VERIFY, 8, 8, tree=True)

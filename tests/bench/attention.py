@@ -167,7 +167,7 @@ def bench_prefill(clock: Clock, memory: Tensor, shapes: list[tuple[int, int]]) -
 
 def bench_rope_store(clock: Clock, memory: Tensor, sizes: list[int]) -> list[dict]:
     """One launch of rope_store against the same in torch."""
-    from attention.kernels import rope_store
+    from attention.ops import rope_store_triton
 
     results = []
     for rows in sizes:
@@ -181,7 +181,7 @@ def bench_rope_store(clock: Clock, memory: Tensor, sizes: list[int]) -> list[dic
             for part, layer in zip(parts, layers, strict=True):  # noqa: B023
                 function(*part, cos, sin, row, layer, row + PAGE, **options)  # noqa: B023
 
-        graphs = [captured(lambda: run(rope_store.rope_store, pdl=True)), captured(lambda: run(store_reference))]
+        graphs = [captured(lambda: run(rope_store_triton.rope_store)), captured(lambda: run(store_reference))]
         fused, torch_us, _ = clock.medians(*(graph.replay for graph in graphs))
         results.append({"rows": rows, "us": round(fused / 32, 2), "torch_us": round(torch_us / 32, 2)})
         print(f"rope_store {rows} rows: {fused / 32:.2f} us; in torch {torch_us / 32:.2f} us", flush=True)

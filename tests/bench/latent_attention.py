@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from attention.backends import triton_kernels
-from attention.kernels.decode_plan import DecodeTiles
-from attention.kernels.latent_decode import latent_tiles
 from attention.metadata import DecodeBatch, Mode, causal_mask
+from attention.ops.attend.decode_plan_triton import DecodeTiles
+from attention.ops.attend.latent_decode_triton import latent_tiles
 from attention.registry import build_backend
 from attention.views import LatentKV
 from tests.bench.attention import MAX_PREFIX, Clock, random_memory

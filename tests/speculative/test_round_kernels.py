@@ -6,9 +6,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.kernels import move_path, slot_mapping  # noqa: E402
 from attention.kv_cache.heads import HeadsLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places, token_indices  # noqa: E402
+from attention.ops import move_path_triton, slot_mapping_triton  # noqa: E402
 from speculative.acceptance import accept, accept_synthetic, committed  # noqa: E402
 from speculative.kernels.accept_commit import accept_commit  # noqa: E402
 from speculative.tree import NO_TOKEN  # noqa: E402
@@ -90,7 +90,7 @@ def test_rows_of_a_tail_are_where_torch_puts_them(rows: int, tail: int, page_siz
     prefix = torch.tensor([0, 3, 17, 54], dtype=torch.int32, device=DEVICE)
     table = torch.randint(0, 90, (4, 80), dtype=torch.int32, device=DEVICE)[:, :70]
     batch = DecodeBatch(Mode.VERIFY, rows, tail, prefix, causal_mask(4, rows, DEVICE), table, 70)
-    ours, expected = slot_mapping.decode_places(batch, page_size), decode_places(batch, page_size)
+    ours, expected = slot_mapping_triton.decode_places(batch, page_size), decode_places(batch, page_size)
     assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
 
 
@@ -110,7 +110,7 @@ def test_a_path_moves_to_the_front_as_torch_moves_it(page_size: int, heads: int,
         [[0, 1, 3, 4], [0, 2, 3, 0], [0, 0, 0, 0], [0, 3, 4, 0], [0, 1, 2, 3], [0, 4, 0, 0], [0, 2, 0, 0]]
     )[:batch]
     pool.move_path(table, length, paths)
-    move_path.move_path(*other.tensors[0], table.to(DEVICE), length.to(DEVICE), paths.to(DEVICE))
+    move_path_triton.move_path(*other.tensors[0], table.to(DEVICE), length.to(DEVICE), paths.to(DEVICE))
     for b in range(batch):
         kept = int((paths[b] > 0).sum()) + 1
         positions = int(length[b]) + torch.arange(kept).unsqueeze(0)

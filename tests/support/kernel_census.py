@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 ROOT = Path(__file__).resolve().parents[2]
 # What asks which device it is on, and is to think that it is on a GPU.
 ON_A_GPU = {
-    "attention.kernels.pdl": [('device.type == "cuda"', "True")],
+    "attention.capability": [("_of(device.type, device.index)", '_of("cuda", 0)')],
     "attention.backends.triton_backend": [('device.type == "cpu"', "False")],
     "workers.layers.gemm": [('device.type == "cuda"', "True")],
     "workers.layers.linear": [('device.type != "cuda"', "False")],

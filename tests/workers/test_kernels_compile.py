@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.kernels import move_path  # noqa: E402
+from attention.ops import move_path_triton  # noqa: E402
 from speculative.kernels import accept_commit, guidance, head_input, read_trees, tree_growth  # noqa: E402
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.layers.kernels import (
@@ -426,7 +426,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         16,
     ),
     "path moved": (
-        move_path._move_path,
+        move_path_triton._move_path,
         {"k_ptr": "bf16", "v_ptr": "bf16", "path_ptr": "i64"},
         {"PAGE": 16, "TOKEN": 1024, "ROWS": 6, "ROWS_PADDED": 8, "BLOCK": 1024, "TWO": True},
         4,

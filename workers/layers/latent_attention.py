@@ -195,7 +195,7 @@ class LatentAttention(AttentionLayer):
         self, q: Tensor, angles: Angles, context: ForwardContext, expanded: ExpandedChunks, out: Tensor
     ) -> None:
         """out [rows of chunks, heads, value_dim], of q that is not turned yet."""
-        from attention.kernels.expanded_prefill import ExpandedKV
+        from attention.ops.attend.expanded_prefill_triton import ExpandedKV
         from workers.layers.kernels.latent_expansion import expand_latents
 
         rows, up = context.pool.layer(self.layer).rows, self.kv_b_proj

@@ -3,7 +3,7 @@
 
 At the few rows of a round these cost their launch, 1-2 us in a graph, where the torch operations they replace cost
 six and two of those. On Hopper they are launched before the kernel before them ends, and wait for it inside (see
-`attention.kernels.pdl`).
+`attention.ops.pdl`).
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.pdl import pdl_wait
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         HAS_RESIDUAL=False,
         BLOCK=block,
         num_warps=num_warps(block),
-        **pdl_wait(supports_pdl(x.device)),
+        **pdl_wait(x.device),
     )
     return out
 
@@ -108,7 +108,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         HAS_RESIDUAL=True,
         BLOCK=block,
         num_warps=num_warps(block),
-        **pdl_wait(supports_pdl(x.device)),
+        **pdl_wait(x.device),
     )
     return out
 
@@ -119,7 +119,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_mul[(rows, triton.cdiv(size, block))](
-        gate_up, out, size, BLOCK=block, num_warps=4, **pdl_wait(supports_pdl(out.device))
-    )
+    _silu_mul[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4, **pdl_wait(out.device))
     return out

@@ -14,7 +14,7 @@ every rank, and that an inbox is used with one width only:
   each peer wrote after its call e - 2 had ended. So nobody still reads the half that is written.
 - A program writes before it waits, and all programs of a launch fit on the GPU together (the caller sees to it), so
   none waits for one that cannot start. Launched early, it waits before it writes, and then all kernels in front have
-  ended (see `attention.kernels.pdl`).
+  ended (see `attention.ops.pdl`).
 A rank that never comes leaves the others spinning, as with NCCL; whoever watches the worker group ends them.
 """
 
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.pdl import pdl_wait
 
 
 @triton.jit(do_not_specialize=["rank"])  # one kernel on all ranks: the same operations in the same order
@@ -151,7 +151,7 @@ def one_shot_all_reduce(
         HALF=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16,
         BLOCK=block,
         num_warps=num_warps(world, block),
-        **pdl_wait(supports_pdl(x.device)),
+        **pdl_wait(x.device),
     )
 
 

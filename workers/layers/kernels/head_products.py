@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.latent_tile import turn_pairs
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.attend.latent_tile_triton import turn_pairs
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from attention.rotation import rotate_pairs
 from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows, scale_of, to_fp8
 from workers.layers.rotary import Angles
@@ -155,7 +155,6 @@ def head_products(
     weight: Tensor,
     out: Tensor | Fp8Rows,
     angles: Angles | None = None,
-    pdl: bool | None = None,
     fixed: bool = False,
 ) -> None:
     """Each head's rows by its own matrix: out[r, h, :n] = x[r, h, :k] @ weight[h], in place.
@@ -163,9 +162,8 @@ def head_products(
     x: [rows, heads, k + rotated]; weight: [heads, k, n]; out: [rows, heads, n + rotated]; any strides but for the last
     ones of x and out, which are 1. Or out: of `Fp8Rows.empty` [rows, heads * n] by groups, for n = GROUP: to the bit
     what `quantize_rows` makes of the heads' results side by side. angles: of the rows, if there is a rotated part,
-    which is turned and copied. pdl: launch early; None wherever there is such a thing. fixed: in tiles that do not
-    depend on the number of rows, so that a row's result is a function of that row. Reference:
-    `head_products_reference`.
+    which is turned and copied. fixed: in tiles that do not depend on the number of rows, so that
+    a row's result is a function of that row. Reference: `head_products_reference`.
     """
     (rows, heads, width), (_, in_features, out_features) = x.shape, weight.shape
     rotated = width - in_features
@@ -204,7 +202,7 @@ def head_products(
         UPCAST=INTERPRETED,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
-        **pdl_wait(supports_pdl(x.device) if pdl is None else pdl),
+        **pdl_wait(x.device),
     )
 
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from attention.rotation import rotate_pairs
 from attention.views import LatentKV
 from workers.layers.kernels.fp8.rows import Fp8Rows, store_fp8
@@ -68,7 +68,7 @@ def _normed_latents(
         if not FENCE:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if FENCE:  # for the kernels that the trigger starts, see `attention.kernels.pdl`
+        if FENCE:  # for the kernels that the trigger starts, see `attention.ops.pdl`
             tl.extra.cuda.gdc_launch_dependents()
     both = both_ptr + row * both_row_stride
     kept = pool_ptr.dtype.element_ty
@@ -101,7 +101,6 @@ def normed_latents(
     angles: Angles,
     kv: LatentKV,
     slot_mapping: Tensor,
-    pdl: bool | None = None,
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
 ) -> Tensor | Fp8Rows:
@@ -112,7 +111,6 @@ def normed_latents(
         q + latent + rotated], contiguous, whose sum is that (`LinearMethod.multiply_apart`).
     q_weight: [q], None if q is no latent. row_weight: [latent].
     slot_mapping: [rows] int64 token indices; rows that share one (padding) leave any one of their values.
-    pdl: launch early; None wherever there is such a thing.
     fence: as `Prepared.plan` says; without one the product of q's latent reads its weight earlier.
 
     Returns [rows, q]. Reference: `normed_latents_reference`.
@@ -159,7 +157,7 @@ def normed_latents(
         INTERPRETED=INTERPRETED,
         # parts are so many numbers more, and each warp's reads follow each other
         num_warps=16 if parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
-        **pdl_wait(supports_pdl(both.device) if pdl is None else pdl),
+        **pdl_wait(both.device),
     )
     return q
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.online_softmax import INTERPRETED
+from attention.ops.interpreter_triton import INTERPRETED
 from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS
 
 

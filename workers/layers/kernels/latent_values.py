@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows, scale_of, to_fp8
 
 MAX_ROWS = 16
@@ -87,6 +87,6 @@ def latent_values(x: Tensor, weight: Tensor, key_dim: int) -> Fp8Rows:
         INTERPRETED=INTERPRETED,
         num_warps=8,
         num_stages=1,
-        **pdl_wait(supports_pdl(x.device)),
+        **pdl_wait(x.device),
     )
     return out

@@ -4,7 +4,7 @@ Called by `workers.layers.gemm` on GPUs.
 
 Between two products of a library memory rests: the next one starts its reads when the kernel before it has ended, and
 waits a microsecond for the first of them. Here a program is launched while the kernels before still run (see
-`attention.kernels.pdl`). For the fewest rows it brings the first columns of its rows of W into shared memory at
+`attention.ops.pdl`). For the fewest rows it brings the first columns of its rows of W into shared memory at
 once, since weights depend on nothing; then it waits for x. Both come through tensor maps, whose copies need no
 registers, so that a multiprocessor's whole shared memory can be on its way.
 
@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.splits import comes_last, sum_of_splits
 
 MAX_ROWS = 128  # beyond them the library's products are faster, see tests/bench/RESULTS.md
@@ -231,7 +231,7 @@ def _multiply(
         UPCAST=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **pdl_wait(supports_pdl(x.device)),
+        **pdl_wait(x.device),
     )
 
 

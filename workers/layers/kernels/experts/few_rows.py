@@ -16,8 +16,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.experts.few_row_products import down_of_few_rows, down_of_one_row, gate_up_of_few_rows
 from workers.layers.kernels.experts.route import Routed
 from workers.layers.kernels.experts.weights import ExpertTiles, ExpertWeights, InnerRows
@@ -87,7 +87,7 @@ def inner_rows(
         INTERPRETED=INTERPRETED,
         num_warps=gate_up.warps,
         num_stages=gate_up.stages,
-        **pdl_wait(supports_pdl(device)),
+        **pdl_wait(device),
     )
     return InnerRows(hidden, factors)
 
@@ -130,7 +130,7 @@ def down_projected(
         INTERPRETED=INTERPRETED,
         num_warps=down.warps,
         num_stages=down.stages,
-        **pdl_wait(supports_pdl(out.device)),
+        **pdl_wait(out.device),
     )
     return out
 
@@ -165,6 +165,6 @@ def _down_of_one_row(
         INTERPRETED=INTERPRETED,
         num_warps=down.warps,
         num_stages=down.stages,
-        **pdl_wait(supports_pdl(out.device)),
+        **pdl_wait(out.device),
     )
     return out

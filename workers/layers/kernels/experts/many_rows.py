@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.experts.order import ExpertOrder, bins_of, order_by_expert
 from workers.layers.kernels.experts.route import Routed
 from workers.layers.kernels.experts.short_blocks import down_of_short_blocks, gate_up_of_short_blocks
@@ -163,7 +163,7 @@ def down_projected(
             BLOCK=_SUM_COLUMNS,
             PARTLY=weights.held is not None,
             num_warps=4,
-            **pdl_wait(supports_pdl(out.device)),
+            **pdl_wait(out.device),
         )
     return out
 
@@ -216,7 +216,7 @@ def inner_rows(
         INTERPRETED=INTERPRETED,
         num_warps=gate_up.warps,
         num_stages=gate_up.stages,
-        **pdl_wait(supports_pdl(values.device)),
+        **pdl_wait(values.device),
     )
     return InnerRows(hidden, factors)
 
@@ -247,7 +247,7 @@ def down_projections(
         "INTERPRETED": INTERPRETED,
         "num_warps": down.warps,
         "num_stages": down.stages,
-        **pdl_wait(supports_pdl(parts.device)),
+        **pdl_wait(parts.device),
     }
     tensors = (
         TensorDescriptor.from_tensor(inner.values, [block_m, step]),

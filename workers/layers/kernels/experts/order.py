@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.experts.route import Routed
 
 _PAIRS = 256  # that a program places
@@ -167,7 +167,7 @@ def order_by_expert(routed: Routed, num_experts: int, block_m: int, num_shared: 
         PAIRS=_PAIRS,
         BLOCKS=_BLOCKS,
         num_warps=8,
-        **pdl_wait(supports_pdl(chosen.device)),
+        **pdl_wait(chosen.device),
     )
     shared = num_shared * triton.cdiv(chosen.shape[0], block_m)
     usual = max(min(num_experts, num_pairs), num_pairs // block_m)  # blocks, when rows choose evenly

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.pdl import pdl_wait
 from workers.layers.linear_method import Span
 from workers.layers.routing import RouterLogits
 
@@ -278,6 +278,6 @@ def route(
         ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
         BINS=triton.next_power_of_2(held.size + num_shared + 1),
         num_warps=4 if listed and rows > 8 else 1,
-        **pdl_wait(supports_pdl(logits.device)),
+        **pdl_wait(logits.device),
     )
     return Routed(chosen, weight, used, num_used, rank, count)

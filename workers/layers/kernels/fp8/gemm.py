@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows, scale_of, to_fp8
 from workers.layers.kernels.fp8.tiles import (
     Fp8GemmTiles,
@@ -303,7 +303,7 @@ def fp8_gemm(
         INTERPRETED=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **pdl_wait(supports_pdl(x.values.device)),
+        **pdl_wait(x.values.device),
     )
 
 

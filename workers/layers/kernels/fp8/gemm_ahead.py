@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows
 from workers.layers.kernels.fp8.tiles import SCALE_ROWS, Fp8AheadTiles, Fp8Matrix
 from workers.layers.kernels.skinny_gemm import Workspace
@@ -124,5 +124,5 @@ def fp8_gemm_ahead(
         HAS_BIAS=bias is not None,
         num_warps=4,
         num_stages=1,
-        **pdl_wait(supports_pdl(out.device)),
+        **pdl_wait(out.device),
     )

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows
 from workers.layers.kernels.fp8.tiles import Fp8Matrix, Fp8WideTiles
 from workers.layers.kernels.skinny_gemm import Workspace
@@ -126,6 +126,6 @@ def fp8_gemm_wide(
         HAS_BIAS=bias is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **pdl_wait(supports_pdl(x.values.device)),
+        **pdl_wait(x.values.device),
     )
     return out

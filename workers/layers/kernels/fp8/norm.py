@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from workers.layers.kernels.fp8.rows import Fp8Rows, store_fp8
 from workers.ops.norm_triton import normed, num_warps
 
@@ -51,14 +51,11 @@ def _fp8_norm(
     store_fp8(rounded.to(tl.float32), values, scales, 0, group_step, SIZE, BLOCK, BY_GROUP, INTERPRETED)
 
 
-def fp8_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows, pdl: bool | None = None
-) -> Fp8Rows:
+def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
     """x / rms(x) * weight in FP8, in `out`; with a residual, residual += x in place, and that is normed.
 
     x, residual: [rows, size], contiguous and of one type of 16 or 32 bits. out: of `Fp8Rows.empty`, whose `plain`
-    [rows, size] of that type, if there is one, gets the same before it is rounded to FP8. pdl: launch early; None
-    wherever there is such a thing.
+    [rows, size] of that type, if there is one, gets the same before it is rounded to FP8.
 
     Reference: `quantize_rows_reference` of `workers.ops.norm.rms_norm` or `add_rms_norm`.
     """
@@ -86,6 +83,6 @@ def fp8_rms_norm(
         BY_GROUP=out.scales.shape[1] > 1 or size == 128,
         INTERPRETED=INTERPRETED,
         num_warps=num_warps(block),
-        **pdl_wait(supports_pdl(x.device) if pdl is None else pdl),
+        **pdl_wait(x.device),
     )
     return out

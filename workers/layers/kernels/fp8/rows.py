@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.online_softmax import INTERPRETED
-from attention.kernels.pdl import pdl_wait, supports_pdl
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from workers.ops.norm_triton import num_warps
 
 FP8 = torch.float8_e4m3fn
@@ -149,7 +149,7 @@ def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated:
         GATED=gated,
         INTERPRETED=INTERPRETED,
         num_warps=4 if by_group else num_warps(block),
-        **pdl_wait(supports_pdl(x.device)),
+        **pdl_wait(x.device),
     )
     return out
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over their paged latent rows: what `attention.kernels.prefill` is for K/V
-heads. A program takes a tile of neighbouring rows with all heads, or with a block of them where there are many; tiles
-are those of `attention.kernels.prefill_plan`.
+"""Causal attention of ragged prompt chunks over their paged latent rows: what `attention.ops.attend.prefill_triton` is
+for K/V heads. A program takes a tile of neighbouring rows with all heads, or with a block of them where there are many;
+tiles are those of `attention.ops.attend.prefill_plan_triton`.
 """
 
 import torch
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.latent_tile import (
+from attention.metadata import PrefillBatch
+from attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
     finish_latent,
     latent_maps,
@@ -18,10 +19,10 @@ from attention.kernels.latent_tile import (
     no_state,
     score_latent_tile,
 )
-from attention.kernels.online_softmax import INTERPRETED, LOG2_E
-from attention.kernels.prefill import PrefillTiles, hidden_of_chunk
-from attention.kernels.prefill_plan import TILE_FIELDS
-from attention.metadata import PrefillBatch
+from attention.ops.attend.online_softmax_triton import LOG2_E
+from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
+from attention.ops.attend.prefill_triton import PrefillTiles, hidden_of_chunk
+from attention.ops.interpreter_triton import INTERPRETED
 from attention.views import LatentKV
 
 

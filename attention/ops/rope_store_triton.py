@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.pdl import pdl_wait
+from attention.ops.pdl import pdl_wait
 from attention.views import LayerKV
 
 
@@ -38,7 +38,7 @@ def _rope_store(
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
-        # Waits first: for the kernel that the trigger starts this one is a fence, see `kernels.pdl`.
+        # Waits first: for the kernel that the trigger starts this one is a fence, see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     half, d, g = tl.arange(0, D // 2), tl.arange(0, D), tl.arange(0, GROUP_PADDED)[:, None]
@@ -67,14 +67,13 @@ def rope_store(
     positions: Tensor,
     kv: LayerKV,
     slot_mapping: Tensor,
-    pdl: bool = False,
 ) -> None:
     """Rotate q [rows, q_heads, head_dim] in place; write rotated k and v [rows, kv_heads, head_dim] to `kv`.
 
     q, k and v may be views of one packed product (last stride 1). cos, sin: [max_position, head_dim / 2] float32,
     contiguous; positions: [rows] int64, the rows' lines in them. slot_mapping: [rows] int64 token indices; rows that
-    share one (padding) leave any one of their values. k and v themselves stay as they are. pdl: launch before the
-    previous kernel ends (compute capability 9 or later). Reference: `attention.kv_cache.heads.store_reference`.
+    share one (padding) leave any one of their values. k and v themselves stay as they are. Reference:
+    `attention.kv_cache.heads.store_reference`.
     """
     rows, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
@@ -102,5 +101,5 @@ def rope_store(
         KV_HEADS=num_kv_heads,
         D=head_dim,
         num_warps=1,
-        **pdl_wait(pdl),
+        **pdl_wait(q.device),
     )

@@ -4,9 +4,6 @@
 import triton
 import triton.language as tl
 
-# Triton decides at the kernels' import whether it interprets them. Its interpreter (3.6) computes on the raw bits of
-# bfloat16, so kernels that get UPCAST=INTERPRETED work in float32 there.
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = 1.4426950408889634
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.window import first_seen
+from attention.ops.attend.window_triton import first_seen
 
 # Columns of an item: the request or IDLE; the first and one past the last KV position; the number of its partial result
 # (among those of all requests that are cut); that of the request's first item; the request's number of items.

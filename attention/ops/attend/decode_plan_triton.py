@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attention.kernels.split_kv import Items
+from attention.ops.attend.split_kv_triton import Items
 
 FAN = 8  # partial results that are merged together
 MAX_SPLITS = FAN * FAN
@@ -93,7 +93,6 @@ class DecodePlan:
 
     items: of `plan_items`, with a budget of at most the workspace's programs by columns.
     apart: merge in a second kernel, of up to `splits` partials at a time.
-    pdl: whether the device can launch kernels early.
     fixed: a row's bits depend on its own path only, given `apart` and items of `plan_spans`.
     """
 
@@ -102,7 +101,6 @@ class DecodePlan:
     workspace: DecodeWorkspace
     apart: bool
     splits: int
-    pdl: bool
     fixed: bool = False
 
 

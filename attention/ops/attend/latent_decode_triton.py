@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Attention of a few rows per request over its paged latent rows (multi-head latent attention, arXiv 2405.04434), all
-lengths read on the device: what `attention.kernels.decode` is for K/V heads, with the same items, partial results,
-merging and fixed plans.
+lengths read on the device: what `attention.ops.attend.decode_triton` is for K/V heads, with the same items, partial
+results, merging and fixed plans.
 
 All heads look at the same latent rows. Rows x heads of a request are packed into tiles of BLOCK_M; a program computes
 one of them over one item, and programs of one item are neighbours, so that its rows come out of L2 for all but one.
@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode import TREE_MODES, merge_apart, path_columns, within_window
-from attention.kernels.decode_plan import FAN, MAX_SPLITS, DecodePlan, DecodeTiles, partial_rows
-from attention.kernels.latent_tile import (
+from attention.metadata import DecodeBatch
+from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, DecodeTiles, partial_rows
+from attention.ops.attend.decode_triton import TREE_MODES, merge_apart, path_columns, within_window
+from attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
     finish_latent,
     latent_maps,
@@ -24,16 +25,18 @@ from attention.kernels.latent_tile import (
     no_state,
     score_latent_tile,
 )
-from attention.kernels.merge_states import merge_by_the_last
-from attention.kernels.online_softmax import INTERPRETED, LOG2_E
-from attention.kernels.pdl import pdl_wait
-from attention.kernels.split_kv import ITEM_FIELDS
-from attention.kernels.window import oldest_seen
-from attention.metadata import DecodeBatch
+from attention.ops.attend.merge_states_triton import merge_by_the_last
+from attention.ops.attend.online_softmax_triton import LOG2_E
+from attention.ops.attend.split_kv_triton import ITEM_FIELDS
+from attention.ops.attend.window_triton import oldest_seen
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from attention.views import LatentKV
 
 FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # of fixed plans
-TOKENS_FIRST_ROWS = 32  # of a tile, up to which the products are turned round (`attention.kernels.latent_tile`)
+TOKENS_FIRST_ROWS = (
+    32  # of a tile, up to which the products are turned round (`attention.ops.attend.latent_tile_triton`)
+)
 
 
 def latent_tiles(packed_rows: int, itemsize: int, density: float) -> DecodeTiles:
@@ -111,12 +114,13 @@ def _attend_latent(
     last = prefix + suffix_len - 1
     if WINDOW:
         oldest = tl.expand_dims(oldest_seen(bits, prefix, WINDOW), TOKENS)
-    # Page numbers are loaded a tile ahead, else Triton keeps no tiles in flight: see `attention.kernels.decode`.
+    # Page numbers are loaded a tile ahead, else Triton keeps no tiles in flight: see
+    # `attention.ops.attend.decode_triton`.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top, total, acc = no_state(BLOCK_M, BLOCK_N, D, TOKENS)
     if PDL:
-        # So far only what was complete before the layer's store has been read, the plan too: see `kernels.pdl`.
+        # So far only what was complete before the layer's store has been read, the plan too: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
@@ -195,7 +199,7 @@ def attend_latent(
 
     plan: made for this batch and this number of heads, with one KV head.
     scale: positive.
-    early: as in `attention.kernels.decode.attend_decode`.
+    early: as in `attention.ops.attend.decode_triton.attend_decode`.
     """
     tiles, workspace, latent = plan.tiles, plan.workspace, kv.latent
     heads, packed_rows = q.shape[1], batch.rows * q.shape[1]
@@ -246,7 +250,7 @@ def attend_latent(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=not plan.fixed,
-        **pdl_wait(early),
+        **pdl_wait(q.device, early),
     )
     if plan.apart:
         shape = {"ROWS": batch.rows, "GROUP": heads, "KV_HEADS": 1, "D": latent, "COLUMNS": columns}
@@ -262,7 +266,7 @@ def _partials(plan: DecodePlan, dtype: torch.dtype) -> Tensor:
 
 
 def token_axis(tiles: DecodeTiles) -> int:
-    """Of the scores: see `attention.kernels.latent_tile`."""
+    """Of the scores: see `attention.ops.attend.latent_tile_triton`."""
     return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
 
 

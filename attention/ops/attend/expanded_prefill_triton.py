@@ -2,7 +2,8 @@
 """Causal attention of ragged prompt chunks over keys and values by heads that were made of latent rows for this pass
 (see `attention.expansion`). A head's keys are its own part and one that all heads share, which alone is turned.
 
-A program takes a tile of neighbouring rows with one head; tiles are those of `attention.kernels.prefill_plan`.
+A program takes a tile of neighbouring rows with one head; tiles are those of
+`attention.ops.attend.prefill_plan_triton`.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.latent_tile import no_state, turn_pairs
-from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate
-from attention.kernels.prefill import PrefillTiles, hidden_of_chunk
-from attention.kernels.prefill_plan import TILE_FIELDS
 from attention.metadata import PrefillBatch
+from attention.ops.attend.latent_tile_triton import no_state, turn_pairs
+from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate
+from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
+from attention.ops.attend.prefill_triton import PrefillTiles, hidden_of_chunk
+from attention.ops.interpreter_triton import INTERPRETED
 
 
 @triton.jit

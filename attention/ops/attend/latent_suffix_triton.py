@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.latent_tile import load_latent_rows, load_queries, score_latent_tile
-from attention.kernels.online_softmax import INTERPRETED, LOG2_E
-from attention.kernels.pdl import pdl_wait, supports_pdl
 from attention.metadata import DecodeBatch
+from attention.ops.attend.latent_tile_triton import load_latent_rows, load_queries, score_latent_tile
+from attention.ops.attend.online_softmax_triton import LOG2_E
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from attention.views import LatentKV
 
 BLOCK_M = 16  # query rows x heads of a program
@@ -82,7 +83,7 @@ def add_suffix(out: Tensor, lse: Tensor, q: Tensor, kv: LatentKV, batch: DecodeB
     out: [B * R, heads, latent], contiguous: attention over the prefix; not read where lse is minus infinity.
     lse: [B * R, heads] float32: its log-sum-exp to the base of 2, of scaled scores.
 
-    Reference: `attention.kernels.latent_decode.reference`.
+    Reference: `attention.ops.attend.latent_decode_triton.reference`.
     """
     heads, packed_rows = q.shape[1], batch.rows * q.shape[1]
     assert q.stride(2) == 1 and q.dtype == kv.rows.dtype and kv.rows.is_contiguous() and scale > 0
@@ -112,5 +113,5 @@ def add_suffix(out: Tensor, lse: Tensor, q: Tensor, kv: LatentKV, batch: DecodeB
         BLOCK_N=block_n,
         UPCAST=INTERPRETED,
         num_warps=_WARPS,
-        **pdl_wait(supports_pdl(q.device)),
+        **pdl_wait(q.device),
     )

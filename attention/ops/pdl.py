@@ -1,5 +1,5 @@
-"""Early launch (programmatic dependent launch, PDL; compute capability 9 or later): whether the device has it, how a
-kernel asks for it, the rule, and what every kernel that is launched early reads before it waits.
+"""Early launch (programmatic dependent launch, PDL; compute capability 9 or later): how a kernel asks for it, the rule,
+and what every kernel that is launched early reads before it waits.
 
 A kernel launched early may start when every program of its predecessor, the kernel just before it on the stream, has
 triggered its dependents (`gdc_launch_dependents`) or ended. Its `gdc_wait` returns when the predecessor has ended and
@@ -63,17 +63,12 @@ source: what it is given is written before the layer's store, a fence, or by a c
 runs them a million times with other lengths each time.
 """
 
-from functools import cache
-
 import torch
 
-
-@cache
-def supports_pdl(device: torch.device) -> bool:
-    """Whether programmatic dependent launch exists: compute capability 9 (Hopper) or later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+from attention.capability import Capability
 
 
-def pdl_wait(early: bool) -> dict[str, bool]:
-    """Launch options of a kernel with a constant PDL; the option `launch_pdl` exists on GPUs only."""
-    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+def pdl_wait(device: torch.device, early: bool = True) -> dict[str, bool]:
+    """Launch options of a kernel with a constant PDL. early: launch it early where the device can; the option
+    `launch_pdl` exists on GPUs only."""
+    return {"PDL": True, "launch_pdl": True} if early and Capability.of(device).supports_pdl else {"PDL": False}

@@ -2,10 +2,10 @@
 """Attention of a few rows per request over its paged KV, all lengths read on the device (see `DecodeBatch`).
 
 All query heads of a KV head and all rows of a request share one tile, so KV is read once. The grid is KV heads (times
-blocks of rows) x items of `attention.kernels.split_kv`. Where a batch is small enough that all its requests are cut, a
-second kernel merges their partial results (partials), spread over the device. Where only unusually long requests are
-cut, the programs that finish last do so and nothing is launched for it: of every FAN items the last merges those, of
-these last ones the last merges all.
+blocks of rows) x items of `attention.ops.attend.split_kv_triton`. Where a batch is small enough that all its requests
+are cut, a second kernel merges their partial results (partials), spread over the device. Where only unusually long
+requests are cut, the programs that finish last do so and nothing is launched for it: of every FAN items the last merges
+those, of these last ones the last merges all.
 
 In a `fixed` plan a row's bits do not depend on the pass it is in: neither on the other requests, nor on how many rows
 there are, nor on where a tree put its ancestors. Tiles have one shape, items are fixed spans (`plan_spans`), and after
@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode_plan import FAN, MAX_SPLITS, DecodePlan, partial_rows
-from attention.kernels.merge_states import merge_by_the_last, merge_rows
-from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
-from attention.kernels.pdl import pdl_wait
-from attention.kernels.split_kv import ITEM_FIELDS
-from attention.kernels.window import oldest_seen
 from attention.metadata import DecodeBatch, Mode
+from attention.ops.attend.decode_plan_triton import FAN, MAX_SPLITS, DecodePlan, partial_rows
+from attention.ops.attend.merge_states_triton import merge_by_the_last, merge_rows
+from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
+from attention.ops.attend.split_kv_triton import ITEM_FIELDS
+from attention.ops.attend.window_triton import oldest_seen
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
 from attention.views import LayerKV
 
 TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in others a row's path lies in its columns as a chain does
@@ -110,7 +111,7 @@ def _attend_decode(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     if PDL:
-        # So far only what was complete before the layer's store has been read, the plan too: see `kernels.pdl`.
+        # So far only what was complete before the layer's store has been read, the plan too: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
@@ -185,9 +186,8 @@ def attend_decode(
 ) -> Tensor:
     """[B * R, q_heads, head_dim] in q's dtype: attention of q, of the same shape with any row and head strides.
 
-    plan: made for this batch and these numbers of heads.
-    scale: positive.
-    early: launch before the kernel before it ends; a fence (`kernels.pdl`) must stand between it and whatever wrote
+    plan: made for this batch and these numbers of heads. scale: positive. early: launch before the kernel before it
+    ends; a fence (`attention.ops.pdl`) must stand between it and whatever wrote
         the plan, prefix lengths, masks or pages.
     """
     tiles, workspace = plan.tiles, plan.workspace
@@ -236,7 +236,7 @@ def attend_decode(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=not plan.fixed,
-        **pdl_wait(early),
+        **pdl_wait(q.device, early),
     )
     if plan.apart:
         merge_apart(out, batch, plan, shape, part_m, workspace.part)
@@ -259,7 +259,7 @@ def merge_apart(
         MAX_SPLITS=MAX_SPLITS,
         num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
         enable_fp_fusion=not plan.fixed,
-        **pdl_wait(plan.pdl),
+        **pdl_wait(out.device),
     )
 
 

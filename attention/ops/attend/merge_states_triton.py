@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Partial results of attention (partials) become one, each weighted by two to its log-sum: by a kernel of its own, or
-by the programs of `attention.kernels.decode` that finish last."""
+by the programs of `attention.ops.attend.decode_triton` that finish last."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def merge_rows(
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
-        # The plan's counts are older than the predecessor, which waited: see `kernels.pdl`.
+        # The plan's counts are older than the predecessor, which waited: see `attention.ops.pdl`.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if count > 1:

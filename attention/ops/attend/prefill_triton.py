@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Causal attention of ragged prompt chunks over their paged KV (see `PrefillBatch`).
 
-A program takes a tile of neighbouring rows with all query heads of one KV head; `attention.kernels.prefill_plan` lists
-the tiles.
+A program takes a tile of neighbouring rows with all query heads of one KV head;
+`attention.ops.attend.prefill_plan_triton` lists the tiles.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.online_softmax import INTERPRETED, LOG2_E, accumulate, score_tile
-from attention.kernels.prefill_plan import TILE_FIELDS
 from attention.metadata import PrefillBatch
+from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
+from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
+from attention.ops.interpreter_triton import INTERPRETED
 from attention.views import LayerKV
 
 

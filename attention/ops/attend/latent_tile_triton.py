@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.online_softmax import sum_weights
+from attention.ops.attend.online_softmax_triton import sum_weights
 from attention.views import LatentKV
 
 
