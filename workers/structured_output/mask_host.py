@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLOW_S = 0.01  # a request whose last mask took longer is not waited for
 UNWANTED_SHARE = 0.1  # of these, that a thread may go on for a request that has ended
 MAX_BESIDE = 4  # masks that are begun beside the steps at a time
 _WATCH_S = 0.1
@@ -147,19 +146,21 @@ class MaskHost:
 
     def _work(self, step: Step, me: object, desk: Desk) -> bool:
         """Fill what is left of a step, and answer; False if another thread leads meanwhile."""
+        since_s = desk.thread.processor_s()
         while True:
             with self._lock:
                 if self._leader is not me:
                     return False
                 if self._step is not step:
                     return True  # closed
-                job = self._next(step)
+                job = self._next(step, desk, since_s)
                 if job is None:
                     self._answer(step)
                     return True
             failure = self._fill(step, job, desk)
             with self._lock:
                 if self._leader is me:
+                    since_s += job.processor_s() if job.may_be_slow() else 0.0
                     self._end(job)
                     step.current = None
                     if failure is not None:
@@ -169,7 +170,7 @@ class MaskHost:
             self._settle(job)
             return False
 
-    def _next(self, step: Step) -> Job | None:
+    def _next(self, step: Step, desk: Desk, since_s: float) -> Job | None:
         """The next fill that is worth waiting for; the others are done beside the step."""
         while step.todo:
             place = step.todo.popleft()
@@ -183,7 +184,7 @@ class MaskHost:
             if guest.is_slow and (guest.root is None or fill.count > 1):
                 self._settle_beside(guest, fill.guest)
                 continue
-            job = self._jobs[fill.guest] = step.current = Job(guest, fill.guest, place)
+            job = self._jobs[fill.guest] = step.current = Job(guest, fill.guest, desk.thread, since_s, place)
             self._table.began(fill.guest)
             return job
         return None
@@ -215,7 +216,7 @@ class MaskHost:
                 step.rows[job.place], step.num_rows = first, rows.end
                 if is_guided and guide is not None:
                     table.set_guide(fill.guide, guide)
-                guest.is_slow = job.processor_s() > SLOW_S or (was_known and guest.is_slow)
+                guest.is_slow = job.is_slow() or (was_known and guest.is_slow)
         return None
 
     def _answer(self, step: Step) -> None:
@@ -230,17 +231,14 @@ class MaskHost:
 
     def _settle_beside(self, guest: Guest, number: int) -> None:
         """Find a late request's mask in a thread of its own."""
-        job = self._jobs[number] = Job(guest, number, is_current=False)
+        job = self._jobs[number] = Job(guest, number, None, is_current=False)
 
         def settle() -> None:
             with self._beside:
-                job.thread, job.native = threading.get_ident(), threading.get_native_id()
-                job.since_s, job.began_s = time.thread_time(), time.monotonic()
-                job.give_way()
+                job.start()
                 self._table.began(number)
                 self._settle(job)
 
-        job.thread = 0
         threading.Thread(target=settle, daemon=True).start()
 
     def _settle(self, job: Job) -> None:
@@ -251,7 +249,7 @@ class MaskHost:
         except Exception as error:
             failure = _failure(error)
         with self._lock:
-            guest.is_slow = job.processor_s() > SLOW_S
+            guest.is_slow = job.is_slow()
             if guest.failure is None:
                 guest.failure = failure
             self._end(job)
@@ -293,7 +291,7 @@ class MaskHost:
     def _watch(self) -> None:
         """End requests whose masks take too long, and this process if that does not end their threads."""
         with self._lock:
-            used = {job: job.share_of_limit() for job in self._jobs.values() if job.thread}
+            used = {job: job.share_of_limit() for job in self._jobs.values() if job.thread is not None}
             over = [job for job, share in used.items() if share > 1 and job.guest.failure is None]
             failure = Failure(f"the grammar takes more than {MASK_LIMIT_S:g} s for one token", True)
             for job in over:

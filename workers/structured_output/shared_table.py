@@ -9,6 +9,7 @@ import torch
 
 from workers.structured_output.guest import scratch_of
 from workers.structured_output.guide_table import GuideBlock
+from workers.structured_output.mask_jobs import Thread
 from workers.structured_output.mask_table import MAX_RUNNING, TableShape
 
 
@@ -21,6 +22,8 @@ class SharedTable:
         self.num_words = self.masks.shape[1]
         self._blocks = None if guides is None else guides.blocks.numpy()
         self._running = np.frombuffer(memory, np.int64, MAX_RUNNING, shape.running_offset)
+        self._free = list(range(MAX_RUNNING))
+        self._places: dict[int, int] = {}  # in `_running`, by request
 
     def new_guide(self) -> GuideBlock | None:
         """A guide in memory of its own; None in an engine without drafts."""
@@ -33,18 +36,22 @@ class SharedTable:
 
     def began(self, number: int) -> None:
         """A request's mask is being filled."""
-        free = np.flatnonzero(self._running < 0)
-        if len(free) and number not in self._running:
-            self._running[free[0]] = number
+        if self._free and number not in self._places:
+            self._places[number] = self._free.pop()
+            self._running[self._places[number]] = number
 
     def ended(self, number: int) -> None:
         """It is not any more."""
-        self._running[self._running == number] = -1
+        place = self._places.pop(number, None)
+        if place is not None:
+            self._running[place] = -1
+            self._free.append(place)
 
 
 class Desk:
-    """What one leader writes on before it is the step's: a mask and a guide."""
+    """One leader's: its thread, and what it writes on before that is the step's, a mask and a guide."""
 
     def __init__(self, table: SharedTable) -> None:
+        self.thread = Thread()
         self.scratch = scratch_of(table.num_words)
         self.guide = table.new_guide()

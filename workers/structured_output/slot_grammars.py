@@ -227,15 +227,15 @@ class SlotGrammars:
         """What the steps before emitted."""
         advanced = []
         for emitted, entries in self._unread:
-            counts, finish = emitted.counts.tolist(), emitted.finish.tolist()
-            tokens, drafts = emitted.tokens, emitted.drafts
+            counts, finish, tokens = emitted.counts.tolist(), emitted.finish.tolist(), emitted.tokens.tolist()
+            drafts = None if emitted.drafts is None else emitted.drafts.tolist()
             for entry, stay in entries:
-                new = tokens[entry, : counts[entry]].tolist()
+                new = tokens[entry][: counts[entry]]
                 stay.output += new
                 stay.is_over |= finish[entry] != FINISH_NONE
                 if self._stays.get(stay.number) is not stay or not new or stay.is_over:
                     continue  # it has entered again, with what it emitted; or nothing more is wanted
-                drafted, parents = ([], []) if drafts is None else drafts[entry].tolist()
+                drafted, parents = ([], []) if drafts is None else drafts[entry]
                 advanced.append(Advanced(stay.number, new, drafted, parents))
         self._unread.clear()
         return advanced
