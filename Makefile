@@ -37,14 +37,14 @@ test-hostile: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -s tests/e2e/test_hostile_grammars_served.py
 
 bench: $(VENV)/.installed-test
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench cpu
 
 # What the tests of `make test` skip without a GPU.
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu
 
 bench-gpu: $(VENV)/.installed-test
-	$(BIN)/python -m tests.bench --gpu
+	$(BIN)/python -m tests.bench round
 
 # Load and faults on one to four nodes in network namespaces; ONLY="NAME NAME": these scenarios (see `tests/load`).
 ONLY ?=

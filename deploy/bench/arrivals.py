@@ -2,7 +2,7 @@
 `deploy.bench.load`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,42 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Prefixes:
+    """Texts that prompts begin with. count: of texts. tokens: of each. share: of the prompts that begin with one."""
+
+    count: int
+    tokens: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How long prompts and answers are, and what prompts have in common."""
+
+    prompts: Lengths
+    answers: Lengths
+    prefixes: Prefixes | None = None
+
+    def scaled(self, prompt_cap: int, answer_cap: int) -> "Mix":
+        """The same mix of a shorter or longer model: means and prefixes in proportion to the caps."""
+
+        def lengths(of: Lengths, cap: int) -> Lengths:
+            return replace(of, mean=max(1.0, of.mean * cap / of.cap), cap=cap)
+
+        prefixes = self.prefixes and replace(
+            self.prefixes, tokens=max(1, self.prefixes.tokens * prompt_cap // self.prompts.cap)
+        )
+        return Mix(lengths(self.prompts, prompt_cap), lengths(self.answers, answer_cap), prefixes)
+
+
+MIXES = {
+    "plain": Mix(Lengths(1024, 0.8, 4096), Lengths(256, 0.8, 1024)),
+    "prompt-heavy": Mix(Lengths(3000, 0.8, 7000), Lengths(150, 0.8, 1024), Prefixes(8, 2048, 0.4)),
+}
+OWN_TOKENS = 16  # at least, after a prefix
+
+
+@dataclass(frozen=True)
 class Arrival:
     """due_s: since the beginning."""
 
@@ -34,12 +70,12 @@ class Arrival:
 class Traffic:
     """What comes, whatever its rate.
 
+    mix: lengths, and what prompts have in common.
     seconds: no request is due later. max_requests: nor are there more.
     first_id, vocab: prompt ids are drawn from first_id .. vocab - 1.
     """
 
-    prompts: Lengths
-    answers: Lengths
+    mix: Mix
     seconds: float
     max_requests: int
     first_id: int
@@ -54,9 +90,27 @@ class Traffic:
         while now_s <= self.seconds and len(due_s) < self.max_requests:
             due_s.append(now_s)
             now_s += generator.exponential(1 / rate)
-        prompts = self.prompts.draw(generator, len(due_s))
-        answers = self.answers.draw(generator, len(due_s))
+        lengths = self.mix.prompts.draw(generator, len(due_s))
+        answers = self.mix.answers.draw(generator, len(due_s))
+        prompts = [self._tokens(generator, length) for length in lengths]
+        if self.mix.prefixes is not None:
+            self._begin_alike(np.random.default_rng((self.seed, round(rate * 1000), 1)), self.mix.prefixes, prompts)
         return [
-            Arrival(due, tuple(generator.integers(self.first_id, self.vocab, length).tolist()), num_tokens)
-            for due, length, num_tokens in zip(due_s, prompts, answers, strict=True)
+            Arrival(due, tuple(prompt), num_tokens)
+            for due, prompt, num_tokens in zip(due_s, prompts, answers, strict=True)
         ]
+
+    def _begin_alike(self, generator: np.random.Generator, prefixes: Prefixes, prompts: list[list[int]]) -> None:
+        """Let a share of `prompts` begin with one of the texts, which are new for each rate. Such a prompt keeps its
+        length, or has that of the text and OWN_TOKENS."""
+        texts = [self._tokens(generator, prefixes.tokens) for _ in range(prefixes.count)]
+        for prompt in prompts:
+            if generator.random() < prefixes.share:
+                own = prompt[prefixes.tokens :]
+                if len(own) < OWN_TOKENS:
+                    own = self._tokens(generator, OWN_TOKENS)
+                prompt[:] = [*texts[generator.integers(prefixes.count)], *own]
+
+    def _tokens(self, generator: np.random.Generator, count: int) -> list[int]:
+        ids: list[int] = generator.integers(self.first_id, self.vocab, count).tolist()
+        return ids

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 from deploy.server_options import add_options
 
 if TYPE_CHECKING:
-    from deploy.bench.arrivals import Lengths, Traffic
+    from deploy.bench.arrivals import Lengths, Mix, Prefixes, Traffic
     from deploy.bench.figures import Rate
     from deploy.bench.load import Target
     from deploy.client import Server
 
-# Of prompts, then of answers: what is asked for if the model is long enough for it.
-MEANS, CAPS = (1024, 256), (4096, 1024)
 LOWEST_ID, DEFAULT_VOCAB = 300, 16000  # below and above them are special tokens and bytes, of most tokenizers
 
 
@@ -38,10 +36,16 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--secs", type=float, default=20.0, help="of arrivals at each rate (default: 20)")
     parser.add_argument("--drain-s", type=float, default=60.0, help="after the last arrival, then cancel (default: 60)")
     parser.add_argument("--max-requests", type=int, default=5000, help="at each rate (default: 5000)")
+    parser.add_argument(
+        "--mix", choices=("plain", "prompt-heavy"), default="plain", help="what the next options default to"
+    )
     for side, name in (("in", "prompts"), ("out", "answers")):
-        parser.add_argument(f"--{side}-mean", type=float, help=f"tokens of {name} (default: by the model's length)")
-        parser.add_argument(f"--{side}-sigma", type=float, default=0.8, help="of their logarithm (default: 0.8)")
-        parser.add_argument(f"--{side}-cap", type=int, help="at most (default: by the model's length)")
+        parser.add_argument(f"--{side}-mean", type=float, help=f"tokens of {name} (default: by mix and model)")
+        parser.add_argument(f"--{side}-sigma", type=float, help="of their logarithm (default: 0.8)")
+        parser.add_argument(f"--{side}-cap", type=int, help="at most (default: by mix and model)")
+    parser.add_argument("--share", type=float, help="of the prompts that begin with a common text (default: by mix)")
+    parser.add_argument("--prefixes", type=int, help="how many such texts (default: 8)")
+    parser.add_argument("--prefix-tokens", type=int, help="of each text (default: by mix and model)")
     parser.add_argument("--vocab", type=int, help=f"prompt ids are below this (default: the model's, {DEFAULT_VOCAB})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm", type=int, default=16, help="requests at once before the first rate (default: 16)")
@@ -124,30 +128,62 @@ def traffic_for(arguments: argparse.Namespace, max_model_len: int | None, server
     from cluster.config import ConfigError
     from deploy.bench.arrivals import Traffic
 
-    whole = max_model_len or sum(CAPS)
-    prompts = _lengths("in", arguments, MEANS[0], min(CAPS[0], whole * 3 // 4))
-    answers = _lengths("out", arguments, MEANS[1], min(CAPS[1], whole // 4))
-    if prompts.cap + answers.cap > whole:
-        raise ConfigError(
-            f"--in-cap {prompts.cap} and --out-cap {answers.cap}: together at most {whole}, the model's length"
-        )
+    mix = _mix(arguments, max_model_len)
     vocab = arguments.vocab or min(DEFAULT_VOCAB, _vocab_size(server))
     first = min(LOWEST_ID, vocab // 4)
     if arguments.secs <= 0 or arguments.max_requests < 1 or vocab < 2:
         raise ConfigError("--secs, --max-requests, --vocab: must be above 0, at least 1, at least 2")
-    return Traffic(prompts, answers, arguments.secs, arguments.max_requests, first, vocab, arguments.seed)
+    return Traffic(mix, arguments.secs, arguments.max_requests, first, vocab, arguments.seed)
 
 
-def _lengths(side: str, arguments: argparse.Namespace, mean: float, cap: int) -> Lengths:
+def _mix(arguments: argparse.Namespace, max_model_len: int | None) -> Mix:
+    """--mix, made to fit the model's length, with what the options say otherwise. Raises ConfigError."""
+    from cluster.config import ConfigError
+    from deploy.bench.arrivals import MIXES, OWN_TOKENS, Mix
+
+    mix = MIXES[arguments.mix]
+    whole = max_model_len or mix.prompts.cap + mix.answers.cap
+    if mix.prompts.cap + mix.answers.cap > whole:
+        mix = mix.scaled(whole * 3 // 4, whole // 4)
+    mix = mix.scaled(arguments.in_cap or mix.prompts.cap, arguments.out_cap or mix.answers.cap)
+    prompts, answers = _lengths("in", arguments, mix.prompts), _lengths("out", arguments, mix.answers)
+    if prompts.cap + answers.cap > whole:
+        raise ConfigError(
+            f"--in-cap {prompts.cap} and --out-cap {answers.cap}: together at most {whole}, the model's length"
+        )
+    prefixes = _prefixes(arguments, mix)
+    if prefixes is not None and prefixes.tokens + OWN_TOKENS > prompts.cap:
+        raise ConfigError(
+            f"--prefix-tokens {prefixes.tokens}: with {OWN_TOKENS} tokens of its own a prompt must be within --in-cap "
+            f"{prompts.cap}"
+        )
+    return Mix(prompts, answers, prefixes)
+
+
+def _lengths(side: str, arguments: argparse.Namespace, default: Lengths) -> Lengths:
     from cluster.config import ConfigError
     from deploy.bench.arrivals import Lengths
 
-    cap = getattr(arguments, f"{side}_cap") or cap
-    mean = getattr(arguments, f"{side}_mean") or min(mean, cap / 4)
-    sigma = getattr(arguments, f"{side}_sigma")
-    if cap < 1 or mean <= 0 or sigma < 0:
+    mean, sigma = (getattr(arguments, f"{side}_{name}") for name in ("mean", "sigma"))
+    mean, sigma = default.mean if mean is None else mean, default.sigma if sigma is None else sigma
+    if default.cap < 1 or mean <= 0 or sigma < 0:
         raise ConfigError(f"--{side}-cap, --{side}-mean, --{side}-sigma: must be at least 1, above 0, at least 0")
-    return Lengths(max(1.0, mean), sigma, cap)
+    return Lengths(max(1.0, mean), sigma, default.cap)
+
+
+def _prefixes(arguments: argparse.Namespace, mix: Mix) -> Prefixes | None:
+    """None where no prompts begin alike."""
+    from cluster.config import ConfigError
+    from deploy.bench.arrivals import MIXES, Prefixes
+
+    default = mix.prefixes or MIXES["prompt-heavy"].scaled(mix.prompts.cap, mix.answers.cap).prefixes
+    assert default is not None
+    share = arguments.share if arguments.share is not None else default.share if mix.prefixes else 0.0
+    count = default.count if arguments.prefixes is None else arguments.prefixes
+    tokens = default.tokens if arguments.prefix_tokens is None else arguments.prefix_tokens
+    if not 0 <= share <= 1 or count < 1 or tokens < 1:
+        raise ConfigError("--share, --prefixes, --prefix-tokens: must be from 0 to 1, at least 1, at least 1")
+    return Prefixes(count, tokens, share) if share else None
 
 
 def _vocab_size(server: Server) -> int:

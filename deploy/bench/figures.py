@@ -5,6 +5,7 @@ ttft  from when a request was due to its first event that carries a choice
 itl   between two such events of one answer, those of all answers together; an event may bring several tokens
 tpot  (last event - first event) / (tokens - 1), an answer each; tokens by the server's count
 e2e   from when it was due to its end
+cached  the share of the prompts' tokens that the prefix cache had, by the server's count
 late  how late the client itself sent it: above some 10 ms the client is what was measured
 """
 
@@ -40,6 +41,8 @@ def rate_figures(rate: float, arrivals: Sequence[Arrival], answers: Sequence[Ans
         "tpot_ms": _ms([span / (count - 1) for span, count in zip(spans, tokens, strict=True) if count > 1]),
         "e2e_ms": _ms([answer.end_s - due_s for due_s, _, answer in whole]),
         "late_ms": _ms([answer.sent_s - due_s for due_s, _, answer in pairs if answer.sent_s]),
+        "prompt_tokens": sum(answer.num_prompt for _, _, answer in whole),
+        "cached_tokens": sum(answer.num_cached for _, _, answer in whole),
         "output_tokens": sum(tokens),
         "tokens_per_s": round(sum(tokens) / elapsed_s, 1) if whole else 0.0,
         "wrong_length": sum(count != arrival.num_tokens for (_, arrival, _), count in zip(whole, tokens, strict=True)),
@@ -63,15 +66,17 @@ def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
     """A row for each server and rate."""
     kinds = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
     head = ["server", "req/s", "done", "failed"]
-    head += [f"{kind.removesuffix('_ms').upper()} p50 / p99 ms" for kind in kinds] + ["tokens/s", "late p99 ms"]
+    head += [f"{kind.removesuffix('_ms').upper()} p50 / p90 / p99 ms" for kind in kinds]
+    head += ["tokens/s", "cached", "late p99 ms"]
     rows = [
         (
             name,
             f"{rate['rate']:g}",
             rate["completed"],
             rate["errors"],
-            *(_pair(rate[kind]) for kind in kinds),
+            *(_percentiles(rate[kind]) for kind in kinds),
             rate["tokens_per_s"],
+            f"{rate['cached_tokens'] / max(1, rate['prompt_tokens']):.0%}",
             rate["late_ms"]["p99"] or 0.0,
         )
         for name, rates in results.items()
@@ -80,8 +85,8 @@ def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
     return table(head, rows)
 
 
-def _pair(figures: Mapping[str, float | None]) -> str:
-    return " / ".join("-" if figures[key] is None else f"{figures[key]:.4g}" for key in ("p50", "p99"))
+def _percentiles(figures: Mapping[str, float | None]) -> str:
+    return " / ".join("-" if ms is None else f"{ms:.4g}" for ms in (figures[key] for key in ("p50", "p90", "p99")))
 
 
 def latency_plot(name: str, rates: Sequence[Rate]) -> str:

@@ -1,10 +1,11 @@
-"""Sends an open loop's requests and keeps their answers' times: Poisson arrivals of token ids on /v1/completions,
-greedy answers of a fixed length. Used by `aerie bench` and `tests.bench.open_loop`."""
+"""Sends requests and keeps their answers' times. An open loop: Poisson arrivals of token ids on /v1/completions, greedy
+answers of a fixed length. A closed one: streams that each send the next request when their last answer has ended. Used
+by `aerie bench` and the benchmarks."""
 
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,6 +78,21 @@ async def run_rate(
     await asyncio.gather(*tasks, return_exceptions=True)
     pool.close()
     return answers, begin_s
+
+
+async def closed_loop(pool: Pool, requests: Iterator[bytes], num_streams: int, answers: list[Answered]) -> None:
+    """Send `requests` over `num_streams` streams, each the next one when its last answer has ended, until there are no
+    more. A stream stops at its first answer that fails. answers: grows by one when a request is sent, and may be read
+    meanwhile."""
+
+    async def stream() -> None:
+        for request in requests:
+            answers.append(answered := Answered())
+            await _ask(pool, request, answered)
+            if answered.fault:
+                return
+
+    await asyncio.gather(*(stream() for _ in range(num_streams)))
 
 
 async def warm_up(target: Target, traffic: Traffic, drain_s: float, num_requests: int = WARM_UP) -> None:

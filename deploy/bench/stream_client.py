@@ -11,8 +11,14 @@ from typing import Any
 import msgspec
 
 
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class Event(msgspec.Struct):
@@ -50,7 +56,7 @@ class Answered:
     """One answer, as far as it has come. Seconds are of `time.perf_counter`.
 
     event_s: of each event that carries a choice.
-    num_tokens: by the server's own count, 0 if it told none.
+    num_tokens: by the server's own count, 0 if it gave none; likewise num_prompt, and num_cached of these.
     fault: why it is not whole; "" if it is.
     """
 
@@ -59,6 +65,8 @@ class Answered:
     sent_s: float = 0.0
     end_s: float = 0.0
     fault: str = "unfinished"
+    num_prompt: int = 0
+    num_cached: int = 0
 
 
 class BodyReader:
@@ -187,7 +195,12 @@ class Connection(asyncio.Protocol):
         if event.choices:
             self._answered.event_s.append(now_s)
         if event.usage is not None:
-            self._answered.num_tokens = event.usage.completion_tokens
+            self._count(event.usage)
+
+    def _count(self, usage: Usage) -> None:
+        self._answered.num_tokens, self._answered.num_prompt = usage.completion_tokens, usage.prompt_tokens
+        if usage.prompt_tokens_details is not None:
+            self._answered.num_cached = usage.prompt_tokens_details.cached_tokens or 0
 
     def _end(self, now_s: float) -> None:
         if self._ended is not None:

@@ -22,7 +22,7 @@ from attention.backend import AttentionBackend
 from attention.backends.torch_backend import TorchBackend
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, needs_cpu_seq_lens, refusal
-from tests.bench.gpu_time import captured
+from tests.bench.kernels.gpu_time import captured
 from tests.support.attention_cases import (
     LATENT_SHAPES,
     LENGTHS,

@@ -21,7 +21,7 @@ from attention.ops.attend import expanded_prefill_triton, latent_decode_triton, 
 from attention.ops.attend.expanded_prefill_triton import ExpandedKV  # noqa: E402
 from attention.rotation import rotate_pairs  # noqa: E402
 from attention.views import LatentKV  # noqa: E402
-from tests.bench.gpu_time import captured  # noqa: E402
+from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.attention_cases import Work, in_float64, mask_of, uniform_pool  # noqa: E402
 from tests.support.triton_cases import assert_close, random_decode, random_rows, random_table  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402

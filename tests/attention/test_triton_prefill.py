@@ -15,7 +15,7 @@ from attention.ops import slot_mapping_triton  # noqa: E402
 from attention.ops.attend import prefill_plan_triton, prefill_triton  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
 from attention.slot_mapping import row_places  # noqa: E402
-from tests.bench.gpu_time import captured  # noqa: E402
+from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.triton_cases import (  # noqa: E402
     HALF_TYPES,
     assert_close,

@@ -1,4 +1,13 @@
-"""Benchmarks. `python -m tests.bench` (`make bench`) measures what a CPU can show: startup, memory, embedded, step and
-http_path, over served (a server as a child), instant_server (one whose model takes no time), sse_client, machine and
-finding. round and coordinator also run alone; first_token (stamps, legs) traces a first token through a server,
-open_loop (arrivals, stream_client, open_loop_figures, plot) loads one by the clock; served_model says which."""
+"""Benchmarks: `python -m tests.bench` lists them, `python -m tests.bench NAME [options]` runs one.
+
+round, sampling, grammar, adaptive   engines with dummy weights, without HTTP; deepseek_rank: DeepSeek-V3 for them
+adaptive_pair, embedded              the embedded pair, without HTTP
+trace, profile_round                 what torch's profiler sees of a round
+open_loop, replicas                  load over HTTP, sent by `deploy.bench`
+served, served_model                 a server as a child process, and the model it serves
+kernels/                             one layer's kernels beside the rate of a copy
+host/                                what a server costs beside its model
+tracing/                             where the time of a first token goes
+quality/                             accuracy and acceptance of a running server
+machine                              where and when figures are measured
+"""

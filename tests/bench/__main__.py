@@ -1,54 +1,86 @@
-"""`make bench`: measures on this machine what Aerie promises of a CPU; prints tables, then one JSON line.
+"""The benchmarks' entry point.
 
-    python -m tests.bench [--only embedded coordinator http memory startup] [--quick]
-    python -m tests.bench --gpu [options of tests.bench.round]
+    python -m tests.bench                    # the list
+    python -m tests.bench NAME [options]     # one of them; --help says which options it has
+    python -m tests.bench cpu [--only embedded coordinator http memory startup] [--quick]     # `make bench`
 
-Exits 0 whether the requirements are met or not: it measures. A part that crashes is an error.
+`cpu` measures on this machine what Aerie promises of a CPU: tables, then one JSON line. It exits 0 whether the
+requirements are met or not. A part that crashes is an error.
 """
 
 import argparse
 import importlib
 import json
 import signal
-import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from deploy.bench.table import table
-from tests.bench.finding import Report
+from tests.bench.host.finding import Report
 from tests.bench.machine import BUSY_CORES, busy_cores, machine
 
-# Name -> module with `run(quick) -> Report`; imported when its turn comes.
+# Name -> module, and what it measures.
+BENCHES = {
+    "round": ("round", "ms per round by batch and tree shape, beside the floor by bytes (GPU)"),
+    "sampling": ("sampling", "ms per round by kind of sampling (GPU)"),
+    "grammar": ("grammar", "ms per round under grammars, and what drafts gain that follow them (GPU)"),
+    "adaptive": ("adaptive", "adaptive tree shapes against each static one, dummy weights (GPU)"),
+    "adaptive_pair": ("adaptive_pair", "the same on the embedded pair, whose acceptance is real"),
+    "profile_round": ("profile_round", "kernels, launches, copies and idle time of a round (GPU)"),
+    "open_loop": ("open_loop", "TTFT, ITL, TPOT over HTTP under Poisson arrivals, plain or prompt-heavy"),
+    "first_token": ("tracing.first_token", "every leg of first tokens under arrivals; steps, predicted and measured"),
+    "startup": ("host.startup", "a start of `aerie serve`, kernels, graphs, a restart (GPU with --gpu)"),
+    "replicas": ("replicas", "the choice between several engines of one machine"),
+    "gsm8k": ("quality.gsm8k", "accuracy, acceptance length and equal answers of a running server"),
+    "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),
+    "latent_attention": ("kernels.latent_attention", "attention over latent rows (GPU)"),
+    "experts": ("kernels.experts", "routing and products of a layer of experts (GPU)"),
+    "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),
+    "all_reduce": ("kernels.all_reduce", "sums between GPUs by message size (2 or 4 GPUs)"),
+}
+# Part of `cpu` -> module with `run(quick) -> Report`; imported when its turn comes.
 PARTS = {
-    "startup": "tests.bench.startup",
-    "memory": "tests.bench.memory",
+    "startup": "tests.bench.host.startup",
+    "memory": "tests.bench.host.memory",
     "embedded": "tests.bench.embedded",
-    "coordinator": "tests.bench.step",
-    "http": "tests.bench.http_path",
+    "coordinator": "tests.bench.host.coordinator",
+    "http": "tests.bench.host.http_path",
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpu", action="store_true", help="measure rounds on a GPU instead; see tests/bench/round.py")
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that `argv` names; 0, or its exit status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        rows = [("cpu", "what a CPU can show, with what was promised"), *((n, b[1]) for n, b in BENCHES.items())]
+        print(*table(["NAME", "measures"], rows), sep="\n")
+        return 0
+    name, *options = argv
+    if name == "cpu":
+        return cpu(options)
+    if name not in BENCHES:
+        print(f"{name}: no such benchmark; there are cpu, {', '.join(BENCHES)}", file=sys.stderr)
+        return 2
+    sys.argv = [f"tests.bench {name}", *options]
+    return int(importlib.import_module(f"tests.bench.{BENCHES[name][0]}").main() or 0)
+
+
+def cpu(options: Sequence[str]) -> int:
+    """All parts, or those that the options name."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench cpu")
     parser.add_argument(
         "--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}"
     )
     parser.add_argument("--quick", action="store_true", help="a trial of each part; its figures mean nothing")
-    arguments, rest = parser.parse_known_args(argv)
-    if arguments.gpu:
-        return subprocess.run([sys.executable, "-m", "tests.bench.round", *rest], check=False).returncode
-    if rest:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+    arguments = parser.parse_args(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part ends the server that it has started
     print(json.dumps(measure(arguments.only, arguments.quick)))
     return 0
 
 
 def measure(parts: list[str], quick: bool) -> dict[str, Any]:
-    """Runs `parts` in turn; returns what the JSON line holds: "machine", "details" and every finding by its name."""
+    """Run `parts` in turn; return what the JSON line holds: "machine", "details" and every finding by its name."""
     where = machine()
     print(", ".join(f"{key} {value}" for key, value in where.items()), flush=True)
     reports: dict[str, Report] = {}
@@ -78,4 +110,4 @@ def measure(parts: list[str], quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

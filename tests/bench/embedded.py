@@ -18,7 +18,7 @@ from deploy.bench.table import table
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from tests.bench.finding import Finding, Report
+from tests.bench.host.finding import Finding, Report
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.runner.local_engine import LocalEngine

@@ -1,6 +1,6 @@
 """What grammars cost a round, and what drafts gain that know them.
 
-    python -m tests.bench.grammar [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 8 32] [--repeats 3]
+    python -m tests.bench grammar [--model llama-3.1-8b] [--shapes chain tree] [--batches 1 8 32] [--repeats 3]
                                   [--schemas 64]
 
 First milliseconds per round with all requests under a grammar, beside the same engine without.

@@ -52,6 +52,11 @@ def _cpu_model() -> str:
     return "unknown"
 
 
+def commit() -> str:
+    """Of the checkout that is measured."""
+    return git("rev-parse", "--short", "HEAD") or "unknown"
+
+
 def git(*arguments: str) -> str:
     """What git prints, of the checkout that this runs in; "" where there is none."""
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)

@@ -1,34 +1,31 @@
-"""An open loop over HTTP: requests arrive by a clock, whether the server keeps up or not.
+"""An open loop over HTTP on servers that are started for it: requests arrive by a clock, whether they keep up or not.
 
-    python -m tests.bench.open_loop [--rates 1 2] [--seconds 20]                     # the embedded pair on this CPU
-    python -m tests.bench.open_loop --gpu --shape chain --rates 4 12 20 --seconds 40
-    python -m tests.bench.open_loop --url http://127.0.0.1:8000 --rates 4            # a server that runs already
-    python -m tests.bench.open_loop --gpu --vary scheduler.max_step_tokens=512,2048,8192 --rates 12 --plot trade.svg
+    python -m tests.bench open_loop --loads plain:1,2                        # the embedded pair on this CPU
+    python -m tests.bench open_loop --gpu --shape chain --seconds 25 --settle 15 \\
+        --loads plain:4,12,20 prompt-heavy:4,8,12                            # Llama-3.1-8B's dimensions, dummy weights
+    python -m tests.bench open_loop --gpu --vary scheduler.itl_target_ms=19,auto,31 --loads plain:12 --plot trade.svg
 
-Poisson arrivals, lognormal lengths, prompts of random token ids, streamed greedy answers of a fixed length on
-/v1/completions; seed, rate and lengths decide the requests, so that every server gets the same. --vary starts a server
-for each value of a key of the configuration. A Markdown table (`deploy.bench.figures` defines its columns),
-then one JSON line. The plot: with one server latencies over rates, with several TTFT against ITL at the last rate, a
-point for each; --beside adds those of other servers from a file. On the loopback only, and never longer than seconds
-and drain allow.
+The requests are those of `aerie bench` (`deploy.bench.arrivals` has the mixes), so that another server, which that
+command loads, gets the same. --vary starts a server for each value of a key of the configuration. A Markdown table
+(`deploy.bench.figures` defines its columns), then one JSON line. The plot: with one server latencies over the last
+load's rates; with several TTFT against ITL at its last rate, a point for each; --beside adds other servers from a file.
 """
 
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import yaml
 
-from deploy.bench.arrivals import Lengths, Traffic
+from deploy.bench.arrivals import MIXES, Traffic
 from deploy.bench.figures import Rate, latency_plot, markdown, read_others, trade
 from deploy.bench.load import Target, measure_rate, warm_up
 from deploy.bench.plot import line_plot
@@ -36,18 +33,60 @@ from tests.bench.machine import machine
 from tests.bench.served import running
 from tests.bench.served_model import add_options, label, prompt_ids, server_config
 
-# Of prompts, then of answers: mean, sigma, cap.
-SMALL, LARGE = ((96, 0.8, 512), (32, 0.8, 128)), ((1024, 0.8, 4096), (256, 0.8, 1024))
+SMALL_CAPS = (512, 128)  # tokens of a prompt and of an answer, of the embedded pair
+MAX_REQUESTS = 5000  # at one rate
 
 
-async def measure(url: str, traffic: Traffic, rates: Sequence[float], drain_s: float) -> list[Rate]:
-    """All rates, one after the other, after a warm-up."""
-    target = Target(url, served_model(url))
-    await warm_up(target, traffic, drain_s)
-    found = []
-    for rate in rates:
-        found.append(await measure_rate(target, traffic, rate, drain_s))
-        print(f"{rate:g}/s: {json.dumps(found[-1])}", file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class Load:
+    """A mix of `deploy.bench.arrivals`, and the rates at which it comes."""
+
+    mix: str
+    rates: tuple[float, ...]
+
+
+def parsed_load(text: str) -> Load:
+    """From MIX:RATE,RATE. Raises ValueError."""
+    mix, _, rates = text.partition(":")
+    load = Load(mix, tuple(float(rate) for rate in rates.split(",")))
+    if mix not in MIXES or not all(rate > 0 for rate in load.rates):
+        raise ValueError
+    return load
+
+
+def add_load_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """What `traffic_of` reads, and the loads. seconds: of arrivals at each rate, unless given."""
+    parser.add_argument(
+        "--loads",
+        nargs="+",
+        type=parsed_load,
+        default=[Load("plain", (1.0,))],
+        metavar="MIX:RATE,RATE",
+        help=f"one after another, requests per second; mixes: {', '.join(MIXES)} (default: plain:1)",
+    )
+    parser.add_argument("--seconds", type=float, default=seconds, help="of arrivals at each rate")
+    parser.add_argument("--drain", type=float, default=60.0, help="seconds after the last arrival, then cancel")
+    parser.add_argument("--settle", type=float, default=0.0, help="idle seconds after the warm-up, for late captures")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def traffic_of(arguments: argparse.Namespace, mix: str) -> Traffic:
+    """The requests of one mix."""
+    ids, given = prompt_ids(arguments), MIXES[mix]
+    lengths = given if arguments.gpu else given.scaled(*SMALL_CAPS)
+    return Traffic(lengths, arguments.seconds, MAX_REQUESTS, ids.start, ids.stop, arguments.seed)
+
+
+async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[Rate]]:
+    """By mix the figures of each rate, after a warm-up."""
+    target, found = Target(url, served_model(url)), dict[str, list[Rate]]()
+    await warm_up(target, traffic_of(arguments, arguments.loads[0].mix), arguments.drain)
+    await asyncio.sleep(arguments.settle)
+    for load in arguments.loads:
+        for rate in load.rates:
+            figures = await measure_rate(target, traffic_of(arguments, load.mix), rate, arguments.drain)
+            found.setdefault(load.mix, []).append(figures)
+            print(f"{load.mix} {rate:g}/s: {json.dumps(figures)}", file=sys.stderr, flush=True)
     return found
 
 
@@ -64,92 +103,51 @@ def varied(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return content | {"applications": [{**application, "args": args}]}
 
 
-def check_loopback(url: str) -> None:
-    """Raises ValueError for a server on another machine."""
-    host = urlsplit(url).hostname or ""
-    with contextlib.suppress(ValueError):
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return
-    raise ValueError(f"--url {url}: this load is for servers of this machine; give one on 127.0.0.1")
-
-
-def servers(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Name and URL of each server, while it runs."""
-    if arguments.url:
-        yield arguments.name or arguments.url, arguments.url.rstrip("/")
-        return
-    key, _, values = arguments.vary.partition("=")
+@contextlib.contextmanager
+def served(arguments: argparse.Namespace, content: dict[str, Any], hook: Sequence[Path] = ()) -> Iterator[str]:
+    """The URL of a server with this configuration, while it runs. hook: folders that it imports from first."""
     options = ["--no-haproxy"] if arguments.no_haproxy else []
-    with tempfile.TemporaryDirectory(prefix="open") as folder:
-        content = server_config(arguments, Path(folder))
-        for value in values.split(",") if values else [""]:
-            own = varied(content, key, yaml.safe_load(value)) if value else content
-            name = f"{arguments.name or label(arguments)}{f', {key} {value}' if value else ''}"
-            with running("deploy.cli serve", own, *options, ready_limit_s=arguments.start_limit) as server:
-                yield name, server.url
+    limit_s = arguments.start_limit
+    with running("deploy.cli serve", content, *options, ready_limit_s=limit_s, python_path=hook) as server:
+        print(f"ready after {server.ready_s:.1f} s", file=sys.stderr, flush=True)
+        yield server.url
 
 
-def plot(results: dict[str, list[Rate]], others: dict[str, list[Rate]], rates: Sequence[float]) -> str:
-    """An SVG: of one server its latencies by rate, of several TTFT against ITL at the last rate."""
+def plot(results: Mapping[str, list[Rate]], others: Mapping[str, list[Rate]], rate: float) -> str:
+    """An SVG: of one server its latencies by rate, of several TTFT against ITL at `rate`."""
     if len(results) + len(others) == 1:
         (name, found), *_ = results.items()
         return latency_plot(name, found)
-    lines = {
-        "Aerie": trade(results, rates[-1]),
-        **{name: trade({name: found}, rates[-1]) for name, found in others.items()},
-    }
-    return line_plot(f"at {rates[-1]:g} requests per second", "ITL p99, ms", "TTFT p99, ms", lines)
+    lines = {"Aerie": trade(results, rate), **{name: trade({name: found}, rate) for name, found in others.items()}}
+    return line_plot(f"at {rate:g} requests per second", "ITL p99, ms", "TTFT p99, ms", lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--url", default="", help="of a server that runs, on this machine")
+    add_load_options(parser, seconds=20.0)
     parser.add_argument("--name", default="", help="of the server, in the output")
     parser.add_argument("--vary", default="", metavar="SECTION.KEY=VALUE,...", help="a server for each of these values")
-    parser.add_argument("--rates", nargs="+", type=float, default=[1.0], help="requests per second, one after another")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
-    parser.add_argument("--max-requests", type=int, default=5000, help="at each rate")
-    parser.add_argument("--drain", type=float, default=60.0, help="seconds after the last arrival, then cancel")
-    parser.add_argument("--prompts", nargs=3, type=float, metavar=("MEAN", "SIGMA", "CAP"), help="tokens")
-    parser.add_argument("--answers", nargs=3, type=float, metavar=("MEAN", "SIGMA", "CAP"), help="tokens")
-    parser.add_argument("--vocab", type=int, default=0, help="prompt ids are drawn from below this")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="an SVG file to write")
     parser.add_argument("--beside", type=Path, help="figures of other servers for the plot, JSON objects one a line")
     arguments = parser.parse_args()
-    if arguments.url:
-        if arguments.vary:
-            parser.error("--vary starts servers of its own; leave --url out")
-        try:
-            check_loopback(arguments.url)
-        except ValueError as error:
-            parser.error(str(error))
-    prompts, answers = LARGE if arguments.gpu else SMALL
-    ids = prompt_ids(arguments)
-    traffic = Traffic(
-        lengths(arguments.prompts or prompts),
-        lengths(arguments.answers or answers),
-        arguments.seconds,
-        arguments.max_requests,
-        ids.start,
-        arguments.vocab or ids.stop,
-        arguments.seed,
-    )
-    results: dict[str, list[Rate]] = {}
-    for name, url in servers(arguments):
-        results[name] = asyncio.run(measure(url, traffic, arguments.rates, arguments.drain))
+    key, _, values = arguments.vary.partition("=")
+    results: dict[str, dict[str, list[Rate]]] = {}
+    with tempfile.TemporaryDirectory(prefix="open") as folder:
+        content = server_config(arguments, Path(folder))
+        for value in values.split(",") if values else [""]:
+            own = varied(content, key, yaml.safe_load(value)) if value else content
+            name = f"{arguments.name or label(arguments)}{f', {key} {value}' if value else ''}"
+            with served(arguments, own) as url:
+                results[name] = asyncio.run(measure(url, arguments))
     others = read_others(arguments.beside) if arguments.beside else {}
-    print(*markdown({**results, **others}), sep="\n")
+    for mix in dict.fromkeys(load.mix for load in arguments.loads):
+        print(f"\n{mix}\n", *markdown({name: found[mix] for name, found in results.items()}), sep="\n")
+    last = arguments.loads[-1]
     if arguments.plot:
-        arguments.plot.write_text(plot(results, others, arguments.rates))
+        by_server = {name: found[last.mix] for name, found in results.items()}
+        arguments.plot.write_text(plot(by_server, others, last.rates[-1]))
     print(json.dumps({"bench": "open_loop", "machine": machine(), "seed": arguments.seed, "results": results}))
-
-
-def lengths(given: Sequence[float]) -> Lengths:
-    """From mean, sigma and cap."""
-    mean, sigma, cap = given
-    return Lengths(mean, sigma, int(cap))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where a round's time goes on a GPU: kernels by name, graph launches, copies to the host and idle time per round.
 
-    python -m tests.bench.profile_round --shape chain --batch 1 [--model llama-3.1-8b] [--rounds 30] [--prefill]
+    python -m tests.bench profile_round --shape chain --batch 1 [--model llama-3.1-8b] [--rounds 30] [--prefill]
 
 With --prefill the steps of the batch's prompts instead, all figures per step.
 """

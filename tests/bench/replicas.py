@@ -1,24 +1,25 @@
-"""Several engines behind one server, and what the choice between them makes of tokens per second and of first tokens.
+"""Several engines behind one server: what the choice between them makes of tokens per second and of first tokens.
 
-    python -m tests.bench.replicas                   # 4 engines of the embedded pair, prompts that share prefixes
-    python -m tests.bench.replicas --prefixes 0      # prompts that have nothing in common
+    python -m tests.bench replicas                   # 4 engines of the embedded pair, prompts that share prefixes
+    python -m tests.bench replicas --prefixes 0      # prompts that have nothing in common
 
-`ingress.routing: least_loaded` and `first_token` in turn, each on a Ray of its own that takes this machine for one with
-enough cores. There are more prefixes than one
-engine's cache holds, and fewer than all engines' together. Clients are closed loops: each sends its next request when
-the last one has ended. What engines of one machine cost each other is the same for both.
+`ingress.routing: least_loaded` and `first_token` in turn, each on a Ray of its own that is told of enough cores. There
+are more prefixes than one engine's cache holds, and fewer than the caches of all. Clients are a closed loop. Engines of
+one machine slow each other down alike under both policies.
 """
 
 import argparse
 import asyncio
 import random
-import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
-
+from deploy.bench.figures import percentile
+from deploy.bench.load import closed_loop
+from deploy.bench.stream_client import Answered, Pool, request_bytes
 from deploy.bench.table import table
 from tests.bench.served import ROOT, embedded_config
 from tests.e2e.serving import Server, engine_stats, ray_cluster, serving
@@ -53,64 +54,40 @@ class Work:
         args["ingress"] = {"num_replicas": 1, "routing": policy}
         return args
 
-    def prompts(self, chance: random.Random) -> list[list[int]]:
-        return [_tokens(chance, self.prefix_tokens) for _ in range(self.prefixes)]
-
-
-@dataclass
-class Seen:
-    """Of the measured part."""
-
-    first_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_cached: int = 0
-    num_prompt: int = 0
+    def requests(self, port: int, model: str, until_s: float) -> Iterator[bytes]:
+        """Prompts that begin with one of the prefixes, or with nothing in common, until `time.perf_counter` says so."""
+        chance = random.Random(self.seed)
+        prefixes = [_tokens(chance, self.prefix_tokens) for _ in range(self.prefixes)]
+        while time.perf_counter() < until_s:
+            prompt = chance.choice(prefixes) if prefixes else _tokens(chance, self.prefix_tokens)
+            body = {
+                "model": model,
+                "prompt": prompt + _tokens(chance, OWN_TOKENS),
+                "max_tokens": self.answer_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            yield request_bytes(port, body, "completions")
 
 
 def _tokens(chance: random.Random, count: int) -> list[int]:
     return [chance.randrange(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(count)]
 
 
-async def _client(work: Work, http: httpx.AsyncClient, model: str, number: int, begin_s: float, seen: Seen) -> None:
-    prefixes = work.prompts(random.Random(work.seed))
-    chance = random.Random(f"{work.seed} {number}")
-    while (sent_s := time.perf_counter()) < begin_s + work.seconds:
-        prompt = chance.choice(prefixes) if prefixes else _tokens(chance, work.prefix_tokens)
-        body = {
-            "model": model,
-            "prompt": prompt + _tokens(chance, OWN_TOKENS),
-            "max_tokens": work.answer_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        first_s, usage = await _ask(http, body)
-        if sent_s >= begin_s and time.perf_counter() < begin_s + work.seconds:
-            seen.first_s.append(first_s - sent_s)
-            seen.num_tokens += usage["completion_tokens"]
-            seen.num_prompt += usage["prompt_tokens"]
-            seen.num_cached += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """When the first token came, and the answer's usage."""
-    first_s, usage = 0.0, {}
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    async with http.stream("POST", "/v1/completions", json=body | options) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                first_s = first_s or time.perf_counter()
-                document = httpx.Response(200, content=line.removeprefix("data: ")).json()
-                usage = document.get("usage") or usage
-    return first_s, usage
-
-
-async def _load(work: Work, server: Server) -> Seen:
-    seen, model = Seen(), server.model
+async def _load(work: Work, server: Server) -> list[Answered]:
+    """The answers to requests of the measured part, of those that ended in it. Raises RuntimeError if one failed."""
+    port = urlsplit(server.url).port
+    assert port is not None
     begin_s = time.perf_counter() + work.warm_up_s
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
-        await asyncio.gather(*(_client(work, http, model, n, begin_s, seen) for n in range(work.clients)))
-    return seen
+    end_s, answers, pool = begin_s + work.seconds, list[Answered](), Pool("127.0.0.1", port)
+    await closed_loop(pool, work.requests(port, server.model, end_s), work.clients, answers)
+    pool.close()
+    faults = [answered.fault for answered in answers if answered.fault]
+    if faults:
+        raise RuntimeError(f"{len(faults)} of {len(answers)} requests failed: {faults[0]}")
+    return [answered for answered in answers if answered.sent_s >= begin_s and answered.end_s < end_s]
 
 
 def _wait_for_engines(count: int) -> None:
@@ -124,15 +101,15 @@ def measure(work: Work, policy: str) -> tuple[object, ...]:
     """A row of the table."""
     with ray_cluster(2 * work.engines) as port, serving(port, work.args(policy), ROOT / "deploy") as server:
         _wait_for_engines(work.engines)
-        seen = asyncio.run(_load(work, server))
-    first_ms = sorted(seconds * 1e3 for seconds in seen.first_s)
+        answers = asyncio.run(_load(work, server))
+    first_ms = [(answered.event_s[0] - answered.sent_s) * 1e3 for answered in answers]
     return (
         policy,
-        len(first_ms),
-        seen.num_tokens / work.seconds,
-        statistics.median(first_ms),
-        first_ms[int((len(first_ms) - 1) * 0.9)],
-        100 * seen.num_cached / max(1, seen.num_prompt),
+        len(answers),
+        sum(answered.num_tokens for answered in answers) / work.seconds,
+        percentile(first_ms, 0.5),
+        percentile(first_ms, 0.9),
+        100 * sum(answered.num_cached for answered in answers) / sum(answered.num_prompt for answered in answers),
     )
 
 

@@ -1,6 +1,6 @@
 """Milliseconds per round of the engine without HTTP, with dummy weights and synthetic acceptance.
 
-    python -m tests.bench.round [--model llama-3.1-8b] [--shapes plain chain tree] [--batches 1 8 32 64 128]
+    python -m tests.bench round [--model llama-3.1-8b] [--shapes plain chain tree] [--batches 1 8 32 64 128]
                                 [--prompt-tokens 512] [--output-tokens 256]
 
 As peers were measured: prompts of 512 tokens, 256 output tokens, greedy, no prefix cache; (time of the whole batch -
@@ -30,8 +30,8 @@ from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench import deepseek_rank
-from tests.bench.gpu_time import copy_bytes_per_s
-from tests.bench.machine import git
+from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
+from tests.bench.machine import commit
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
@@ -198,14 +198,6 @@ def measure(spec: EngineSpec, batch: int, setting: Setting) -> dict[str, float]:
         "ready_s": ready_s,
         **{name: seen[name] for name in ("graph_launches", "copies_to_host", "idle_share", "kernels") if seen},
     }
-
-
-def hardware() -> str:
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-
-
-def commit() -> str:
-    return git("rev-parse", "--short", "HEAD") or "unknown"
 
 
 def add_engine_options(

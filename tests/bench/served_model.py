@@ -1,6 +1,6 @@
 """Which model a bench over HTTP starts a server with: a configuration of this host's, or dummy weights on a GPU.
 
-Used by `tests.bench.first_token` and `tests.bench.open_loop`.
+Used by `tests.bench.open_loop`, `tests.bench.tracing.first_token` and `tests.bench.host.startup`.
 """
 
 import argparse

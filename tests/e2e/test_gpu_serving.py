@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import gsm8k
+from tests.bench.quality import gsm8k
 from tests.e2e.serving import ray_cluster, serving, wait_idle
 from tests.support.prompts import MODELS
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.bench import gsm8k
+from tests.bench.quality import gsm8k
 from tests.e2e.serving import Server, ray_cluster, serving, wait_idle
 from tests.support.prompts import MODELS
 

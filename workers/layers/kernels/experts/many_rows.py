@@ -80,7 +80,7 @@ def _sum_slots(
 
 def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
     """Blocks of as many rows as an expert has when rows choose evenly. deterministic: those with which a row's result
-    is the same for any number of rows. Set by `tests.bench.experts --sweep` on an H200."""
+    is the same for any number of rows. Set by a sweep on an H200; `tests.bench experts` measures it."""
     each = rows * sizes.share
     block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
     holds = sizes.width // 64 <= _MAX_HELD

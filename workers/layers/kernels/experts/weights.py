@@ -153,7 +153,7 @@ def block_of(rows: int) -> int:
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     """For `workers.layers.kernels.experts.few_rows`: so many splits of the columns that the programs of the experts
     that `rows` rows use when they choose evenly are one wave of one to a multiprocessor, if they do not fill it
-    without: each keeps about 140 KB on their way. Set by `tests.bench.experts --sweep` on an H200. Of one row
+    without: each keeps about 140 KB on their way. Set by a sweep on an H200. Of one row
     down-projections are many small programs, which have room beside the gates' and read their weights while these
     end."""
     steps = sizes.size // sizes.step

@@ -170,8 +170,8 @@ def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8Gemm
 
 
 def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
-    """For a weight [n, k], k a multiple of GROUP. Set on an H200, where programs of 64 outputs fit a multiprocessor
-    twice, by `tests.bench.fp8_products --wide`."""
+    """For a weight [n, k], k a multiple of GROUP. Set by a sweep on an H200, where programs of 64 outputs fit a
+    multiprocessor twice; `tests.bench linear` measures it."""
     small, narrow, wide = WIDE_TILES
     twice = 2 * MULTIPROCESSORS
     if small.count(rows, n) <= twice and (rows <= MAX_ROWS or small.count(rows, n) > MULTIPROCESSORS and rows <= 256):

@@ -1,11 +1,12 @@
 """Where first tokens spend their time while requests arrive by a clock, and whether steps take what they should.
 
-    python -m tests.bench.open_loop_legs [--rates 1 2]                       # the embedded pair on this CPU
-    python -m tests.bench.open_loop_legs --gpu --rates 4 12 20 --seconds 15
+    python -m tests.bench first_token --loads plain:1,2                        # the embedded pair on this CPU
+    python -m tests.bench first_token --gpu --loads plain:4,12,20              # Llama-3.1-8B's dimensions on a GPU
+    python -m tests.bench first_token --gpu --loads plain:0.5 --prompt-tokens 8 --seconds 60        # an idle server
 
-The requests of `tests.bench.open_loop`, each traced as in `tests.bench.first_token`. Of each rate two Markdown tables:
-the legs of all first tokens, and the steps by what they held, with what the costs promised, what they took on the
-device, and how long the device had been idle before. Then one JSON line.
+The servers and requests of `tests.bench.open_loop`, each request traced (`tests.bench.tracing.stamps`). Two Markdown
+tables for each rate: the legs of all first tokens; the steps by their prompt tokens, with the time that was predicted,
+the time that they took on the device, and how long the device had been idle before. Then one JSON line.
 """
 
 import argparse
@@ -16,19 +17,19 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.arrivals import Traffic
+from deploy.bench.arrivals import Lengths, Mix
 from deploy.bench.figures import percentile
 from deploy.bench.load import WARM_UP, Target, run_rate
 from deploy.bench.table import table
-from tests.bench.legs import LEGS, Exchange, durations, summary
 from tests.bench.machine import machine
-from tests.bench.open_loop import LARGE, SMALL, lengths, served_model
-from tests.bench.served import running
-from tests.bench.served_model import add_options, label, prompt_ids, server_config
-from tests.bench.stamps import REQUEST_ID, Stamp, read, write_hook
+from tests.bench.open_loop import add_load_options, served, served_model, traffic_of
+from tests.bench.served_model import add_options, label, server_config
+from tests.bench.tracing.legs import LEGS, Exchange, durations, summary
+from tests.bench.tracing.stamps import REQUEST_ID, Stamp, read, write_hook
 
 SIZES = (0, 16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 4096, 1 << 30)  # prompt tokens of a class
 
@@ -94,20 +95,25 @@ def leg_table(found: dict[str, dict[str, float]]) -> list[str]:
     return table(["process", "leg, us", "median", "p99"], [*rows, total])
 
 
-async def trace(url: str, folder: Path, traffic: Traffic, rates: Sequence[float], drain_s: float) -> dict[str, Any]:
-    """Legs and steps of each rate, after a warm-up."""
+async def trace(url: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Legs and steps of each load and rate, after a warm-up. Raises RuntimeError if a request fails."""
     target, number, results = Target(url, served_model(url)), 0, {}
-    warm = traffic.arrivals(1000.0)[:WARM_UP]
+    warm = traffic_of(arguments, arguments.loads[0].mix).arrivals(1000.0)[:WARM_UP]
     for _ in range(2):
-        await run_rate(target, warm, drain_s)
-    for rate in rates:
+        await run_rate(target, warm, arguments.drain)
+    await asyncio.sleep(arguments.settle)
+    for mix, rate in [(load.mix, rate) for load in arguments.loads for rate in load.rates]:
+        traffic = traffic_of(arguments, mix)
+        if arguments.prompt_tokens:
+            fixed = Lengths(arguments.prompt_tokens, 0.0, arguments.prompt_tokens)
+            traffic = replace(traffic, mix=Mix(fixed, traffic.mix.answers))
         arrivals = traffic.arrivals(rate)
         numbers = range(number, number + len(arrivals))
         number += len(arrivals)
-        answers, begin_s = await run_rate(target, arrivals, drain_s, [f"{REQUEST_ID}{n}" for n in numbers])
+        answers, begin_s = await run_rate(target, arrivals, arguments.drain, [f"{REQUEST_ID}{n}" for n in numbers])
         faults = [answer.fault for answer in answers if answer.fault]
-        if faults:
-            raise RuntimeError(f"{url}: {len(faults)} of {len(answers)} requests failed: {faults[0]}")
+        if faults or not answers:
+            raise RuntimeError(f"{url}: {len(faults)} of {len(answers)} requests failed: {faults[:1]}")
         exchanges = [
             Exchange(n, int(answer.sent_s * 1e9), int(answer.event_s[0] * 1e9))
             for n, answer in zip(numbers, answers, strict=True)
@@ -115,7 +121,7 @@ async def trace(url: str, folder: Path, traffic: Traffic, rates: Sequence[float]
         stamps = list(read(folder))
         legs = durations(stamps, exchanges)
         last_s = max(answer.end_s for answer in answers)
-        results[f"{rate:g}"] = {
+        results[f"{mix}, {rate:g}/s"] = {
             "legs": summary(legs),
             "steps": steps(stamps, int(begin_s * 1e9), int(last_s * 1e9)),
             "requests": [
@@ -129,28 +135,21 @@ async def trace(url: str, folder: Path, traffic: Traffic, rates: Sequence[float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--rates", nargs="+", type=float, default=[1.0], help="requests per second, one after another")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals at each rate")
-    parser.add_argument("--drain", type=float, default=60.0, help="seconds after the last arrival")
-    parser.add_argument("--seed", type=int, default=0)
+    add_load_options(parser, seconds=15.0)
+    parser.add_argument("--prompt-tokens", type=int, help="of every prompt, in place of the mix's")
     parser.add_argument("--json", type=Path, help="a file for every request's legs and every step")
     arguments = parser.parse_args()
-    prompts, answers = LARGE if arguments.gpu else SMALL
-    ids = prompt_ids(arguments)
-    traffic = Traffic(lengths(prompts), lengths(answers), arguments.seconds, 5000, ids.start, ids.stop, arguments.seed)
-    options = ["--no-haproxy"] if arguments.no_haproxy else []
     with tempfile.TemporaryDirectory(prefix="legs") as name:
         folder = Path(name)
         content, hook = server_config(arguments, folder), write_hook(folder / "stamps")
-        limit_s = arguments.start_limit
-        with running("deploy.cli serve", content, *options, ready_limit_s=limit_s, python_path=[hook]) as server:
-            results = asyncio.run(trace(server.url, folder / "stamps", traffic, arguments.rates, arguments.drain))
-    for rate, found in results.items():
-        print(f"\n{label(arguments)}, {rate}/s\n", *leg_table(found["legs"]), "", *step_table(found["steps"]), sep="\n")
+        with served(arguments, content, [hook]) as url:
+            results = asyncio.run(trace(url, folder / "stamps", arguments))
+    for load, found in results.items():
+        print(f"\n{label(arguments)}, {load}\n", *leg_table(found["legs"]), "", *step_table(found["steps"]), sep="\n")
     if arguments.json:
         arguments.json.write_text(json.dumps(results))
-    whole = {rate: found["legs"] for rate, found in results.items()}
-    print(json.dumps({"bench": "open_loop_legs", "machine": machine(), "model": label(arguments), "results": whole}))
+    legs = {load: found["legs"] for load, found in results.items()}
+    print(json.dumps({"bench": "first_token", "machine": machine(), "model": label(arguments), "results": legs}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Word problems in GSM8K's form, made here from a seed: for trying `tests.bench.gsm8k` where its data is not at hand.
+"""Word problems in GSM8K's form, made from a seed: for trying `gsm8k` where its data is not at hand.
 
 What a model scores on them says nothing about GSM8K.
 """

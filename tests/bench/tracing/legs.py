@@ -1,11 +1,11 @@
-"""The path of a first token as legs between the stamps of `tests.bench.stamps`: without gaps, so that they add up."""
+"""The path of a first token as legs between the stamps of `stamps`: without gaps, so that they add up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from deploy.bench.figures import percentile
-from tests.bench.stamps import NOTHING, Stamp
+from tests.bench.tracing.stamps import NOTHING, Stamp
 
 About = Literal["traced", "name", "plan", "step", "step before", "client"]
 

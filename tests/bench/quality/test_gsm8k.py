@@ -1,16 +1,15 @@
 """The GSM8K client: prompts, results, scores, retries; against a scripted server."""
 
 import asyncio
-import contextlib
 import json
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.bench import gsm8k, served_client
-from tests.bench.gsm8k import Pass, Reply, chats_of, equality, prompts_of, result_of, score
-from tests.bench.word_problems import Problem, read_problems, word_problems
+from tests.bench.quality import gsm8k
+from tests.bench.quality.gsm8k import Pass, Reply, chats_of, equality, prompts_of, result_of, score
+from tests.bench.quality.word_problems import Problem, read_problems, word_problems
 
 
 def test_prompt_is_the_shots_and_the_question() -> None:
@@ -106,11 +105,11 @@ async def test_flush_is_tried_three_times_then_fails_with_the_answer() -> None:
     seen: list[str] = []
     busy = [httpx.Response(409, text="1 requests run"), httpx.ConnectError("gone")]
     async with _client([*busy, httpx.Response(200)], seen) as client:
-        await served_client.flush_cache(client, "http://server", pause_s=0)
+        await gsm8k.flush_cache(client, "http://server", pause_s=0)
     assert seen == ["POST /flush_cache"] * 3
     async with _client([*busy, httpx.Response(409, text="still 1 requests run")], seen) as client:
         with pytest.raises(RuntimeError, match="tried 3 times; the last answer: 409: still 1 requests run"):
-            await served_client.flush_cache(client, "http://server", pause_s=0)
+            await gsm8k.flush_cache(client, "http://server", pause_s=0)
 
 
 async def test_parallel_requests_are_bounded_and_failures_kept() -> None:
@@ -149,39 +148,3 @@ async def test_parallel_requests_are_bounded_and_failures_kept() -> None:
     assert most == 2
     assert [reply.text for reply in done.replies] == ["a", "", "c", "d", "e"]
     assert done.replies[1].fault == "400: too long"
-
-
-async def test_load_times_answers_and_stops_at_a_failure() -> None:
-    bodies: list[dict[str, object]] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
-            await serve_connection(reader, writer)
-
-    async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while head := await reader.readuntil(b"\r\n\r\n"):
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-            bodies.append(json.loads(await reader.readexactly(length)))
-            assert (b"POST /v1/chat/completions" in head) == ("messages" in bodies[-1])
-            if bodies[-1].get("prompt") == "bad":
-                writer.write(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno")
-                return
-            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-            for event in (b"data: {}\n\n", b"data: {}\n\n", b"data: [DONE]\n\n"):
-                await asyncio.sleep(0.01)
-                writer.write(b"%x\r\n%s\r\n" % (len(event), event))
-            writer.write(b"0\r\n\r\n")
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        prompts: list[dict[str, object]] = [{"prompt": "a"}, {"prompt": "b"}, {"messages": "c"}]
-        timings, elapsed_s = await served_client.load(url, prompts, 2, max_tokens=3, model="m")
-        with pytest.raises(RuntimeError, match="a request failed: b'HTTP/1.1 429"):
-            await served_client.load(url, [{"prompt": "bad"}], 1, max_tokens=3, model="m")
-    assert sorted(str(body.get("prompt", body.get("messages"))) for body in bodies[:3]) == ["a", "b", "c"]
-    assert all(body["max_tokens"] == 3 and body["stream"] and body["ignore_eos"] for body in bodies)
-    assert all(timing.first_s >= 0.009 and timing.rest_s >= 0.018 for timing in timings)
-    figures = served_client.load_figures(timings, elapsed_s)
-    assert (figures["num_answers"], figures["output_tokens"]) == (3, 9)
-    assert 0.06 <= elapsed_s < 1.0 and figures["tpot_ms_median"] >= 9

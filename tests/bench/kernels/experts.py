@@ -1,38 +1,32 @@
-"""What the experts of a layer cost on a GPU: `python -m tests.bench.experts [--model dsv3-rank] [--sweep]`.
+"""The experts of one layer on a GPU.
+
+    python -m tests.bench experts [--model dsv3-rank] [--rows 1 4 8 32 64 256 512 2048 8192]
 
 Microseconds per layer: of routing alone (logits given), of routing and both products ("experts"), and of all that a
 layer of experts does with rows of 16 bits ("layer": router, rounding to FP8, routing, products). A CUDA graph holds a
 pass of several layers with weights and logits of their own, so that the L2 cache is cold for each. Beside it the bytes
 of the experts that some row goes to, as a share of the bandwidth of a copy measured in the same turns. Rows choose
-evenly. --sweep: other tiles than the tables', for whoever sets them; they are compiled by several processes first. JSON
-line last.
+evenly. One JSON line last.
 """
 
 import argparse
 import dataclasses
 import json
-import platform
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from tests.bench.attention import Clock
-from tests.bench.gpu_time import captured
-from workers.layers.kernels.experts import few_rows as few
-from workers.layers.kernels.experts import many_rows as many
+from tests.bench.kernels.gpu_time import Clock, captured, hardware
+from tests.bench.machine import commit
 from workers.layers.kernels.experts.few_rows import few_row_experts
 from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles
-from workers.layers.kernels.experts.order import ExpertOrder, order_by_expert
 from workers.layers.kernels.experts.route import Routed, route
 from workers.layers.kernels.experts.router_gemm import router_gemm
 from workers.layers.kernels.experts.weights import (
     FP8,
     MAX_FEW_ROWS,
-    ExpertSizes,
-    ExpertTiles,
     ExpertWeights,
-    InnerRows,
     few_row_tiles,
     partial_sizes,
 )
@@ -45,7 +39,7 @@ ROWS = (1, 4, 8, 32, 64, 256, 512, 2048, 8192)
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """size, width: of a layer's rows, and of an expert on the rank. fp8: weights with scales of blocks; else bf16."""
+    """size: of a layer's rows. width: of an expert on the rank. fp8: weights with scales of blocks; else bfloat16."""
 
     size: int
     width: int
@@ -109,12 +103,12 @@ class Layer:
 
 
 class Pass:
-    """One number of rows; `experts` runs the products of all layers with `tiles`, None for the tables'."""
+    """One number of rows through all layers."""
 
-    def __init__(self, layers: Sequence[Layer], rows: int, tiles: ExpertTiles | None = None) -> None:
+    def __init__(self, layers: Sequence[Layer], rows: int) -> None:
         self.layers, self.rows, self.model = layers, rows, layers[0].model
         sizes = layers[0].weights.sizes(self.model.slots)
-        self.tiles = tiles or table(rows, sizes)
+        self.tiles = few_row_tiles(rows, sizes) if rows <= MAX_FEW_ROWS else many_row_tiles(rows, sizes)
         self.x = torch.randn(rows, self.model.size, device="cuda").bfloat16()
         self.inputs = quantize_rows(self.x, by_group=True) if self.model.fp8 else self.x
         self.out = torch.empty_like(self.x)
@@ -125,12 +119,9 @@ class Pass:
         cells, tickets = (max(each) for each in zip(*needs, strict=True))
         self.workspace = Workspace.of_size(cells, tickets, torch.device("cuda"))
         self.other_tickets = torch.zeros_like(self.workspace.tickets)
-        self.all_routed: list[Routed] = []
-        self.orders: list[ExpertOrder] = []
-        self.inners: list[InnerRows] = []
 
     def _route(self, layer: Layer, logits: Tensor, tickets: Tensor | None = None) -> Routed:
-        """tickets: for who does not multiply by experts after it, which puts zeros there."""
+        """tickets: None unless no experts follow, since these set the workspace's to zero again."""
         router = RouterLogits(logits, layer.bias, self.model.routing)
         return route(router, self.model.num_shared, self.workspace.tickets if tickets is None else tickets)
 
@@ -154,38 +145,6 @@ class Pass:
             inputs = quantize_rows(self.x, by_group=True) if self.model.fp8 else self.x
             self._multiply(layer, self._route(layer, logits), inputs)
 
-    def prepare(self) -> None:
-        """Before `gates` and `downs`."""
-        self.all_routed = [
-            self._route(layer, one, torch.zeros_like(self.other_tickets))
-            for layer, one in zip(self.layers, self.all_logits, strict=True)
-        ]
-        if self.rows > MAX_FEW_ROWS:
-            weights, block_m = self.layers[0].weights, self.tiles.block_m
-            num, shared = weights.num_experts, weights.num_shared
-            self.orders = [order_by_expert(routed, num, block_m, shared) for routed in self.all_routed]
-        self.gates()
-
-    def gates(self) -> None:
-        """The first product alone."""
-        self.inners = []
-        for i, (layer, routed) in enumerate(zip(self.layers, self.all_routed, strict=True)):
-            if self.rows <= MAX_FEW_ROWS:
-                inner = few.inner_rows(self.inputs, routed, layer.weights, self.workspace, self.tiles)
-            else:
-                inner = many.inner_rows(self.inputs, self.orders[i], layer.weights, self.tiles, self.model.slots)
-            self.inners.append(inner)
-
-    def downs(self) -> None:
-        """The second alone, with the sums."""
-        for i, (layer, routed) in enumerate(zip(self.layers, self.all_routed, strict=True)):
-            inner, weights, tiles = self.inners[i], layer.weights, self.tiles
-            if self.rows <= MAX_FEW_ROWS:
-                few.down_projected(inner, routed, weights, self.workspace, tiles, self.out)
-            else:
-                order = self.orders[i]
-                many.down_projected(inner, routed, order, weights, tiles, self.out)
-
     def distinct(self) -> float:
         """Experts that some row goes to, in the mean of the layers."""
         chosen = (
@@ -195,26 +154,15 @@ class Pass:
         return sum(int(one.unique().numel()) for one in chosen) / len(self.layers)
 
 
-def table(rows: int, sizes: ExpertSizes) -> ExpertTiles:
-    return few_row_tiles(rows, sizes) if rows <= MAX_FEW_ROWS else many_row_tiles(rows, sizes)
-
-
-def sizes_of(model: Model) -> ExpertSizes:
-    step = 128 if model.fp8 else 64
-    return ExpertSizes(
-        model.routing.num_experts, model.num_shared, model.routing.experts_per_token, model.size, model.width, step
-    )
-
-
 def measure(clock: Clock, model: Model, layers: Sequence[Layer], all_rows: Sequence[int]) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     print("rows | route us | experts us | layer us | distinct experts | MB | TB/s | share of a copy", flush=True)
     for rows in all_rows:
         one = Pass(layers, rows)
         runs: list[Callable[[], None]] = [one.routing, one.experts, one.layer]
-        *times, copy = clock.medians(*(captured(run).replay for run in runs))
+        times, rate = clock.medians(*(captured(run).replay for run in runs))
         routing, experts, layer = (time / len(layers) for time in times)
-        distinct, rate = one.distinct(), clock.copy_rate(copy)
+        distinct = one.distinct()
         num_bytes = model.expert_bytes * distinct
         found: dict[str, object] = {
             "rows": rows,
@@ -224,7 +172,7 @@ def measure(clock: Clock, model: Model, layers: Sequence[Layer], all_rows: Seque
             "distinct": round(distinct, 1),
             "mb": round(num_bytes / 1e6, 1),
             "tbs": round(num_bytes / experts / 1e6, 3),
-            "share": round(num_bytes / experts / 1e6 / rate, 3),
+            "share": round(num_bytes / experts * 1e6 / rate, 3),
         }
         results.append(found)
         print(" | ".join(str(value) for value in found.values()), flush=True)
@@ -232,23 +180,17 @@ def measure(clock: Clock, model: Model, layers: Sequence[Layer], all_rows: Seque
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="dsv3-rank")
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sweep", action="store_true", help="time other tiles too")
     args = parser.parse_args()
     model, clock = MODELS[args.model], Clock(args.rounds)
     layers = [Layer(model, seed) for seed in range(args.layers)]
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version(), flush=True)
-    if args.sweep:
-        from tests.bench.expert_sweep import sweep
-
-        results = sweep(clock, args.model, layers, args.rows)
-    else:
-        results = measure(clock, model, layers, args.rows)
-    print(json.dumps({"bench": "experts", "model": args.model, "results": results}))
+    results = measure(clock, model, layers, args.rows)
+    whole = {"bench": "experts", "hardware": hardware(), "commit": commit(), "model": args.model}
+    print(json.dumps(whole | {"results": results}))
 
 
 if __name__ == "__main__":

@@ -1,30 +1,27 @@
-"""What attention over latent rows costs on a GPU: `python -m tests.bench.latent_attention`.
+"""Attention over latent rows (MLA) on a GPU: every installed backend.
 
-Microseconds per layer call of the backends at the shape of DeepSeek-V3 on one of eight ranks (16 heads, rows of
-512 + 64 bfloat16 numbers, pages in random order), as TB/s of latent rows read and TFLOP/s of both products, beside the
-bandwidth of a copy measured in the same turns. A CUDA graph holds a pass of many layers with rows of their own, so that
-the L2 cache is cold for each, and the plan that they share. The flashinfer backend is timed where it is installed.
---sweep: other tiles than the table's, for whoever sets it. JSON line last.
+    python -m tests.bench latent_attention [--widths 1 4 8] [--batches 1 8 32 64] [--contexts 512 4096 32768]
+
+Microseconds per layer at the shape of DeepSeek-V3 on one of eight ranks (16 heads, rows of 512 + 64 bfloat16 numbers,
+pages in random order), with the share of a copy's bandwidth that reading the latent rows comes to (the copy is measured
+in the same turns) and TFLOP/s of both products. A CUDA graph holds a pass of many layers with rows of their own, so
+that the L2 cache is cold for each, and the plan that they share. One JSON line last.
 """
 
 import argparse
 import dataclasses
 import json
-import platform
 from importlib.util import find_spec
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from attention.backends import triton_kernels
 from attention.metadata import DecodeBatch, Mode, causal_mask
-from attention.ops.attend.decode_plan_triton import DecodeTiles
-from attention.ops.attend.latent_decode_triton import latent_tiles
 from attention.registry import build_backend
 from attention.views import LatentKV
-from tests.bench.attention import MAX_PREFIX, Clock, random_memory
-from tests.bench.gpu_time import captured
+from tests.bench.kernels.attention import MAX_PREFIX
+from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
+from tests.bench.machine import commit
 from tests.support.attention_cases import random_table
 
 LATENT, ROTATED = 512, 64
@@ -32,17 +29,6 @@ WIDTH = LATENT + ROTATED
 SCALE = 192**-0.5
 BYTES_A_PASS = 400 << 20  # eight times the L2 cache
 MAX_LAYERS = 32
-# Tiles that shared memory has room for, beside the table's own.
-CANDIDATES = (
-    DecodeTiles(16, 64, 4, 2, 1, 128),
-    DecodeTiles(16, 64, 8, 2, 1, 128),
-    DecodeTiles(32, 64, 8, 2, 1, 128),
-    DecodeTiles(64, 32, 8, 3, 1, 128),
-    DecodeTiles(64, 32, 8, 4, 1, 128),
-    DecodeTiles(64, 64, 8, 2, 1, 128),
-    DecodeTiles(64, 32, 8, 4, 1, 256),
-    DecodeTiles(64, 32, 8, 4, 2, 128),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,39 +82,20 @@ def measure(clock: Clock, memory: Tensor, cases: list[Case]) -> list[dict[str, f
             ways["flashinfer"] = Pass(case, memory, "flashinfer")
             if case.rows > 1:
                 ways["flashinfer_tree"] = Pass(case, memory, "flashinfer", chain=False)
-        *times, copy = clock.medians(*(captured(way.run).replay for way in ways.values()))
-        rate = clock.copy_rate(copy)
-        found = dataclasses.asdict(case) | {"copy_tbs": round(rate, 3)}
+        times, rate = clock.medians(*(captured(way.run).replay for way in ways.values()))
+        found = dataclasses.asdict(case) | {"copy_tbs": round(rate / 1e12, 3)}
         for (name, way), time in zip(ways.items(), times, strict=True):
             us = time / way.num_layers
             found[f"{name}_us"] = round(us, 2)
-            found[f"{name}_share"] = round(case.num_bytes / us / 1e6 / rate, 3)
+            found[f"{name}_share"] = round(case.num_bytes / us * 1e6 / rate, 3)
             found[f"{name}_tflops"] = round(case.flops / us / 1e6, 1)
         results.append(found)
         print(", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
     return results
 
 
-def sweep(clock: Clock, memory: Tensor, cases: list[Case]) -> list[dict[str, object]]:
-    """The tiles of the table and every candidate that takes the rows of a case at once, or 64 of them."""
-    results = []
-    for case in cases:
-        packed = case.rows * case.heads
-        own = latent_tiles(packed, 2, case.batch / torch.cuda.get_device_properties(0).multi_processor_count)
-        fitting = [tiles for tiles in CANDIDATES if tiles.block_m >= min(packed, 64)]
-        for tiles in dict.fromkeys((own, *fitting)):
-            with mock.patch.object(triton_kernels, "latent_tiles", lambda *_, tiles=tiles: tiles):
-                one = Pass(case, memory)
-                time, copy = clock.medians(captured(one.run).replay)
-            us = time / one.num_layers
-            share = case.num_bytes / us / 1e6 / clock.copy_rate(copy)
-            results.append({"case": dataclasses.asdict(case), "tiles": dataclasses.asdict(tiles), "us": round(us, 2)})
-            print(f"{case}: {'table' if tiles == own else '     '} {tiles}: {us:.2f} us, {share:.0%}", flush=True)
-    return results
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--widths", type=int, nargs="*", default=[1, 4, 8], help="rows per request")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64])
@@ -136,7 +103,6 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--gigabytes", type=int, default=16, help="memory for latent rows")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sweep", action="store_true", help="time other tiles too")
     args = parser.parse_args()
     memory, clock = random_memory(args.gigabytes), Clock(args.rounds)
     cases = [
@@ -145,9 +111,8 @@ def main() -> None:
         for batch in args.batches
         for rows in args.widths
     ]
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "python", platform.python_version(), flush=True)
-    results = (sweep if args.sweep else measure)(clock, memory, cases)
-    print(json.dumps({"bench": "latent_attention", "device": torch.cuda.get_device_name(), "results": results}))
+    results = measure(clock, memory, cases)
+    print(json.dumps({"bench": "latent_attention", "hardware": hardware(), "commit": commit(), "results": results}))
 
 
 if __name__ == "__main__":

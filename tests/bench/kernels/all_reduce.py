@@ -1,7 +1,7 @@
 """Microseconds per all-reduce in a CUDA graph by message size: NCCL, symmetric memory, and our kernel over peer memory,
 alone and with the residual add and RMSNorm that follow.
 
-    python -m tests.bench.all_reduce [--ranks 2 4] [--width 8192] [--deadline 100]
+    python -m tests.bench all_reduce [--ranks 2 4] [--width 8192] [--deadline 100]
 
 bfloat16, as many rows of `width` as a round has; the slowest rank's time, best of 5 replays of 50 calls each. A table
 per number of ranks with the limits that follow from it for `workers.distributed.custom_all_reduce.LIMITS`, then one
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from deploy.bench.table import table
-from tests.bench.gpu_time import elapsed_us
-from tests.bench.round import commit, hardware
+from tests.bench.kernels.gpu_time import elapsed_us, hardware
+from tests.bench.machine import commit
 from tests.support.ranks import RankError, run_ranks
 from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, connect
 from workers.distributed.tp_group import TPGroup

@@ -5,7 +5,7 @@ import concurrent.futures
 import httpx
 
 from deploy.bench.table import table
-from tests.bench.finding import Finding, Report
+from tests.bench.host.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 
 LIMIT_GB = 6.0

@@ -1,13 +1,13 @@
 """Times at the borders that a request crosses, in every process of an unchanged server.
 
-`tests.bench.first_token` starts `aerie serve` with a `sitecustomize` on the path (`write_hook`) that calls `install` in
-every Python process of it. Functions of our own are wrapped as their modules are imported; each call leaves records in
-a file that is mapped into memory, so that a stamp costs about 2 us and nothing is lost when a process is killed. All
-times are CLOCK_MONOTONIC, which the processes of a machine share. No torch and no Ray in here: it is imported by all of
-them.
+`tests.bench.tracing.first_token` starts `aerie serve` with a `sitecustomize` on the path (`write_hook`) that calls
+`install` in every Python process of it. Functions of our own are wrapped as their modules are imported; each call
+leaves records in a file that is mapped into memory, so that a stamp costs about 2 us and nothing is lost when a process
+is killed. All times are CLOCK_MONOTONIC, which the processes of a machine share. This module imports neither torch nor
+Ray, because all of them import it.
 
 What a stamp is about: a traced request by its number (the client's X-Request-Id says it; the ingress, before the
-request has a name), a request by its name, or a step by its number. `tests.bench.first_token` joins them.
+request has a name), a request by its name, or a step by its number. `tests.bench.tracing.first_token` joins them.
 """
 
 import contextvars
@@ -286,5 +286,7 @@ def write_hook(folder: Path) -> Path:
     """A folder for PYTHONPATH: Python processes that have it stamp into `folder`."""
     hook = folder / "hook"
     hook.mkdir(parents=True)
-    (hook / "sitecustomize.py").write_text(f"from tests.bench.stamps import install\n\ninstall({str(folder)!r})\n")
+    (hook / "sitecustomize.py").write_text(
+        f"from tests.bench.tracing.stamps import install\n\ninstall({str(folder)!r})\n"
+    )
     return hook

@@ -1,7 +1,7 @@
 """GSM8K over HTTP: accuracy, invalid share, acceptance length and output tokens/s of a running server.
 
-    python -m tests.bench.gsm8k --data gsm8k/test.jsonl --shots-data gsm8k/train.jsonl --parallel 128
-    python -m tests.bench.gsm8k --data gsm8k/test.jsonl --num-questions 200 --compare
+    python -m tests.bench gsm8k --data gsm8k/test.jsonl --shots-data gsm8k/train.jsonl --parallel 128
+    python -m tests.bench gsm8k --data gsm8k/test.jsonl --num-questions 200 --compare
 
 Few-shot prompts to /v1/completions, greedy, as SGLang's `bench_gsm8k` asks them: `Question: ... Answer: ...`, stopped
 at the next "Question", the result the last number of the answer. --compare asks everything twice, with speculation on
@@ -23,10 +23,10 @@ from typing import Any
 
 import httpx
 
-from tests.bench.served_client import flush_cache, served_model
-from tests.bench.word_problems import Problem, read_problems, word_problems
+from tests.bench.quality.word_problems import Problem, read_problems, word_problems
 
 STOPS = ("Question", "Assistant:", "<|separator|>")
+FLUSH_TRIES, FLUSH_PAUSE_S = 3, 2.0
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -70,6 +70,31 @@ def result_of(text: str) -> float | None:
     """The last number in an answer, None if it has none. "$1,234.00" is 1234; SGLang's script would read 0 there."""
     numbers = _NUMBER.findall(text.replace(",", ""))
     return float(numbers[-1]) if numbers else None
+
+
+async def served_model(client: httpx.AsyncClient, url: str) -> str:
+    """The name that clients ask for."""
+    models = (await client.get(f"{url}/v1/models")).raise_for_status().json()
+    return str(models["data"][0]["id"])
+
+
+async def flush_cache(client: httpx.AsyncClient, url: str, pause_s: float = FLUSH_PAUSE_S) -> None:
+    """Empty the prefix cache, which a server refuses while requests run: the last ones may just be ending.
+
+    Raises RuntimeError with the server's answer after three tries."""
+    answer = ""
+    for attempt in range(FLUSH_TRIES):
+        if attempt:
+            await asyncio.sleep(pause_s)
+        try:
+            reply = await client.post(f"{url}/flush_cache", timeout=30)
+        except httpx.HTTPError as error:
+            answer = f"{type(error).__name__}: {error}"
+            continue
+        if reply.status_code == 200:
+            return
+        answer = f"{reply.status_code}: {reply.text[:300]}"
+    raise RuntimeError(f"{url}/flush_cache was tried {FLUSH_TRIES} times; the last answer: {answer}")
 
 
 async def ask_all(

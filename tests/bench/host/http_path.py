@@ -2,9 +2,9 @@
 HTTP adds to the time to the first token. Client and server share two cores; everything is real but the rank.
 """
 
+import asyncio
 import importlib.util
 import multiprocessing
-import socket
 import statistics
 import tempfile
 import time
@@ -22,14 +22,14 @@ from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
 from cluster.transport.encoding import decode, decode_tokens, encode
 from cluster.transport.messages import GenerateRequest
 from cluster.transport.sockets import Transport
-from deploy.bench.stream_client import request_bytes
+from deploy.bench.stream_client import Answered, Pool, request_bytes
 from deploy.bench.table import table
-from tests.bench.coordinator import TOKENS_PER_ROUND, TREE
-from tests.bench.finding import Finding, Report
-from tests.bench.instant_server import ROUND_S, PacedExecutor
+from tests.bench.host.coordinator import TOKENS_PER_ROUND, TREE
+from tests.bench.host.finding import Finding, Report
+from tests.bench.host.instant_server import ROUND_S, PacedExecutor
+from tests.bench.host.streams import chat_body, counted, start_load
 from tests.bench.machine import busy_seconds, on_cores
 from tests.bench.served import RunningServer, embedded_config, model_name, running
-from tests.bench.sse_client import chat_body, counted, first_event_s, start_load
 from workers.config import PLAIN, RoundShapes, SchedulerConfig
 from workers.scheduling.plan import SamplingParams, pack_i32
 from workers.scheduling.scheduler import Scheduler
@@ -97,9 +97,9 @@ def run(quick: bool) -> Report:
 def measure(proxy: str, load: Load) -> dict[str, Any]:
     """One server: time to the first token while idle, then event rates by number of streams."""
     options = ["--no-haproxy"] if proxy == "Python proxy" else []
-    with running("tests.bench.instant_server", instant_config(), *options) as server:
+    with running("tests.bench.host.instant_server", instant_config(), *options) as server:
         port, model = int(server.url.rpartition(":")[2]), model_name(server)
-        ttft_s = http_ttft_s(port, model, load.num_ttft)
+        ttft_s = asyncio.run(http_ttft_s(port, model, load.num_ttft))
         rates = [event_rate(server, port, model, streams, load) for streams in load.streams]
     return {
         "ttft_ms": round(statistics.median(ttft_s) * 1e3, 3),
@@ -108,29 +108,24 @@ def measure(proxy: str, load: Load) -> dict[str, Any]:
     }
 
 
-def http_ttft_s(port: int, model: str, count: int) -> list[float]:
-    """Of one client that asks one after the other on one connection, after a few on connections of their own: the
-    HAProxy of the first second closes its connections when Serve replaces it."""
-    requests = [
-        request_bytes(port, chat_body(model, f"Question {number}: what lies between the harbour and the hill?", 4))
-        for number in range(count + WARM_UP)
-    ]
-    for request in requests[:WARM_UP]:
-        with _connection(port) as connection:
-            first_event_s(connection, request)
-        time.sleep(0.3)
-    times = []
-    with _connection(port) as connection:
-        for request in requests[WARM_UP:]:
-            time.sleep(PAUSE_S)
-            times.append(first_event_s(connection, request))
+async def http_ttft_s(port: int, model: str, count: int) -> list[float]:
+    """Seconds to the first event of requests one after another on one connection, after a few on connections of their
+    own: the HAProxy of the first second closes its connections when Serve replaces it."""
+    pool, times = Pool("127.0.0.1", port), []
+    for number in range(count + WARM_UP):
+        text = f"Question {number}: what lies between the harbour and the hill?"
+        answered = Answered()
+        await asyncio.sleep(PAUSE_S if number >= WARM_UP else 0.3)
+        await pool.ask(request_bytes(port, chat_body(model, text, 4)), answered)
+        if answered.fault:
+            raise RuntimeError(f"a request failed: {answered.fault}")
+        if number < WARM_UP:
+            pool.close()
+            pool = Pool("127.0.0.1", port)
+        else:
+            times.append(answered.event_s[0] - answered.sent_s)
+    pool.close()
     return times
-
-
-def _connection(port: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
 
 
 def event_rate(server: RunningServer, port: int, model: str, num_streams: int, load: Load) -> dict[str, Any]:
@@ -211,7 +206,7 @@ def instant_config() -> dict[str, Any]:
     """deploy/eagle.yaml with one rank that has no model and room for all streams."""
     content = embedded_config()
     (application,) = content["applications"]
-    application["import_path"] = "tests.bench.instant_server:build"
+    application["import_path"] = "tests.bench.host.instant_server:build"
     args = application["args"]
     args["cache"] = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
     args["scheduler"] = {**args["scheduler"], "max_running": MAX_RUNNING}

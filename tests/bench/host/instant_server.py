@@ -1,7 +1,7 @@
-"""An Aerie whose model takes no time: `python -m tests.bench.instant_server CONFIG [--no-haproxy]`.
+"""An Aerie whose model takes no time: `python -m tests.bench.host.instant_server CONFIG [--no-haproxy]`.
 
 Started as `aerie serve` starts one, with its environment; only `build` and with it the rank differ. CONFIG's
-import_path is `tests.bench.instant_server:build`.
+import_path is `tests.bench.host.instant_server:build`.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cluster.transport.folders import temporary_folder
-from tests.bench.coordinator import InstantExecutor
+from tests.bench.host.coordinator import InstantExecutor
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32
 
 ROUND_S = 0.008  # a round of an engine at batch 64; without it rounds would come faster than any edge can send them
@@ -52,7 +52,7 @@ def build(args: dict[str, Any]) -> object:
     from cluster.deployments import application
     from deploy.app import cluster_nodes
     from deploy.checks import checked
-    from tests.bench.instant_engine import InstantEngine
+    from tests.bench.host.instant_engine import InstantEngine
 
     return application(checked(args), cluster_nodes(), InstantEngine)
 

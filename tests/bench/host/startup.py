@@ -1,6 +1,6 @@
 """Seconds from `aerie serve` to the first answer with everything installed, process by process and step by step.
 
-    python -m tests.bench.startup --gpu [--shape chain] [--max-running 128] [--runs bare warm restart]
+    python -m tests.bench startup --gpu [--shape chain] [--max-running 128] [--runs bare warm restart]
 
 starts dummy weights on a GPU: "bare" with an empty folder for compiled kernels, "warm" with those of the run before.
 Beside the steps it prints when each process began, how many graphs were there at readiness, and when the last one was
@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from deploy.bench.table import table
-from tests.bench.finding import Finding, Report
+from tests.bench.host.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 from tests.bench.served_model import add_options, label, server_config
 

@@ -1,11 +1,11 @@
-"""An engine whose model takes no time: the `engine_class` of `tests.bench.instant_server`'s application."""
+"""An engine whose model takes no time: the `engine_class` of `tests.bench.host.instant_server`'s application."""
 
 from cluster.assembly import Layout, PhaseReport
 from cluster.config import AerieConfig
 from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
-from tests.bench.coordinator import TREE
-from tests.bench.instant_server import PacedExecutor
+from tests.bench.host.coordinator import TREE
+from tests.bench.host.instant_server import PacedExecutor
 from workers.config import PLAIN, RoundShapes
 from workers.runner.executor import StepExecutor
 

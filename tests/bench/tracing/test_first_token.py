@@ -15,12 +15,23 @@ import pytest
 
 from cluster.http.text.tokenizer import ChatTokenizer
 from deploy.bench.figures import percentile
-from tests.bench import stamps
-from tests.bench.first_token import tables
-from tests.bench.legs import _POINTS, LEGS, START, Exchange, durations, summary
 from tests.bench.served import ROOT
 from tests.bench.served_model import write_tokenizer
-from tests.bench.stamps import BORDERS, NOTHING, POINTS, REQUEST_ID, Border, Recorder, Stamp, read, wrapped, write_hook
+from tests.bench.tracing import stamps
+from tests.bench.tracing.first_token import leg_table
+from tests.bench.tracing.legs import _POINTS, LEGS, START, Exchange, durations, summary
+from tests.bench.tracing.stamps import (
+    BORDERS,
+    NOTHING,
+    POINTS,
+    REQUEST_ID,
+    Border,
+    Recorder,
+    Stamp,
+    read,
+    wrapped,
+    write_hook,
+)
 
 _ABOUT = {leg.end: leg.about for leg in LEGS}
 
@@ -66,7 +77,7 @@ def test_a_process_with_the_hook_stamps_what_it_does(tmp_path: Path) -> None:
     folder = tmp_path / "stamps"
     hook = write_hook(folder)
     code = (
-        "from tests.bench import stamps\n"
+        "from tests.bench.tracing import stamps\n"
         "from cluster.http import endpoint\n"
         "from cluster.http.schema.request import CompletionRequest\n"
         'endpoint.parse_body(b\'{"model": "m"}\', CompletionRequest)\n'
@@ -156,8 +167,8 @@ def test_table_has_a_row_for_each_leg_and_one_for_all() -> None:
     (legs,) = durations(_stamps(5, 9, _whole(0), {}), [Exchange(5, 0, 100_000)])
     found = summary([legs, legs])
     assert found["total"] == {"median_us": 100.0, "p99_us": 100.0}
-    lines = tables({"0": {"0": found, "8": found}})
-    assert len(lines) == 2 + len(LEGS) + 1 + 1 and "beside 8: median" in lines[0] and START not in found
+    lines = leg_table(found)
+    assert len(lines) == 2 + len(LEGS) + 1 and "all" in lines[-1] and START not in found
 
 
 def test_percentile_lies_between_neighbours() -> None:
@@ -178,9 +189,9 @@ def test_every_token_of_the_dummy_tokenizer_shows(tmp_path: Path) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_first_token_of_a_whole_server_is_traced() -> None:
-    options = ["--instant", "--count", "3", "--background", "2", "--prompt-tokens", "0", "40"]
+    options = ["--loads", "plain:4", "--seconds", "2", "--prompt-tokens", "40"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.first_token", *options],
+        [sys.executable, "-m", "tests.bench", "first_token", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -189,6 +200,5 @@ def test_first_token_of_a_whole_server_is_traced() -> None:
     )
     assert done.returncode == 0, done.stderr + done.stdout
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert result["bench"] == "first_token" and set(result["results"]) == {"0", "40"}
-    for columns in result["results"].values():
-        assert set(columns) == {"0", "2"} and all(column["total"]["median_us"] > 0 for column in columns.values())
+    assert result["bench"] == "first_token" and set(result["results"]) == {"plain, 4/s"}
+    assert result["results"]["plain, 4/s"]["total"]["median_us"] > 0

@@ -1,20 +1,16 @@
-"""What a step costs outside the model: `python -m tests.bench.coordinator`.
+"""The cost of a step without a model: `python -m tests.bench cpu --only coordinator`.
 
 A coordinator, two rank processes whose executor answers at once, an ingress process that reads the tokens. A step is
 schedule, plan to both ranks, result of rank 0, apply, and one token message; the time between two results is measured
-with two steps in flight, as in service. Prints one JSON line last.
+with two steps in flight, as in service.
 """
 
-import argparse
-import json
 import multiprocessing
-import os
 import tempfile
-import threading
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
 
@@ -26,6 +22,8 @@ from cluster.transport.channel import RankChannel, bind_ingress, connect_engine
 from cluster.transport.encoding import decode, decode_tokens, encode
 from cluster.transport.messages import GenerateRequest
 from cluster.transport.sockets import Transport
+from deploy.bench.table import table
+from tests.bench.host.finding import Finding, Report
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import (
@@ -43,6 +41,7 @@ from workers.scheduling.scheduler import Scheduler
 TREE = RoundShape(name="tree", width=16, max_new_tokens=6, draft_tokens=2)
 TOKENS_PER_ROUND = 3
 WARM_UP_STEPS = 200
+NUM_RANKS, PAGE_SIZE = 2, 16
 
 
 class InstantExecutor:
@@ -147,13 +146,14 @@ def spread(milliseconds: np.ndarray) -> dict[str, float]:
     return {name: round(float(value), 4) for name, value in figures.items()}
 
 
-def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) -> dict[str, object]:
+def measure(num_running: int, num_steps: int) -> dict[str, Any]:
+    """Times between results, and the coordinator's CPU time, over `num_steps` steps of `num_running` requests."""
     max_tokens = (num_steps + WARM_UP_STEPS) * TOKENS_PER_ROUND
     length = 64 + max_tokens + 64
     scheduler = TimedScheduler(
         SchedulerConfig(max_running=num_running, max_step_tokens=64 * num_running, max_waiting=num_running),
-        CacheConfig(page_size=page_size),
-        num_running * (length // page_size + 2),
+        CacheConfig(page_size=PAGE_SIZE),
+        num_running * (length // PAGE_SIZE + 2),
         length,
         time.monotonic,
         RoundShapes((PLAIN, TREE), default=1),
@@ -162,7 +162,7 @@ def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) ->
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="aerie") as folder:
         pipes, children = [], []
-        for target, args in [(run_rank, (folder, rank, num_running)) for rank in range(num_ranks)] + [
+        for target, args in [(run_rank, (folder, rank, num_running)) for rank in range(NUM_RANKS)] + [
             (run_ingress, (folder,))
         ]:
             ours, theirs = spawn.Pipe()
@@ -206,26 +206,29 @@ def measure(num_running: int, num_steps: int, page_size: int, num_ranks: int) ->
         "step_ms": spread(np.diff(stamps[:, 0]) * 1e3),
         "coordinator_cpu_ms": spread(np.diff(stamps[:, 1]) * 1e3),
         "num_running": num_running,
-        "num_ranks": num_ranks,
-        "page_size": page_size,
+        "num_ranks": NUM_RANKS,
+        "page_size": PAGE_SIZE,
         "num_steps": stats.scheduler.num_steps,
         "token_messages": num_messages,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--running", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--ranks", type=int, default=2)
-    args = parser.parse_args()
-    report = measure(args.running, args.steps, args.page_size, args.ranks)
-    report |= {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 2), "threads": threading.active_count()}
-    for name in ("step_ms", "coordinator_cpu_ms"):
-        print(f"{name:20} {report[name]}")
-    print(json.dumps(msgspec.to_builtins(report)))
-
-
-if __name__ == "__main__":
-    main()
+def run(quick: bool) -> Report:
+    """One run of 3,000 steps; 300 if `quick`."""
+    num_running, num_steps = (8, 300) if quick else (128, 3000)
+    figures = measure(num_running, num_steps)
+    columns = ["mean", "median", "p99", "max"]
+    step, cpu = figures["step_ms"], figures["coordinator_cpu_ms"]
+    rows = [("step", *(step[c] for c in columns)), ("CPU of the coordinator", *(cpu[c] for c in columns))]
+    return Report(
+        {
+            "coordinator_step_median": Finding(step["median"], 0.5, "ms"),
+            "coordinator_step_p99": Finding(step["p99"], 2.0, "ms"),
+        },
+        [
+            f"{num_running} running requests, {NUM_RANKS} ranks, {figures['num_steps']} steps",
+            "",
+            *table(["ms", *columns], rows),
+        ],
+        figures,
+    )
