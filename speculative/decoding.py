@@ -188,7 +188,7 @@ class SpeculativeDecoding(CuttableStrategy):
             extend = self._causal_rows(batch, rounds, rounds.committed.accepted.path.shape[1], rounds.length)
         ids = joined(
             (
-                rounds.committed.accepted.tokens.flatten() if rounds else None,
+                rounds.committed.commit.tokens.flatten() if rounds else None,
                 _next_ids(chunks, finals) if chunks else None,
             )
         )

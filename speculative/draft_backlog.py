@@ -52,7 +52,7 @@ class DraftBacklog:
         if self._slots is None:
             return
         rounds, count, num_requests = self._rounds, len(self._rounds), len(self._slots)
-        ids = torch.cat([of.committed.accepted.tokens for of in rounds], dim=1)
+        ids = torch.cat([of.committed.commit.tokens for of in rounds], dim=1)
         features = torch.stack([of.features for of in rounds], dim=1)
         extend = DecodeBatch(
             Mode.DRAFT_EXTEND,

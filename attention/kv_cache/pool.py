@@ -78,6 +78,12 @@ class KVPool:
         layout, view = self._layers[layer]
         return layout.store(view, q, rows, cos, sin, index, slot_mapping)
 
+    def clear(self, pages: Tensor) -> None:
+        """Zero pages [n] int64 in all layers, in place."""
+        for tensors in self.tensors:
+            for tensor in tensors:
+                tensor.index_fill_(1, pages, 0)
+
     def move_path(self, page_table: Tensor, length: Tensor, path: Tensor) -> None:
         """Copy, in all layers and in place, what stands path[b, j] positions after length[b] to j positions after it.
 

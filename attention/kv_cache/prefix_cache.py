@@ -84,6 +84,18 @@ class PrefixCache:
         self.reset()
         return len(gone)
 
+    def forget(self, tokens: Tokens, salt: bytes = b"") -> list[int]:
+        """Let go of the pages of all texts that have the first page of `tokens` (int32 [n]); returns them."""
+        first = tokens[: self.page_size + self.lookahead].tobytes()
+        node = self._root.children.pop(salt + first, None)
+        forgotten: list[int] = []
+        for each in [] if node is None else list(self._nodes(node)):
+            self._note(each.digests, each.depth, False)
+            self._allocator.uncache(each.pages)
+            forgotten += each.pages
+            each.pages, each.digests = [], []  # so that `evict` skips its entry among the leaves
+        return forgotten
+
     def watch(self, stride: int) -> None:
         """From now on `digests` and `take_changes` tell of each prompt's pages number `stride`, 2 * `stride` and so on;
         0: nobody asks any more."""
@@ -175,9 +187,9 @@ class PrefixCache:
         """Every page in the tree."""
         return (page for node in self._nodes() for page in node.pages)
 
-    def _nodes(self) -> Iterator[_Node]:
-        """All of the tree, each after its parent."""
-        stack = [self._root]
+    def _nodes(self, top: _Node | None = None) -> Iterator[_Node]:
+        """All of the tree, or of it from `top` down, each after its parent."""
+        stack = [top or self._root]
         while stack:
             node = stack.pop()
             yield node

@@ -65,6 +65,7 @@ def _accept_commit(
     STOPS: tl.constexpr,
     STOP: tl.constexpr,
     LENGTH: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
     SYNTHETIC: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -103,7 +104,8 @@ def _accept_commit(
         here = accepted & (depth == j)
         index = tl.sum(tl.where(here, node, 0), 0).to(tl.int64)
         below = tl.maximum(tl.sum(tl.where(accepted & (depth == j + 1), token, 0), 0), 0)
-        emitted = tl.where(j < num_drafts, below, tl.sum(tl.where(node == index, chosen, 0), 0))
+        token_or_none = tl.where(j < num_drafts, below, tl.sum(tl.where(node == index, chosen, 0), 0))
+        emitted = tl.maximum(token_or_none, 0)
         tl.store(path_ptr + b * COLUMNS + j, index)
         tl.store(row_ptr + b * COLUMNS + j, b * W + index)
         tl.store(out_ptr + b * COLUMNS + j, emitted)
@@ -113,7 +115,7 @@ def _accept_commit(
         is_stop = tl.max((stops == emitted).to(tl.int32), 0) > 0
         first_stop = tl.where(is_stop & (first_stop == COLUMNS), j, first_stop)
         end = tl.where(first_stop < count, first_stop + 1, count)
-        last = tl.where(j == end - 1, emitted, last)
+        last = tl.where(j == end - 1, token_or_none, last)
     count, finish = settle(
         slot,
         length,
@@ -129,6 +131,7 @@ def _accept_commit(
         finished_stride,
         STOP,
         LENGTH,
+        NOT_FINITE,
     )
     tl.store(accepted_ptr + b, num_drafts)
     tl.store(count_ptr + b, count)
@@ -144,7 +147,7 @@ def accept_commit(
 ) -> Committed:
     """What `accept` (or `accept_synthetic` with a length) and `SlotTable.commit` return for slots [B] int64, trees and
     choices [B, W] int64, and where the paths are; changes the table in place."""
-    from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
+    from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = (tree.tokens, tree.parents, tree.depths, tree.masks)
@@ -190,6 +193,7 @@ def accept_commit(
         STOPS=table.stop_ids.shape[1],
         STOP=FINISH_STOP,
         LENGTH=FINISH_LENGTH,
+        NOT_FINITE=FINISH_NOT_FINITE,
         SYNTHETIC=synthetic_length is not None,
         num_warps=1,
     )

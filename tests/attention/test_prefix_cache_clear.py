@@ -39,3 +39,24 @@ def test_held_pages_stay_their_holders_and_may_be_inserted_again() -> None:
     allocator.release(shared)
     assert allocator.num_evictable == 3 and cache.evict(9) == 3
     allocator.check_integrity([], cache.pages())
+
+
+def test_a_forgotten_text_takes_those_with_its_first_page_along_and_no_other() -> None:
+    allocator = PageAllocator(9)
+    cache = PrefixCache(allocator, 2, lookahead=1)
+    cache.watch(1)
+    for first, last, salt in ((1, 5, b""), (1, 6, b""), (2, 5, b""), (1, 5, b"salt")):
+        pages = allocator.allocate(2)
+        cache.insert(_tokens(first, 2, 3, 4, last), pages, salt)
+        allocator.release(pages)
+    before = set(cache.digests())
+    held = cache.match(_tokens(1, 2, 3, 4, 5, 9))
+    forgotten = cache.forget(_tokens(1, 2, 3, 4, 5, 9))
+    assert len(forgotten) == 3 and set(held) < set(forgotten)
+    allocator.check_integrity([held], cache.pages())
+    assert cache.match(_tokens(1, 2, 3, 4, 6, 9)) == [] and cache.forget(_tokens(1, 2, 3)) == []
+    assert cache.num_cached(_tokens(2, 2, 3, 4, 5, 9)) == cache.num_cached(_tokens(1, 2, 3, 4, 5, 9), b"salt") == 4
+    assert {d for d, here in cache.take_changes().items() if here} == set(cache.digests()) < before
+    allocator.release(held)
+    assert allocator.num_free == 5 and cache.evict(9) == 4
+    allocator.check_integrity([], cache.pages())

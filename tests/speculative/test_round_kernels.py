@@ -17,8 +17,11 @@ from tests.speculative.test_tree import random_candidates  # noqa: E402
 from tests.support.attention_cases import uniform_pool  # noqa: E402
 from tests.support.slots import enter
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.layers.kernels.argmax import argmax  # noqa: E402
-from workers.scheduling.plan import SamplingParams, SlotInit  # noqa: E402
+from workers.distributed.tp_group import SOLO  # noqa: E402
+from workers.layers.kernels import topk  # noqa: E402
+from workers.layers.kernels.argmax import largest  # noqa: E402
+from workers.layers.vocab import NOT_FINITE, VocabShard  # noqa: E402
+from workers.scheduling.plan import FINISH_NOT_FINITE, SamplingParams, SlotInit  # noqa: E402
 from workers.slots.slot_table import SlotTable  # noqa: E402
 
 pytestmark = MARKS
@@ -52,6 +55,7 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
                 children = [c for c in children if c]
                 if children and (b + node + turn) % 4:
                     chosen[b, node] = tree.tokens[b, children[turn % len(children)]].clamp_min(0)
+        chosen[2::6] = NOT_FINITE  # after every node, so wherever the path ends
         tree_on = type(tree)(*(f.contiguous().to(DEVICE) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
         slots = torch.cat((torch.arange(batch), torch.tensor([batch + 2, batch + 2]))).to(DEVICE)  # two padding rows
         pad = type(tree)(
@@ -71,6 +75,8 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         wanted = plain.commit(slots, expected.tokens, expected.num_drafts + 1)
         assert torch.equal(accepted.num_drafts, expected.num_drafts)
         assert torch.equal(commit.counts, wanted.counts) and torch.equal(commit.finish, wanted.finish)
+        broken = commit.finish[2:batch:6] == FINISH_NOT_FINITE
+        assert broken.any() and int(commit.tokens.min()) >= 0 and not (commit.finish[:2] == FINISH_NOT_FINITE).any()
         reference = committed(pad, expected, wanted, before)
         assert torch.equal(done.newest, reference.newest) and torch.equal(done.reported, reference.reported)
         assert torch.equal(done.newest_position, reference.newest_position)
@@ -78,7 +84,7 @@ def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width:
         valid = torch.arange(steps + 1, device=DEVICE) <= expected.num_drafts.unsqueeze(1)
         assert torch.equal(accepted.path[valid], expected.path[valid])
         assert torch.equal(done.path_rows[valid], reference.path_rows[valid])
-        assert torch.equal(accepted.tokens[valid], expected.tokens[valid])
+        assert torch.equal(commit.tokens[valid], wanted.tokens[valid])
         for name in ("seq_len", "bonus", "finished"):
             assert torch.equal(getattr(fused, name), getattr(plain, name)), name
         assert int(wanted.counts.max()) > 1 or steps == 1
@@ -130,7 +136,28 @@ def test_argmax_is_the_first_of_the_largest(rows: int, size: int, dtype: torch.d
     x = torch.randn((rows, size), device=DEVICE).to(dtype)
     x[0, size // 2] = x[0].max()  # equals: the smaller column wins
     expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
-    assert torch.equal(argmax(x), expected)
+    assert torch.equal(largest(x, NOT_FINITE)[1], expected)
     x[:, : size // 3] = float("-inf")
     expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
-    assert torch.equal(argmax(x), expected)
+    assert torch.equal(largest(x, NOT_FINITE)[1], expected)
+    broken = x.clone()
+    broken[-1, size // 2] = float("nan")
+    broken[rows // 2, -1] = float("inf")
+    value, column = largest(broken, NOT_FINITE)
+    hurt = sorted({rows // 2, rows - 1})
+    assert (column[hurt] == NOT_FINITE).all() and value[hurt].isinf().all()
+    expected[hurt] = NOT_FINITE
+    assert torch.equal(column, expected)
+    broken[-1] = float("nan")
+    assert int(largest(broken, 0)[1].min()) >= 0 and int(largest(broken, 0)[1].max()) < size
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("k", [1, 4])
+def test_of_nan_come_ids_that_there_are(k: int) -> None:
+    """A draft whose numbers are NaN proposes anything, but no row outside of its tables."""
+    x = torch.randn((4, 5000), generator=torch.Generator().manual_seed(k)).to(DEVICE)
+    x[1], x[2, 17], x[3] = float("nan"), float("nan"), float("inf")
+    for ids in (topk.topk_log_softmax(x, k)[1], VocabShard(5000, SOLO).argmax(x).unsqueeze(1)):
+        assert int(ids.min()) >= 0 and int(ids.max()) < 5000
+    assert torch.equal(topk.topk_log_softmax(x, k)[1][0], topk.reference(x, k)[1][0])

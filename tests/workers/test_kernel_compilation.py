@@ -113,7 +113,7 @@ def test_a_kernel_that_a_step_waits_for_is_reported(driver: Hopper, caplog: pyte
 def launch_kernels() -> None:
     """Of a round, with what tells kernels apart: tensor maps, constants that are None, options, early launch."""
     logits = torch.zeros(2, 5000, dtype=torch.bfloat16)
-    argmax.argmax(logits)
+    argmax.largest(logits, 0)
     topk.topk_log_softmax(logits, 3)
     row = torch.zeros(4, 1024, dtype=torch.bfloat16)
     norm_triton._add_norm[(4,)](

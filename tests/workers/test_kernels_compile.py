@@ -321,7 +321,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
             ("slot_ptr", "token_ptr", "bonus_ptr", "max_len_ptr", "stop_ptr", "count_ptr", "finish_ptr"), "i64"
         )
         | {"finished_ptr": "i8", "shapes_ptr": "i8"},
-        {"STOPS": 16, "STOP": 1, "LENGTH": 2},
+        {"STOPS": 16, "STOP": 1, "LENGTH": 2, "NOT_FINITE": 3},
         1,
     ),
     "accept and commit": (
@@ -347,7 +347,8 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
             "i64",
         )
         | {"finished_ptr": "i8", "shapes_ptr": "i8"},
-        {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "SYNTHETIC": False},
+        {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "NOT_FINITE": 3}
+        | {"SYNTHETIC": False},
         1,
     ),
     "trees read": (

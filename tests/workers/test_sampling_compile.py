@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from tests.attention import test_triton_compile as compiling  # noqa: E402
 from workers.layers.kernels import argmax  # noqa: E402
+from workers.layers.vocab import NOT_FINITE  # noqa: E402
 from workers.sampling.kernels import choose, draft_scores, filters, logprobs, masks, penalties  # noqa: E402
 
 pytestmark = compiling.pytestmark
@@ -54,7 +55,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (penalties._shape, {"STOPS": 64, "BLOCK": penalties.BLOCK}, 4),
     (logprobs._summarize, {"PART": logprobs.PART, "BLOCK": logprobs.BLOCK}, 4),
     (argmax._partial, {"BLOCK": argmax.BLOCK}, 8),
-    (argmax._combine, {"PARTS": 128}, 1),
+    (argmax._combine, {"BROKEN": NOT_FINITE, "PARTS": 128}, 1),
 ]
 
 

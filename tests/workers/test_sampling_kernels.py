@@ -17,7 +17,7 @@ from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa:
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.kernels.topk import reference as topk_reference  # noqa: E402
 from workers.layers.kernels.topk import topk_log_softmax  # noqa: E402
-from workers.layers.vocab import VocabShard  # noqa: E402
+from workers.layers.vocab import NOT_FINITE, VocabShard  # noqa: E402
 from workers.sampling.filters import (  # noqa: E402
     DROPPED,
     MAX_GAP,
@@ -36,7 +36,7 @@ from workers.sampling.kernels.logprobs import norms_and_top  # noqa: E402
 from workers.sampling.kernels.penalties import shape  # noqa: E402
 from workers.sampling.masks import apply_masks  # noqa: E402
 from workers.sampling.sampler import Rows, Sampler  # noqa: E402
-from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32  # noqa: E402
+from workers.scheduling.plan import FINISH_NOT_FINITE, SamplingParams, SlotInit, pack_i32  # noqa: E402
 from workers.slots.kernels.commit import commit_one  # noqa: E402
 from workers.slots.slot_table import SlotTable  # noqa: E402
 from workers.structured_output.mask_table import MaskTable  # noqa: E402
@@ -346,6 +346,7 @@ def test_one_token_is_committed_and_counted() -> None:
     size = 50
     generator = torch.Generator().manual_seed(6)
     tokens = torch.randint(0, 4, (8, 1), generator=generator)
+    tokens[2:5] = NOT_FINITE
     who = torch.tensor([0, 3, 1, 6, 8, 2, 8, 5])  # 8 is padding
 
     def filled(device: torch.device) -> SlotTable:
@@ -357,9 +358,29 @@ def test_one_token_is_committed_and_counted() -> None:
         return slots
 
     fused, plain = filled(DEVICE), filled(torch.device("cpu"))
-    counts, finish = commit_one(who.to(DEVICE), tokens.to(DEVICE), fused.commit_tables)
+    changed = tokens.to(DEVICE, copy=True)
+    counts, finish = commit_one(who.to(DEVICE), changed, fused.commit_tables)
     expected = plain.commit(who, tokens, torch.ones_like(who))
     assert torch.equal(counts.cpu(), expected.counts) and torch.equal(finish.cpu(), expected.finish)
     for name in ("seq_len", "bonus", "finished", "output_counts"):
         assert torch.equal(getattr(fused, name).cpu(), getattr(plain, name)), name
-    assert int(plain.output_counts.sum()) == 5 + 3
+    assert torch.equal(changed.cpu(), expected.tokens) and int(expected.tokens.min()) == 0
+    assert expected.finish.tolist()[2:5] == [FINISH_NOT_FINITE, 0, 0]  # one runs, one had ended, one is padding
+    assert int(plain.output_counts.sum()) == 5 + 3 - 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_row_that_is_not_finite_chooses_nothing(filtered: bool) -> None:
+    size = 5000 if INTERPRETED else 128256
+    slots = table(size)
+    who = torch.arange(len(FILTERS), device=DEVICE)
+    logits = logits_of(len(FILTERS), size, 5)
+    draws = Draws(who, who.unsqueeze(1), slots.temperature, slots.seed)
+    limits = find_limits(logits, who, filters_of(slots)) if filtered else None
+    _, expected = choose(logits, draws, 0, limits)
+    logits[1, size // 2], logits[3], logits[4, 7] = float("nan"), float("nan"), float("inf")
+    limits = find_limits(logits, who, filters_of(slots)) if filtered else None
+    value, column = choose(logits, draws, 0, limits)
+    expected[[1, 3, 4]] = NOT_FINITE
+    assert torch.equal(column, expected) and value[[1, 3, 4]].isposinf().all()

@@ -38,6 +38,29 @@ def logits_of(vocab: int, dtype: torch.dtype) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize("ranks,vocab", [(1, 7), (2, 5), (4, 5)])
+@pytest.mark.parametrize("sampling", PARAMS)
+def test_a_row_that_is_not_finite_chooses_nothing_on_any_rank(ranks: int, vocab: int, sampling: SamplingParams) -> None:
+    """Whichever shard the NaN is in; the other rows choose what they choose without it."""
+    logits = logits_of(vocab, torch.float32)
+    broken = logits.clone()
+    broken[0], broken[5, vocab - 1], broken[11, 0] = float("nan"), float("nan"), float("inf")
+    slots = SlotTable(ROWS, 4, vocab, CPU)
+    for slot in range(ROWS):
+        enter(slots, SlotInit(slot, 0, 1, 10, sampling))
+    rows = Rows(torch.arange(ROWS), torch.arange(ROWS).unsqueeze(1))
+    needs = SamplingNeeds.of([slots.facts[slot] for slot in range(ROWS)])
+
+    def run(group: TPGroup) -> list[Tensor]:
+        shard = VocabShard(vocab, group)
+        sampler = Sampler(slots, shard)
+        return [sampler.sample(shard_of(each, shard), rows, needs).tokens.flatten() for each in (logits, broken)]
+
+    for whole, hurt in on_ranks(ranks, run):
+        assert (hurt < 0).nonzero().flatten().tolist() == [0, 5, 11]
+        assert torch.equal(hurt[hurt >= 0], whole[hurt >= 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks,vocab", CASES)
 def test_the_likeliest_of_all_shards(ranks: int, vocab: int, dtype: torch.dtype) -> None:

@@ -14,6 +14,8 @@ from workers.layers.linear_method import DenseLinearMethod, LinearMethod, Linear
 from workers.layers.log_softmax import finite
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
+NOT_FINITE = -(1 << 40)  # in the place of a token id, where a row's largest logit is NaN or plus infinity
+
 
 class VocabShard:
     """This rank's token ids [first, end) of a vocabulary; `size` rows, of which end - first are real."""
@@ -25,17 +27,14 @@ class VocabShard:
         self.first = min(group.rank * self.size, vocab_size)
         self.end = min(self.first + self.size, vocab_size)
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor, checked: bool = False) -> Tensor:
         """[rows] int64 token ids of the largest of logits [rows, size], the same on every rank; ties go to the
-        smallest id. One gather of two numbers per row and rank."""
-        index = argmax(logits)
-        if self.group.size == 1:
-            return index
-        return self.best_of_ranks(logits.gather(-1, index.unsqueeze(-1)).squeeze(-1), index)
+        smallest id. checked: see `largest`. One gather of two numbers per row and rank."""
+        return self.best_of_ranks(*largest(logits, checked))
 
     def best_of_ranks(self, value: Tensor, index: Tensor) -> Tensor:
         """[rows] int64 token ids: of the ranks' largest values [rows], at columns index [rows] int64 of their shards,
-        the largest; ties go to the lowest rank. The same on every rank."""
+        the largest; ties go to the lowest rank. The same on every rank. A rank's NOT_FINITE gives a number below 0."""
         if self.group.size == 1:
             return index
         # float64 carries both the float32 value and an id below 2^53 exactly.
@@ -142,13 +141,23 @@ class LMHead(LinearBase):
         return self.shard.mask_padding(self.method.multiply(hidden, None))
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """[rows] int64: the column of the largest of logits [rows, n]."""
-    if logits.is_cuda:
-        from workers.layers.kernels.argmax import argmax as fast_argmax
+def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
+    """The largest of each row of logits [rows, n], [rows], and its column, [rows] int64.
 
-        return fast_argmax(logits)
-    return logits.argmax(-1)
+    checked: rows that have a NaN or plus infinity give NOT_FINITE for the column, and a value that no finite one
+    exceeds. Otherwise their column is any of the row.
+    """
+    if logits.is_cuda:
+        from workers.layers.kernels.argmax import largest as fast_largest
+
+        return fast_largest(logits, NOT_FINITE if checked else 0)
+    value, index = logits.max(-1)
+    return (value, finite_choice(value, index)) if checked else (value, index)
+
+
+def finite_choice(value: Tensor, index: Tensor) -> Tensor:
+    """index [rows] int64, NOT_FINITE where value [rows] is NaN or plus infinity."""
+    return torch.where(value < float("inf"), index, NOT_FINITE)
 
 
 def _topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -102,7 +102,7 @@ def build_rank(
     parts = load_parts(worker, layout, group, backends, memory, deterministic, phases.done, advance)
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
         strategy = layout.speculation.strategy(parts, others, phases.done)
-    eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars)
+    eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars, pools=parts.pools)
     graphed, first = None, frozenset["GraphKey"]()
     if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
         from workers.runner.graphs.recorder import CudaRecorder
@@ -125,7 +125,7 @@ def build_rank(
         phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
     built = eager
     if graphed is not None:
-        built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed)
+        built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed, parts.pools)
     warm_up(built, parts.layout)
     phases.done("warmed up")
     use = memory.use(parts.layout, built.graphs, group)

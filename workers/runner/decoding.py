@@ -104,10 +104,10 @@ class Autoregressive(CuttableStrategy):
         entries = batch.entry_slots
         positions = (self._slots.seq_len[entries] + 1).long().unsqueeze(1)
         sampled = self._sampler.sample(head(passed.hidden), Rows(entries, positions), batch.needs)
+        commit = self._slots.commit(entries, sampled.tokens, torch.ones_like(entries))
         logprobs = None
         if sampled.logits is not None:
-            logprobs = logprobs_of(sampled.logits, sampled.tokens, batch.needs.num_logprobs)
-        commit = self._slots.commit(entries, sampled.tokens, torch.ones_like(entries))
+            logprobs = logprobs_of(sampled.logits, commit.tokens, batch.needs.num_logprobs)
         nothing_verified = torch.full_like(entries, -1)
         ranking = ranking_of(head, batch, passed.prompt_hidden)
         return StepTensors(commit.tokens, commit.counts, commit.finish, nothing_verified, logprobs, None, ranking)

@@ -155,9 +155,14 @@ class EngineParts:
     sampler: Sampler
     grammars: SlotGrammars
 
+    @property
+    def pools(self) -> tuple[KVPool, KVPool]:
+        """The KV of target and draft."""
+        return self.target.pool, self.pool_beside
+
     def allocate_pages(self, num_pages: int) -> None:
         """Take memory for so many KV pages, in the place of what there is."""
-        for pool in (self.target.pool, self.pool_beside):
+        for pool in self.pools:
             pool.allocate(num_pages)
 
 

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attention.kv_cache.pool import KVPool
 from attention.metadata import ChunkLists, PrefillBatch
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, PromptTargets, StepBatch, StepTensors
@@ -25,6 +26,7 @@ from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs, SamplingNeeds
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import (
+    FINISH_NOT_FINITE,
     Chunk,
     Failure,
     GraphCount,
@@ -40,6 +42,9 @@ from workers.slots.upload import upload
 from workers.structured_output.slot_grammars import News, SlotGrammars
 
 logger = logging.getLogger(__name__)
+
+
+NOT_FINITE = Failure("the model's logits for its next token are NaN or infinite")
 
 
 class RanksDisagreeError(RuntimeError):
@@ -105,9 +110,10 @@ class Worker:
         debug: bool,
         grammars: SlotGrammars | None = None,
         captures: LateCaptures | None = None,
+        pools: Sequence[KVPool] = (),
     ) -> None:
         """grammars: of the engine's slots; None of an engine whose requests have none. captures: None of an engine
-        without graphs."""
+        without graphs. pools: the KV of target and draft."""
         self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
@@ -115,6 +121,7 @@ class Worker:
         self._debug = debug
         self._grammars = grammars
         self._captures = captures
+        self._pools = pools
         self._pending: deque[_Pending] = deque()
         self._round_slots = _SlotIds("round slots", slots.device)
         self._draft_slots = _SlotIds("draft slots", slots.device)
@@ -182,6 +189,9 @@ class Worker:
         width = emitted.num_tokens
         rows: list[list[int]] = emitted.rows[:, : width + 3].tolist()
         counts = [row[-3] for row in rows]
+        finish = bytes(row[-2] for row in rows)
+        if FINISH_NOT_FINITE in finish:
+            pending.failed.update((entry, NOT_FINITE) for entry, why in enumerate(finish) if why == FINISH_NOT_FINITE)
         logprobs = self._logprobs(pending, emitted.logprobs, counts)
         news = News() if self._grammars is None else self._grammars.news()
         return StepResult(
@@ -189,7 +199,7 @@ class Worker:
             step=pending.plan.step,
             counts=pack_i32(counts),
             tokens=pack_i32([token for row in rows for token in row[: row[-3]]]),
-            finish=bytes(row[-2] for row in rows),
+            finish=finish,
             accepted=pack_i32([row[-1] for row in rows]),
             logprobs=logprobs,
             failed=pending.failed,
@@ -214,7 +224,12 @@ class Worker:
             **self._draft_slots.columns(drafts),
             **(_chunk_columns(plan) if plan.chunks else {}),
         }
+        if plan.cleared_pages:
+            columns["cleared pages"] = unpack_i32(plan.cleared_pages).astype(np.int64)
         sent = upload(columns, table.device)
+        if plan.cleared_pages:
+            for pool in self._pools:
+                pool.clear(sent["cleared pages"])
         table.enter(plan, sent)
         if self._grammars is not None:
             self._grammars.enter(plan)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
-from workers.layers.vocab import VocabShard, argmax
+from workers.layers.vocab import VocabShard, finite_choice, largest
 from workers.sampling.filters import (
     DROPPED,
     MAX_GAP,
@@ -114,7 +114,7 @@ class Rows:
 class Sampled:
     """What was chosen.
 
-    tokens: [B, R] int64.
+    tokens: [B, R] int64, below 0 where the row's logits are NaN or infinite (`workers.layers.vocab.NOT_FINITE`).
     logits: [B, R, vocab] as the model gave them, if log-probabilities are wanted.
     """
 
@@ -192,7 +192,7 @@ class Sampler:
         if not needs.full_logits:
             if needs.masked:
                 self._mask(logits, rows, self._shard.first)
-            tokens = self._draw_sharded(logits, rows) if needs.random else self._shard.argmax(logits)
+            tokens = self._draw_sharded(logits, rows) if needs.random else self._shard.argmax(logits, checked=True)
             return Sampled(tokens.view(shape), None)
         raw = logits = self._shard.gather_logits(logits)
         if needs.shaping:
@@ -204,7 +204,7 @@ class Sampler:
         if needs.random:
             _, tokens = self._draw(logits, rows, 0, needs.filtered)
         else:
-            tokens = argmax(logits)
+            _, tokens = largest(logits, checked=True)
         return Sampled(tokens.view(shape), raw.view(*shape, -1) if needs.num_logprobs >= 0 else None)
 
     def perturb(self, logits: Tensor, rows: Rows, ids: Tensor, filtered: bool, group: TPGroup) -> Tensor:
@@ -250,7 +250,7 @@ class Sampler:
         ids = torch.arange(first, first + logits.shape[1], device=logits.device)
         noisy = self._perturb(self._filter(logits, rows) if filtered else logits, rows, ids)
         value, index = noisy.max(-1)
-        return value, index
+        return value, finite_choice(value, index)
 
     def _perturb(self, logits: Tensor, rows: Rows, ids: Tensor) -> Tensor:
         """logits / temperature + noise; greedy rows (temperature 0) unchanged."""

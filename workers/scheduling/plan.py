@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+FINISH_NOT_FINITE = 3  # the logits of its next token are NaN or infinite; the rank makes a `Failure` of it
 MAX_STOP_TOKEN_IDS = 64  # of one request, the model's end-of-sequence ids included: a row of a device tensor
 
 
@@ -144,6 +145,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         nothing is drafted. The others write no draft KV but that of their own committed tokens.
     page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
         taken back is replaced by page 0, the dummy page.
+    cleared_pages: int32, pages to be zeroed first. They may hold NaN, and a new owner's rows multiply what they do not
+        attend to by zero.
     max_kv_len: no position that this step reads or writes reaches it (a host-side bound; no device value is read).
     grammars: of waiting requests, to be compiled meanwhile.
     ended: int32, numbers of requests with grammars that have ended since the last plan, in whatever state.
@@ -166,6 +169,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     capture: bool = False
     ended: bytes = b""
     mask_wait_ms: float = 1000.0
+    cleared_pages: bytes = b""
 
 
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):

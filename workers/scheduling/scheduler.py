@@ -253,6 +253,7 @@ class Scheduler:
             grammars=self._grammars.announce(self.queues.waiting),
             ended=pack_i32(self._grammars.take_ended()),
             mask_wait_ms=self._mask_wait_ms(),
+            cleared_pages=slot_pages.take_cleared(),
         )
         self._next_step += 1
         return plan

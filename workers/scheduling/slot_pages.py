@@ -62,12 +62,16 @@ class SlotPages:
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))  # heap: the lowest slot first
         self._updates: dict[tuple[int, int], int] = {}  # (slot, index in its table) -> page
+        self._spoilt: set[int] = set()  # pages that may hold NaN: zeroed before the next owner
+        self._cleared: list[int] = []  # by the next plan
 
     def reset(self) -> None:
         """All slots and pages are free, the prefix cache is empty: the ranks' memory is gone."""
         for slot in np.flatnonzero(self.user >= 0).tolist():
             self._clear(slot)
         self._updates.clear()
+        self._spoilt.clear()
+        self._cleared.clear()
         self.allocator.reset()
         if self.cache is not None:
             self.cache.reset()
@@ -125,7 +129,7 @@ class SlotPages:
         missing = self._make_room(need)
         if missing:
             return missing
-        fresh = self.allocator.allocate(need)
+        fresh = self._allocate(need)
         grown = slots[growing]
         self.num_pages[grown] += counts
         start, updates = 0, self._updates
@@ -148,7 +152,7 @@ class SlotPages:
             return 0
         missing = self._make_room(need)
         if missing == 0:
-            self._extend(slot, self.allocator.allocate(need))
+            self._extend(slot, self._allocate(need))
             self.num_pages[slot] += need
         return missing
 
@@ -185,6 +189,20 @@ class SlotPages:
         # Its table is not read any more, and is emptied when the slot gets a new user, perhaps in the same plan.
         self._updates = {entry: page for entry, page in self._updates.items() if entry[0] != slot}
 
+    def spoil(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:
+        """The KV of `tokens` may hold NaN: drop it from the prefix cache, and zero its pages before they have another
+        owner. slot: that of the request; -1: it has none any more."""
+        if self.cache is not None:
+            self._spoilt.update(self.cache.forget(tokens, salt))
+        if slot >= 0:
+            self._spoilt.update(self.pages[slot])
+        self._cleared.append(DUMMY_PAGE)  # where drafts of the request's rows may have been written
+
+    def take_cleared(self) -> bytes:
+        """The pages that the next plan zeroes, as `StepPlan.cleared_pages`."""
+        cleared, self._cleared = self._cleared, []
+        return pack_i32(cleared) if cleared else b""
+
     def take_updates(self) -> bytes:
         """The page-table changes since the last plan, as `StepPlan.page_updates`."""
         packed = pack_i32([value for (slot, index), page in self._updates.items() for value in (slot, index, page)])
@@ -209,6 +227,14 @@ class SlotPages:
             freed = self.cache.evict(short)
             assert freed == short, f"{freed} of {short} evictable pages were evicted"
         return 0
+
+    def _allocate(self, count: int) -> list[int]:
+        pages = self.allocator.allocate(count)
+        if self._spoilt:
+            spoilt = self._spoilt.intersection(pages)
+            self._cleared += sorted(spoilt)
+            self._spoilt -= spoilt
+        return pages
 
     def _extend(self, slot: int, pages: list[int]) -> None:
         table = self.pages[slot]

@@ -7,7 +7,15 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.config import RoundShapes
-from workers.scheduling.plan import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Failure, StepResult, unpack_i32
+from workers.scheduling.plan import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_NOT_FINITE,
+    FINISH_STOP,
+    Failure,
+    StepResult,
+    unpack_i32,
+)
 from workers.scheduling.request import FinishReason, RequestOutput
 from workers.scheduling.request_queues import RequestQueues
 from workers.scheduling.sequence import InFlightStep, Sequence
@@ -91,6 +99,12 @@ class StepResults:
         for number, why in late.items():
             if (sequence := queues.numbered(number)) is not None:
                 failed.append((sequence, why))
+        if FINISH_NOT_FINITE in result.finish:
+            for entry, finish in enumerate(result.finish):
+                if finish == FINISH_NOT_FINITE:
+                    sequence = step.sequences[entry]
+                    salt = sequence.request.sampling.cache_salt
+                    self._slot_pages.spoil(sequence.slot, sequence.known_tokens(), salt)
         outputs = []
         for sequence, why in failed:
             if not sequence.is_finished:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workers.scheduling.plan import (
     FINISH_LENGTH,
+    FINISH_NOT_FINITE,
     FINISH_STOP,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -159,7 +160,9 @@ class SlotTable:
 
         The root's KV and that of all but the last token must be in the pool. Cuts at the first stop token (kept) and
         at the length limit, marks slots finished, and does nothing to those that already were. Counts the tokens of
-        requests that shape logits. The reference of the kernels that do this on a GPU.
+        requests that shape logits. A last token below 0 is none: the request ends with FINISH_NOT_FINITE, and what is
+        returned has 0 there (on a GPU `tokens` too, if it has one column). The reference of the kernels that do this
+        on a GPU.
         """
         if tokens.is_cuda and tokens.shape[1] == 1:
             from workers.slots.kernels.commit import commit_one
@@ -177,8 +180,13 @@ class SlotTable:
         new_length = length + counts
         at_limit = new_length + 1 >= self.max_len[slots]
         finish = torch.where(stopped, FINISH_STOP, torch.where(at_limit, FINISH_LENGTH, 0))
-        finish = torch.where(was_finished, 0, finish)
         last = tokens.gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
+        broken = (last < 0) & (counts > 0)
+        last, tokens = last.clamp_min(0), tokens.clamp_min(0)
+        counts = torch.where(broken, counts - 1, counts)
+        new_length = length + counts
+        finish = torch.where(broken, FINISH_NOT_FINITE, finish)
+        finish = torch.where(was_finished, 0, finish)
         self.seq_len[slots] = new_length.int()
         self.bonus[slots] = torch.where(was_finished, self.bonus[slots], last)
         self.finished[slots] = was_finished | (finish > 0)

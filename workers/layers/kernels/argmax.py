@@ -14,8 +14,10 @@ def _partial(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
+    # so that the largest, which is found among numbers alone, tells of it
+    x = tl.where(x == x, x, float("inf"))
     best = tl.max(x, 0)
-    # the smallest index among equals, as torch on a CPU has it; a row of NaN gives its first column
+    # the smallest index among equals, as torch on a CPU has it
     index = tl.min(tl.where(x == best, column, size), 0)
     place = row * tl.num_programs(1) + part
     tl.store(value_ptr + place, best)
@@ -23,7 +25,7 @@ def _partial(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _combine(value_ptr, index_ptr, best_ptr, out_ptr, parts, size, PARTS: tl.constexpr):
+def _combine(value_ptr, index_ptr, best_ptr, out_ptr, parts, size, BROKEN: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     value = tl.load(value_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -31,26 +33,31 @@ def _combine(value_ptr, index_ptr, best_ptr, out_ptr, parts, size, PARTS: tl.con
     largest = tl.max(value, 0)
     best = tl.min(tl.where(value == largest, index, size), 0)
     tl.store(best_ptr + row, largest)
-    tl.store(out_ptr + row, tl.where(best < size, best, 0).to(tl.int64))
+    best = tl.where(best < size, best, 0).to(tl.int64)
+    tl.store(out_ptr + row, tl.where((largest == float("inf")) & (BROKEN < 0), BROKEN, best))
 
 
-def combine(values: Tensor, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def combine(values: Tensor, indices: Tensor, size: int, broken: int) -> tuple[Tensor, Tensor]:
     """The largest of values [rows, parts] float32, and of indices [rows, parts] int32 the smallest at which it is,
-    [rows] int64; 0 where no index is below `size`."""
+    [rows] int64; 0 where no index is below `size`. broken: where below 0, the index of rows whose largest is plus
+    infinity."""
     rows, parts = values.shape
     best = torch.empty(rows, dtype=torch.float32, device=values.device)
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
-    _combine[(rows,)](values, indices, best, out, parts, size, PARTS=triton.next_power_of_2(parts), num_warps=1)
+    _combine[(rows,)](
+        values, indices, best, out, parts, size, BROKEN=broken, PARTS=triton.next_power_of_2(parts), num_warps=1
+    )
     return best, out
 
 
-def argmax(x: Tensor) -> Tensor:
-    """[rows] int64: the column of the largest of x [rows, size], any float dtype, last stride 1; the smallest column
-    among equals. Reference: `x.float().argmax(-1)`, up to which of equals it takes."""
+def largest(x: Tensor, broken: int) -> tuple[Tensor, Tensor]:
+    """The largest of each row of x [rows, size], any float dtype, last stride 1, and its column, [rows] float32 and
+    int64; the smallest column among equals. A NaN counts as plus infinity. broken: see `combine`. Reference:
+    `x.float().max(-1)`, up to which of equals it takes."""
     assert x.dim() == 2 and x.stride(1) == 1
     rows, size = x.shape
     parts = triton.cdiv(size, BLOCK)
     values = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
     indices = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
     _partial[(rows, parts)](x, values, indices, size, x.stride(0), BLOCK=BLOCK, num_warps=8)
-    return combine(values, indices, size)[1]
+    return combine(values, indices, size, broken)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.layers.kernels.argmax import combine
+from workers.layers.vocab import NOT_FINITE
 from workers.sampling.kernels.filters import Limits, gap_of
 from workers.sampling.kernels.gumbel import Draws, draw_of_row, noisy
 
@@ -60,11 +61,14 @@ def _choose(
     for start in range(0, PART, TILE):
         column = lane + start
         x = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
+        is_finite = x < float("inf")  # false of a NaN too
         if temperature > 0:
             score = noisy(x, tl.div_rn(1.0, temperature), hashed, (column + first).to(tl.int64))
             if FILTERED:
                 score = tl.where(gap_of(x, peak, temperature) <= limit, score, float("-inf"))
             x = score
+        # so that the largest, which is found among numbers alone, tells of it
+        x = tl.where(is_finite, x, float("inf"))
         # of equals in a lane the earlier column stays
         index = tl.where(x > best, column, index)
         best = tl.maximum(best, x)
@@ -78,7 +82,8 @@ def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = Non
     """What each row draws: its noisy logit [B * R] float32 and its column [B * R] int64, the smallest among equals.
 
     logits [B * R, n], any float dtype, last stride 1, of token ids first, first + 1, ...; rows of temperature 0 give
-    their largest logit. limits: what filters keep.
+    their largest logit. limits: what filters keep. Rows that have a NaN or plus infinity give plus infinity and the
+    column NOT_FINITE.
     """
     assert logits.stride(1) == 1
     rows, size = logits.shape
@@ -103,4 +108,4 @@ def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = Non
         TILE=TILE,
         num_warps=4,
     )
-    return combine(values, indices, size)
+    return combine(values, indices, size, NOT_FINITE)

@@ -30,19 +30,23 @@ def settle(
     finished_stride,
     STOP: tl.constexpr,
     LENGTH: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
 ):
     """Commit `count` tokens up to the first stop token (its index, beyond count if there is none), of which `last` is
-    the last. Returns how many were committed and why the request finished, if it did."""
+    the last, below 0 if there is none. Returns how many were committed and why the request finished, if it did."""
     max_len = tl.load(max_len_ptr + slot * max_len_stride)
     was_finished = tl.load(finished_ptr + slot * finished_stride).to(tl.int1)
     stopped = first_stop < count
     count = tl.where(stopped, first_stop + 1, count)
     count = tl.where(was_finished, 0, count)
     finish = tl.where(stopped, STOP, tl.where(length + count + 1 >= max_len, LENGTH, 0))
+    broken = (last < 0) & (count > 0)
+    count = tl.where(broken, count - 1, count)
+    finish = tl.where(broken, NOT_FINITE, finish)
     finish = tl.where(was_finished, 0, finish)
     # Padding rows share a slot that is finished for ever: all of them store what is there already.
     tl.store(seq_len_ptr + slot, (length + count).to(tl.int32))
-    tl.store(bonus_ptr + slot * bonus_stride, last, mask=was_finished == 0)
+    tl.store(bonus_ptr + slot * bonus_stride, tl.maximum(last, 0), mask=was_finished == 0)
     tl.store(finished_ptr + slot * finished_stride, (was_finished | (finish > 0)).to(tl.int8))
     return count, finish
 
@@ -82,6 +86,7 @@ def _commit_one(
     STOPS: tl.constexpr,
     STOP: tl.constexpr,
     LENGTH: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
 ):
     b = tl.program_id(0)
     slot, token = tl.load(slot_ptr + b), tl.load(token_ptr + b)
@@ -104,7 +109,9 @@ def _commit_one(
         finished_stride,
         STOP,
         LENGTH,
+        NOT_FINITE,
     )
+    tl.store(token_ptr + b, tl.maximum(token, 0))
     count_output(slot, token, count > 0, output_count_ptr, vocab_size, shapes_ptr, shapes_stride)
     tl.store(count_ptr + b, count)
     tl.store(finish_ptr + b, finish)
@@ -132,8 +139,8 @@ class CommitTables:
 
 def commit_one(slots: Tensor, tokens: Tensor, table: CommitTables) -> tuple[Tensor, Tensor]:
     """Commit one token of tokens [B, 1] int64 to each of slots [B] int64 and change the tables in place; counts and
-    reasons to finish, [B] int64."""
-    from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
+    reasons to finish, [B] int64. Tokens below 0 become 0, in place."""
+    from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 
     assert tokens.is_contiguous() and tokens.numel() == slots.shape[0] and table.stop_ids.is_contiguous()
     counts, finish = torch.empty((2, slots.shape[0]), dtype=torch.int64, device=slots.device).unbind(0)
@@ -155,6 +162,7 @@ def commit_one(slots: Tensor, tokens: Tensor, table: CommitTables) -> tuple[Tens
         STOPS=table.stop_ids.shape[1],
         STOP=FINISH_STOP,
         LENGTH=FINISH_LENGTH,
+        NOT_FINITE=FINISH_NOT_FINITE,
         num_warps=1,
     )
     return counts, finish

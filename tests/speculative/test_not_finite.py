@@ -1,0 +1,111 @@
+"""A request whose logits are NaN or infinite ends with an error; what runs beside it and after it, on the same pages
+and the same slots, does not change."""
+
+import pytest
+
+from attention.config import CacheConfig
+from speculative.config import SpeculativeConfig
+from speculative.local import local_engine
+from tests.speculative.conftest import EOS, Pair
+from tests.support.tiny_models import VOCAB
+from workers.config import SchedulerConfig
+from workers.layers.gemm import GEMMOptions
+from workers.layers.linear_method import DenseLinearMethod
+from workers.models.decoder import Decoder
+from workers.runner.local_engine import LocalEngine
+from workers.runner.worker import Worker
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.request import FinishReason, Request, RequestOutput
+
+SHAPED = "filtered, scored, shaped"
+SAMPLINGS = {
+    "greedy": SamplingParams(16, 0.0, stop_token_ids=(EOS,)),
+    "random": SamplingParams(16, 0.5, seed=5),
+    SHAPED: SamplingParams(16, 1.0, top_p=0.9, seed=6, logprobs=3, frequency_penalty=0.5),
+}
+POISON = VOCAB - 1  # whatever attends to it is NaN
+CACHE = CacheConfig(page_size=4, num_pages=90)  # so few that pages change owners all the time
+
+
+def target_of(engine: LocalEngine) -> Decoder:
+    worker = engine.executor
+    assert isinstance(worker, Worker)
+    model: Decoder = worker._strategy._target.model  # type: ignore[attr-defined]
+    return model
+
+
+def run(engine: LocalEngine, prompts: list[list[int]], sampling: SamplingParams, name: str) -> dict[str, RequestOutput]:
+    """The last output of each request, by its id."""
+    requests = [Request(f"{name}-{i}", list(prompt), sampling) for i, prompt in enumerate(prompts)]
+    last: dict[str, RequestOutput] = {}
+    engine.run(requests, 6, lambda output: last.__setitem__(output.request.request_id, output))
+    return last
+
+
+def outputs(last: dict[str, RequestOutput]) -> list[list[int]]:
+    return [each.request.output for _, each in sorted(last.items())]
+
+
+@pytest.mark.parametrize("shape,kind", [("plain", SHAPED), ("chain", "random"), ("tree", "greedy"), ("tree", SHAPED)])
+def test_a_request_whose_logits_are_nan_ends_alone(pair: Pair, shape: str, kind: str) -> None:
+    speculative = {"plain": None, "chain": pair.chain(), "tree": pair.tree()}[shape]
+    sampling = SAMPLINGS[kind]
+    prompts = [[token % POISON for token in prompt] for prompt in pair.prompts]
+    hurt = [[*prompt[:-1], POISON, *prompts[-1]] for prompt in prompts[:5]]
+    spec = pair.spec(speculative, CACHE, SchedulerConfig(6, 32))
+    with local_engine(spec) as engine:
+        model = target_of(engine)
+        # a token that nobody chooses: a request whose draft proposes it would be NaN, too
+        head = model.lm_head.method
+        assert isinstance(head, DenseLinearMethod)
+        head.dense_weight().data[POISON] = 0.0
+        head.finish(GEMMOptions())
+        undisturbed = outputs(run(engine, prompts, sampling, "before"))
+        assert all(POISON not in output for output in undisturbed)
+        model.embed_tokens.weight.data[POISON] = float("nan")
+        together = [prompt for both in zip(prompts, [*hurt, *[None] * 9], strict=True) for prompt in both if prompt]
+        last = run(engine, together, sampling, "beside")
+        for output in last.values():
+            if POISON in output.request.prompt:
+                assert output.finish_reason is FinishReason.ERROR and output.request.output == []
+                assert output.error == "the model's logits for its next token are NaN or infinite"
+        healthy = {name: output for name, output in last.items() if POISON not in output.request.prompt}
+        assert sorted(outputs(healthy)) == sorted(undisturbed)
+        assert outputs(run(engine, prompts, sampling, "after")) == undisturbed
+        assert engine.scheduler.kv_usage == 0
+        engine.scheduler.queues.check_integrity()
+        pools = engine.executor._pools  # type: ignore[attr-defined]
+        spoilt = engine.scheduler.slot_pages._spoilt
+        for pool in pools:
+            for tensor in (tensor for tensors in pool.tensors for tensor in tensors):
+                nan = set(tensor.isnan().flatten(2).any(2).any(0).nonzero().flatten().tolist())
+                assert nan <= spoilt, "NaN where the next owner would meet it"
+
+
+def test_weights_that_are_nan_end_all_requests_and_mended_ones_serve_again(pair: Pair) -> None:
+    """Nothing of the prefix cache is left of what was computed meanwhile."""
+    sampling = SAMPLINGS["greedy"]
+    with local_engine(pair.spec(pair.chain(), CACHE)) as engine:
+        undisturbed = outputs(run(engine, pair.prompts, sampling, "before"))
+        norm = target_of(engine).norm.weight
+        kept = norm.data.clone()
+        norm.data.fill_(float("nan"))
+        last = run(engine, pair.prompts, sampling, "broken")
+        assert {output.finish_reason for output in last.values()} == {FinishReason.ERROR}
+        norm.data.copy_(kept)
+        assert outputs(run(engine, pair.prompts, sampling, "after")) == undisturbed
+
+
+def test_a_draft_that_is_nan_changes_no_token(pair: Pair) -> None:
+    sampling = SAMPLINGS["greedy"]
+    for speculative in (pair.chain(), pair.tree(), SpeculativeConfig(str(pair.eagle3), "eagle3", 3, 4, 12)):
+        with local_engine(pair.spec(speculative, CACHE)) as engine:
+            undisturbed = outputs(run(engine, pair.prompts, sampling, "before"))
+            worker = engine.executor
+            assert isinstance(worker, Worker)
+            draft = worker._strategy._draft.model  # type: ignore[attr-defined]
+            shared = {weight.data_ptr() for weight in target_of(engine).parameters()}
+            for weight in draft.parameters():
+                if weight.data_ptr() not in shared:
+                    weight.data.fill_(float("nan"))
+            assert outputs(run(engine, pair.prompts, sampling, "after")) == undisturbed
