@@ -21,7 +21,7 @@ from speculative.draft_models.loading import fill_draft, load_draft
 from speculative.draft_models.method import DraftMethod
 from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
-from speculative.shapes import TreeShape, shapes_of
+from speculative.tree.shape import TreeShape, shapes_of
 from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup

@@ -22,7 +22,7 @@ class SpeculativeConfig:
     (minimum-variance schedule, the definition vLLM uses), whatever the draft says, as far as a round's shape holds so
     many; None verifies for real. window: tokens that the draft attends to, the newest of a request; None for all.
     adaptive: the tree is the most that rounds verify and draft, and the scheduler may run
-    smaller shapes, down to none (`speculative.shapes.shapes_of`), as load and acceptance want it.
+    smaller shapes, down to none (`speculative.tree.shape.shapes_of`), as load and acceptance want it.
     """
 
     path: str = ""

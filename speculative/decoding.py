@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.acceptance import Accepted, accept, accept_synthetic, committed
 from speculative.draft_backlog import DraftBacklog
 from speculative.drafter import DraftBatch, Drafter, DraftRunner
 from speculative.guidance import Guidance
-from speculative.shapes import TreeShape, is_chain
+from speculative.ops.acceptance import accept_commit
 from speculative.step_parts import Finals, Rounds, TargetPass, emitted
-from speculative.tree import RoundRows
+from speculative.tree.nodes import RoundRows
+from speculative.tree.shape import TreeShape, is_chain
 from speculative.tree_table import TreeTable
 from workers.config import RoundShape, RoundShapes
 from workers.layers.forward_context import Attending
@@ -128,14 +128,7 @@ class SpeculativeDecoding(CuttableStrategy):
         sampled = self._chosen(logits[: batch.num_requests * shape.width], batch, rows)
         depth = shape.max_new_tokens - 1
         synthetic = self._synthetic_acceptance_length if shape.width > 1 else None
-        if sampled.tokens.is_cuda:
-            from speculative.kernels.accept_commit import accept_commit
-
-            done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, depth, synthetic)
-        else:
-            accepted = self._accept(batch.slots, rows, sampled.tokens, depth, synthetic)
-            commit = slots.commit(batch.slots, accepted.tokens, accepted.num_drafts + 1)
-            done = committed(rows.tree, accepted, commit, rows.length)
+        done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, depth, synthetic)
         features = passed.round_features
         # a chain's path is its nodes in their order; rows after the last accepted are read by nobody
         if shape.width > 1 and not is_chain(shape):
@@ -155,13 +148,6 @@ class SpeculativeDecoding(CuttableStrategy):
         node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
         path = (tree.masks.unsqueeze(2) >> node & 1).bool() & (node > 0)
         return self._sampler.sample(logits, Rows(batch.slots, positions, path, tree.tokens), batch.needs)
-
-    def _accept(self, slots: Tensor, rows: RoundRows, chosen: Tensor, depth: int, synthetic: float | None) -> Accepted:
-        running = ~self._slots.finished[slots]
-        if synthetic is None:
-            return accept(rows.tree, chosen, running, depth)
-        seed = self._slots.seed[slots]
-        return accept_synthetic(rows.tree, chosen, running, depth, synthetic, seed, rows.length.long())
 
     def _first_tokens(self, batch: StepBatch, chunks: PromptChunks, logits: Tensor) -> Finals:
         """Chunks: the token after each prompt that ends."""

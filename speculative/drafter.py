@@ -14,9 +14,9 @@ from torch import Tensor
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.draft_models.method import DraftModel
 from speculative.guidance import Guidance
-from speculative.shapes import TreeShape
-from speculative.tree import Candidates, Children, candidate_depths, chain
-from speculative.tree_growth import grow
+from speculative.ops.tree_growth import grow
+from speculative.tree.nodes import Candidates, Children, candidate_depths, chain
+from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
 from workers.layers.forward_context import Attending, ForwardContext
 from workers.runner.model_runner import ModelRunner

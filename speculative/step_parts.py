@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speculative.acceptance import Committed
-from speculative.tree import RoundRows
+from speculative.ops.acceptance import Committed
+from speculative.tree.nodes import RoundRows
 from workers.runner.batch import StepBatch, StepTensors, joined
 from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs, Sampled, logprobs_of

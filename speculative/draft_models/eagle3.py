@@ -22,6 +22,7 @@ from speculative.draft_models.eagle3_config import (
 )
 from speculative.draft_models.layers import DraftLayer, joined_input
 from speculative.draft_models.method import DraftMethod, DraftModel
+from speculative.ops.head_input import head_input
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
@@ -107,9 +108,7 @@ class Eagle3Layer(DraftLayer):
 
     def input(self, ids: Tensor, hidden: Tensor, embedding: VocabEmbedding) -> Tensor:
         """[rows, 2 * hidden_size]: the norms of the embeddings of ids [rows] int64 and of hidden, side by side."""
-        if hidden.is_cuda and embedding.shard.group.size == 1:
-            from speculative.kernels.head_input import head_input
-
+        if embedding.shard.group.size == 1:
             norms = self.input_layernorm, self.hidden_norm
             return head_input(ids, embedding.weight, hidden, norms[0].weight, norms[1].weight, norms[0].eps)
         return joined_input(self.input_layernorm(embedding(ids)), self.hidden_norm(hidden))

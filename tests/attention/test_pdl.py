@@ -25,7 +25,7 @@ from attention.ops.attend import (  # noqa: E402
 )
 from attention.ops.attend.split_kv_triton import Items  # noqa: E402
 from attention.views import LayerKV  # noqa: E402
-from speculative.kernels import head_input  # noqa: E402
+from speculative.ops import head_input_triton  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
 from tests.attention.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
 from tests.workers.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         set(),
     ),
     "head_input": (
-        head_input._head_input,
+        head_input_triton._head_input,
         dict.fromkeys(("table_ptr", "hidden_ptr", "table_weight_ptr", "hidden_weight_ptr", "out_ptr"), "bf16")
         | {"id_ptr": "i64"},
         {"BLOCK": 4096, "PDL": True},

@@ -9,85 +9,14 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from attention.kv_cache.heads import HeadsLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places, token_indices  # noqa: E402
 from attention.ops import move_path_triton, slot_mapping_triton  # noqa: E402
-from speculative.acceptance import accept, accept_synthetic, committed  # noqa: E402
-from speculative.kernels.accept_commit import accept_commit  # noqa: E402
-from speculative.tree import NO_TOKEN  # noqa: E402
-from speculative.tree_growth import best_tree  # noqa: E402
-from tests.speculative.test_tree import random_candidates  # noqa: E402
 from tests.support.attention_cases import uniform_pool  # noqa: E402
-from tests.support.slots import enter
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.kernels import topk  # noqa: E402
 from workers.layers.kernels.argmax import largest  # noqa: E402
 from workers.layers.vocab import NOT_FINITE, VocabShard  # noqa: E402
-from workers.scheduling.plan import FINISH_NOT_FINITE, SamplingParams, SlotInit  # noqa: E402
-from workers.slots.slot_table import SlotTable  # noqa: E402
 
 pytestmark = MARKS
-
-
-def filled_table(batch: int, seed: int) -> SlotTable:
-    """Requests near their limits, with stop tokens, one of them finished."""
-    torch.manual_seed(seed)
-    table = SlotTable(batch + 2, 4, 128, DEVICE)
-    for slot in range(batch):
-        sampling = SamplingParams(9, 0.0, seed=slot * 7919, stop_token_ids=(slot % 99, 50))
-        enter(table, SlotInit(slot, 20 + slot, 10, 22 + slot + slot % 7, sampling))
-    table.finished[1] = True
-    return table
-
-
-@pytest.mark.parametrize("top_k,steps,width", [(1, 3, 4), (4, 5, 16), (3, 3, 12), (1, 1, 2)])
-@pytest.mark.parametrize("synthetic", [None, 1.6])
-def test_acceptance_and_commit_are_those_of_torch(top_k: int, steps: int, width: int, synthetic: float | None) -> None:
-    batch = 24
-    candidates = random_candidates(batch, top_k, steps, seed=width)
-    tree = best_tree(torch.arange(batch) % 100, candidates, width)
-    tree.tokens[3::5, 1:] = NO_TOKEN  # requests that were not drafted for
-    tree.tokens[1::5, 1 + width // 2 :] = NO_TOKEN  # and some for which a smaller shape was
-    generator = torch.Generator().manual_seed(steps)
-    for turn in range(4):
-        chosen = torch.randint(0, 99, tree.tokens.shape, generator=generator)
-        for b in range(batch):  # follow a child where there is one, most of the time
-            for node in range(width):
-                children = (tree.parents[b] == node).nonzero().flatten().tolist()
-                children = [c for c in children if c]
-                if children and (b + node + turn) % 4:
-                    chosen[b, node] = tree.tokens[b, children[turn % len(children)]].clamp_min(0)
-        chosen[2::6] = NOT_FINITE  # after every node, so wherever the path ends
-        tree_on = type(tree)(*(f.contiguous().to(DEVICE) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
-        slots = torch.cat((torch.arange(batch), torch.tensor([batch + 2, batch + 2]))).to(DEVICE)  # two padding rows
-        pad = type(tree)(
-            *(torch.cat((f, f[:2])) for f in (tree_on.tokens, tree_on.parents, tree_on.depths, tree_on.masks))
-        )
-        chosen_on = torch.cat((chosen, chosen[:2])).to(DEVICE)
-        fused, plain = filled_table(batch, turn), filled_table(batch, turn)
-        done = accept_commit(slots, pad, chosen_on, fused, steps, synthetic)
-        accepted, commit = done.accepted, done.commit
-        enabled = ~plain.finished[slots]
-        if synthetic is None:
-            expected = accept(pad, chosen_on, enabled, steps)
-        else:
-            length = plain.seq_len[slots].long()
-            expected = accept_synthetic(pad, chosen_on, enabled, steps, synthetic, plain.seed[slots], length)
-        before = plain.seq_len[slots]
-        wanted = plain.commit(slots, expected.tokens, expected.num_drafts + 1)
-        assert torch.equal(accepted.num_drafts, expected.num_drafts)
-        assert torch.equal(commit.counts, wanted.counts) and torch.equal(commit.finish, wanted.finish)
-        broken = commit.finish[2:batch:6] == FINISH_NOT_FINITE
-        assert broken.any() and int(commit.tokens.min()) >= 0 and not (commit.finish[:2] == FINISH_NOT_FINITE).any()
-        reference = committed(pad, expected, wanted, before)
-        assert torch.equal(done.newest, reference.newest) and torch.equal(done.reported, reference.reported)
-        assert torch.equal(done.newest_position, reference.newest_position)
-        assert (done.reported[3:batch:5] == -1).all() and int(done.reported.max()) >= 0
-        valid = torch.arange(steps + 1, device=DEVICE) <= expected.num_drafts.unsqueeze(1)
-        assert torch.equal(accepted.path[valid], expected.path[valid])
-        assert torch.equal(done.path_rows[valid], reference.path_rows[valid])
-        assert torch.equal(commit.tokens[valid], wanted.tokens[valid])
-        for name in ("seq_len", "bonus", "finished"):
-            assert torch.equal(getattr(fused, name), getattr(plain, name)), name
-        assert int(wanted.counts.max()) > 1 or steps == 1
 
 
 @pytest.mark.parametrize("rows,tail,page_size", [(1, 1, 1), (4, 4, 16), (3, 9, 4), (7, 7, 64)])

@@ -26,7 +26,7 @@ from attention.metadata import token_indices
 from speculative.build import DraftSpeculation, EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
-from speculative.shapes import tree_shape
+from speculative.tree.shape import tree_shape
 from tests.support.eager_graphs import EagerRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
@@ -60,7 +60,7 @@ def observe(worker: Worker, slot: int) -> Drafted:
     """The tree that `slot` will verify next, and the draft's KV of its committed positions."""
     strategy = worker._strategy._inner if isinstance(worker._strategy, GraphedDecoding) else worker._strategy
     assert isinstance(strategy, SpeculativeDecoding)
-    tokens, parents = (field[slot].tolist() for field in strategy._trees._fields[:2])
+    tokens, parents = strategy._trees.drafted(torch.tensor([slot]))[0].tolist()
     pool, slots = strategy._draft.pool, worker._slots
     positions = torch.arange(int(slots.seq_len[slot]), device=slots.device).unsqueeze(0)
     where = token_indices(slots.page_table[slot : slot + 1], positions, pool.page_size).flatten()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.kv_cache.pool import KVPool
-from speculative.tree import Tree
+from speculative.tree.nodes import Tree
 from tests.support.replica import MAX_TOKENS, NUM_FAVOURITES, Arm, Replica
 from tests.support.slots import apply_plan
 from workers.runner.batch import StepBatch, StepTensors
@@ -113,7 +113,7 @@ class Twins:
         names = ("page_table", "seq_len", "_ints", "_floats", "_flags", "stop_ids")
         tensors = [(getattr(first.slots, name), getattr(second.slots, name)) for name in names]
         if first.trees is not None and second.trees is not None:
-            tensors += zip(first.trees._fields, second.trees._fields, strict=True)
+            tensors += zip(vars(first.trees.trees).values(), vars(second.trees.trees).values(), strict=True)
         for ours, theirs in zip(first.pools, second.pools, strict=True):
             tensors += zip(_kv(ours), _kv(theirs), strict=True)
         for ours, theirs in tensors:

@@ -136,8 +136,7 @@ class Replica:
         table, count = self.slots, self.slots.padding_slot
         state = {"seq_len": table.seq_len, "bonus": table.bonus, "finished": table.finished}
         if self.trees is not None:
-            names = ("tokens", "parents", "depths", "masks")
-            state |= {f"trees.{name}": t for name, t in zip(names, self.trees._fields, strict=True)}
+            state |= {f"trees.{name}": t for name, t in vars(self.trees.trees).items()}
         return {name: tensor[:count] for name, tensor in state.items()}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speculative.config import SpeculativeConfig
-from speculative.shapes import shapes_of
+from speculative.tree.shape import shapes_of
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.shape_choice import Load, ShapeChoice

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from speculative.guidance import begin, follow, forced_or
+from speculative.ops.guides import begin, follow, forced_or
 from tests.support.embedded import eos_token_ids
 from tests.support.grammars import grammar_of
 from tests.support.prompts import MODELS

@@ -12,7 +12,13 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from attention.ops import move_path_triton  # noqa: E402
-from speculative.kernels import accept_commit, guidance, head_input, read_trees, tree_growth  # noqa: E402
+from speculative.ops import (  # noqa: E402
+    acceptance_triton,
+    guides_triton,
+    head_input_triton,
+    tree_growth_triton,
+    tree_read_triton,
+)
 from tests.attention.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from workers.layers.kernels import (
     argmax,
@@ -325,7 +331,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         1,
     ),
     "accept and commit": (
-        accept_commit._accept_commit,
+        acceptance_triton._accept_commit,
         FIELDS
         | dict.fromkeys(
             (
@@ -352,7 +358,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         1,
     ),
     "trees read": (
-        read_trees._read_trees,
+        tree_read_triton._read_trees,
         FIELDS | dict.fromkeys(("slot_ptr", "tree_ptr", "id_ptr", "position_ptr"), "i64"),
         {
             "W": 60,
@@ -360,19 +366,19 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
             "W_PADDED": 64,
             "WORDS": 2,
             "MAX_DEPTH": 5,
-            "STRAIGHT": True,
+            "AS_CHAIN": True,
             "EMPTY": -1,
         },
         1,
     ),
     "roots written": (
-        read_trees._write_roots,
+        tree_read_triton._write_roots,
         dict.fromkeys(("slot_ptr", "bonus_ptr", "token_ptr"), "i64"),
         {"EMPTY": -1, "W": 60, "NODES": 64},
         1,
     ),
     "tree grown": (
-        tree_growth._grow,
+        tree_growth_triton._grow,
         dict.fromkeys(("score_ptr", "above_score_ptr", "found_score_ptr", "level_score_ptr"), "fp32")
         | dict.fromkeys(
             (
@@ -393,7 +399,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         1,
     ),
     "tree cut": (
-        tree_growth._cut,
+        tree_growth_triton._cut,
         FIELDS
         | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr", "bonus_ptr", "tree_depth_ptr"), "i64")
         | {"found_score_ptr": "fp32"},
@@ -401,26 +407,26 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         4,
     ),
     "guides followed": (
-        guidance._follow,
+        guides_triton._follow,
         dict.fromkeys(("slot_ptr", "parent_ptr", "token_ptr", "out_token_ptr"), "i64"),
         {"ROWS": 10, "BEGIN": False, "LEVEL": True, "FORCE": True} | GUIDES,
         2,
     ),
     "drafts masked": (
-        guidance._mask,
+        guides_triton._mask,
         BF16 | {"slot_ptr": "i64", "id_ptr": "i64"},
-        {"STATES": 64, "BLOCK": guidance.BLOCK},
+        {"STATES": 64, "BLOCK": guides_triton.BLOCK},
         4,
     ),
     "children forced": (
-        guidance._children,
+        guides_triton._children,
         dict.fromkeys(("slot_ptr", "id_ptr", "map_ptr", "out_id_ptr"), "i64")
         | dict.fromkeys(("score_ptr", "out_score_ptr"), "fp32"),
         {"UNLIKELY": -1024.0, "HAS_MAP": True, "K": 10} | GUIDES,
         2,
     ),
     "head input": (
-        head_input._head_input,
+        head_input_triton._head_input,
         dict.fromkeys(("table_ptr", "hidden_ptr", "table_weight_ptr", "hidden_weight_ptr", "out_ptr"), "bf16")
         | {"id_ptr": "i64"},
         {"BLOCK": 4096, "PDL": True},

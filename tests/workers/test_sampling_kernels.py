@@ -9,9 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from speculative.acceptance import accept  # noqa: E402
-from speculative.kernels.accept_commit import accept_commit  # noqa: E402
-from speculative.tree import chain  # noqa: E402
+
 from tests.support.slots import enter
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
@@ -311,35 +309,6 @@ def test_a_shard_of_padding_gives_no_nan(size: int) -> None:
     assert bool(torch.isfinite(value[[1, 2, 4]]).all())
     norms, top, _ = norms_and_top(logits, 1)
     assert bool((norms[[0, 3]] == float("-inf")).all()) and bool((top[[0, 3]] == float("-inf")).all())
-
-
-def test_fused_acceptance_counts_what_it_emits() -> None:
-    """Counts of output tokens after a round, with requests that stop, finish, do not speculate and are not counted
-    among them."""
-    batch, steps, size = 9, 3, 50
-    generator = torch.Generator().manual_seed(4)
-    drafted = torch.randint(0, 5, (batch, steps), generator=generator)
-    tree = chain(torch.zeros(batch, dtype=torch.int64), drafted)
-    tree = type(tree)(*(f.contiguous().to(DEVICE) for f in (tree.tokens, tree.parents, tree.depths, tree.masks)))
-    chosen = torch.randint(0, 5, (batch, steps + 1), generator=generator).to(DEVICE)
-    chosen[::2, 0] = tree.tokens[::2, 1]
-
-    def filled() -> SlotTable:
-        slots = SlotTable(batch, 4, size, DEVICE)
-        for i in range(batch):
-            penalty = 0.0 if i in (3, 7) else 1.0
-            sampling = SamplingParams(9, 0.0, frequency_penalty=penalty, stop_token_ids=(i % 6,))
-            enter(slots, SlotInit(i, 10, 5, 12 + i, sampling, pack_i32([1]), pack_i32([i])))
-        slots.finished[2] = True
-        return slots
-
-    fused, plain = filled(), filled()
-    who = torch.arange(batch, device=DEVICE)
-    accept_commit(who, tree, chosen, fused, steps)
-    accepted = accept(tree, chosen, ~plain.finished[who], steps)
-    plain.commit(who, accepted.tokens, accepted.num_drafts + 1)
-    assert torch.equal(fused.output_counts, plain.output_counts)
-    assert int(fused.output_counts.sum()) > batch and not fused.output_counts[[3, 7]].any()
 
 
 def test_one_token_is_committed_and_counted() -> None:

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from speculative.shapes import tree_shape
+from speculative.tree.shape import tree_shape
 from workers.config import PLAIN, RoundShapes
 from workers.scheduling.survival import Survival
 

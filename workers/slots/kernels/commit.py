@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What a round changes in a slot, in one launch instead of about thirty. Called by `workers.slots.slot_table` on GPUs,
-and by the kernel that accepts drafts (`speculative.kernels.accept_commit`).
+and by the kernel that accepts drafts (`speculative.ops.acceptance_triton`).
 
 Reference: `workers.slots.slot_table.SlotTable.commit`.
 """

@@ -1,15 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Growing and cutting a draft tree, one launch per level and one for the cut, instead of a dozen and fifty. Called on
-GPUs by `speculative.tree_growth`, which is the reference, and by `speculative.tree_table`."""
-
-from collections.abc import Sequence
+"""Kernels of `tree_growth`: one launch per level and one for the cut, where torch needs a dozen and fifty. One program
+per request."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.tree import MAX_CUT_CANDIDATES, Candidates, Children, Level
+from speculative.ops.tree_growth import MAX_CUT_CANDIDATES
+from speculative.tree.nodes import Candidates, Children, Level, Tree
 
 
 @triton.jit
@@ -74,7 +73,7 @@ def _grow(
 
 
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """`speculative.tree_growth.grow` on a GPU."""
+    """`speculative.ops.tree_growth.grow`."""
     k = children.ids.shape[1]
     parents = 1 if above is None else k
     batch, device = candidates.tokens.shape[0], candidates.tokens.device
@@ -88,6 +87,7 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
     )
     over = above or level
     assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous()
+    assert over.scores.is_contiguous() and over.candidate.is_contiguous() and over.mask.is_contiguous()
     _grow[(batch,)](
         children.log_probabilities,
         children.ids,
@@ -167,9 +167,9 @@ def _cut(
     tl.store(mask_ptr + out, mask, mask=node < W)
 
 
-def cut(candidates: Candidates, slots: Tensor, bonus: Tensor, fields: Sequence[Tensor], width: int) -> None:
-    """`speculative.tree_growth.best_tree` for slots [B] int64 under bonus [num_slots + 1] int64, written into fields:
-    tokens, parents, depths, masks [num_slots + 1, at least `width`] int64. At most MAX_CUT_CANDIDATES candidates."""
+def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
+    """`speculative.ops.tree_growth.write_best`."""
+    fields = (trees.tokens, trees.parents, trees.depths, trees.masks)
     batch, num_candidates = candidates.scores.shape
     assert num_candidates <= MAX_CUT_CANDIDATES and width <= fields[0].shape[1]
     assert all(f.is_contiguous() and f.shape == fields[0].shape for f in fields)

@@ -1,8 +1,8 @@
-"""Draft trees as tensors: B trees of W nodes, node 0 the root (the bonus token), parents before children, and of the
-others the more likely one first.
+"""Draft trees as tensors: B trees of W nodes. Node 0 is the root (the bonus token), parents stand before children, and
+more likely nodes before less likely ones.
 
-Plain values and how the simplest are made; `speculative.tree_growth` grows them, `speculative.tree_table` keeps them,
-`speculative.acceptance` compares them with the target. Kernels read this module and nothing here knows of kernels."""
+Plain values, and how the simplest trees are made. `speculative.ops.tree_growth` grows trees, `speculative.tree_table`
+keeps them, `speculative.ops.acceptance` compares them with the target."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1
-MAX_CUT_CANDIDATES = 256  # the kernel that cuts a tree compares each candidate with each
 
 
 @dataclass(frozen=True)
 class Tree:
-    """All [B, W] int64. tokens: NO_TOKEN marks a node that cannot be accepted. parents: index in the tree, 0 for the
-    root. depths: 0 for the root. masks: bit j of node i is set if j is i or an ancestor of i."""
+    """All [B, W] int64.
+
+    tokens: NO_TOKEN marks a node that cannot be accepted.
+    parents: index in the tree, 0 for the root.
+    depths: 0 for the root.
+    masks: bit j of node i is set if j is i or an ancestor of i.
+    """
 
     tokens: Tensor
     parents: Tensor
@@ -28,9 +32,9 @@ class Tree:
 class RoundRows:
     """What a round verifies.
 
-    tree: of each request.
+    tree: one tree per request.
     length: [B] int32, the KV committed before it.
-    ids: [B * W] int64, the nodes' tokens, any where there is none.
+    ids: [B * W] int64, the nodes' tokens; 0 where there is none.
     positions: [B * W] int64 of the nodes.
     mask_words: the masks in the verifying backend's own buffer, if it has one.
     """
@@ -44,9 +48,13 @@ class RoundRows:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Drafted nodes in the order they were drafted, C per request, a parent before its children. tokens: [B, C] int64.
-    scores: [B, C] float32, the log-probability of the path, so no node's exceeds its parent's. parents: [B, C] int64,
-    index of a candidate, -1 for the root. depths: [C] int64, at most max_depth."""
+    """Drafted nodes in the order they were drafted, C per request, a parent before its children.
+
+    tokens: [B, C] int64.
+    scores: [B, C] float32, the log-probability of the path, so that no node's exceeds its parent's.
+    parents: [B, C] int64, index of a candidate, -1 for the root.
+    depths: [C] int64, at most max_depth.
+    """
 
     tokens: Tensor
     scores: Tensor
@@ -56,7 +64,7 @@ class Candidates:
 
     @staticmethod
     def empty(batch: int, depths: Tensor, max_depth: int) -> "Candidates":
-        """To be filled level by level by `speculative.tree_growth.grow`."""
+        """To be filled level by level by `speculative.ops.tree_growth.grow`."""
         shape, device = (batch, depths.shape[0]), depths.device
         tokens, parents = torch.empty((2, *shape), dtype=torch.int64, device=device).unbind(0)
         scores = torch.empty(shape, dtype=torch.float32, device=device)
@@ -65,9 +73,14 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Level:
-    """The expanded nodes of one depth. tokens: [B, k] int64. scores: [B, k] float32. candidate, mask: [B, k] int64,
-    their indices among the candidates and the tail columns that they see. parent: [B * k] int64, the row of the level
-    above (of the request, for the first level) that each was drafted from."""
+    """The expanded nodes of one depth.
+
+    tokens: [B, k] int64.
+    scores: [B, k] float32.
+    candidate: [B, k] int64, their indices among the candidates.
+    mask: [B, k] int64, the suffix columns that they see.
+    parent: [B * k] int64, the row of the level above (of the request, for the first level) that each was drafted from.
+    """
 
     tokens: Tensor
     scores: Tensor
@@ -78,8 +91,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Children:
-    """What the head proposes behind the rows of a level: log-probabilities [rows, k] float32, and ids [rows, k] int64
-    of the draft's vocabulary; target_ids: [draft vocabulary] int64, or None if the vocabularies are one."""
+    """What the draft proposes after the rows of a level.
+
+    log_probabilities: [rows, k] float32, descending.
+    ids: [rows, k] int64, of the draft's vocabulary.
+    target_ids: [draft vocabulary] int64, the target's id of each; None if the vocabularies are the same.
+    """
 
     log_probabilities: Tensor
     ids: Tensor

@@ -1,4 +1,4 @@
-"""Which drafted nodes the target agrees with.
+"""Acceptance: the drafted nodes that the target agrees with, and their commit to the slots.
 
 The target chooses a token after every node of the tree (greedily, or by a draw that depends on the position alone:
 `workers.sampling.sampler`). A node is accepted if it is the token chosen after its parent and its parent is accepted.
@@ -12,14 +12,15 @@ the embedded pair, chains of three: 2.50 tokens a round instead of 2.58 at tempe
 2.90 instead of 2.93 at 0.7 with top-k 20 and top-p 0.8 (exact expectations).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from speculative.tree import NO_TOKEN, Tree
+from attention.ops.operation import Implementation, on_gpu, operation
+from speculative.tree.nodes import NO_TOKEN, Tree
 from workers.sampling.sampler import gumbel_noise
-from workers.slots.slot_table import Commit
+from workers.slots.slot_table import Commit, SlotTable
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,29 @@ class Committed:
     newest: Tensor
     newest_position: Tensor
     reported: Tensor
+
+
+@operation(Implementation("triton", "speculative.ops.acceptance_triton:accept_commit", on_gpu))
+def accept_commit(
+    slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
+) -> Committed:
+    """Accept the path of nodes that the target chose, and commit its tokens to the slots.
+
+    slots             [B] int64; padding rows have the padding slot
+    tree              [B, W] per field, W <= 63, no deeper than max_depth
+    chosen            [B, W] int64, the target's token after each node, contiguous; below 0: its logits are not finite
+    table             seq_len, bonus, finished and output_counts of `slots` are written
+    synthetic_length  None, or the mean length of rounds (`accept_synthetic`)
+    ->                [B, max_depth + 1] of the paths
+    """
+    running, length = ~table.finished[slots], table.seq_len[slots]
+    if synthetic_length is None:
+        accepted = accept(tree, chosen, running, max_depth)
+    else:
+        seed = table.seed[slots]
+        accepted = accept_synthetic(tree, chosen, running, max_depth, synthetic_length, seed, length.long())
+    commit = table.commit(slots, accepted.tokens, accepted.num_drafts + 1)
+    return committed(tree, replace(accepted, tokens=commit.tokens), commit, length)
 
 
 def has_drafts(tree: Tree) -> Tensor:

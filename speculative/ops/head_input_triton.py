@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The input of an EAGLE-3 layer, both norms side by side, in one launch instead of four. Called by
-`speculative.draft_models.eagle3` on GPUs."""
+"""The kernel of `head_input`: one launch where the norms, the embedding and their concatenation need four."""
 
 import torch
 import triton
@@ -8,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.pdl import pdl_wait
-from workers.ops.norm import rms_norm
 from workers.ops.norm_triton import normed, num_warps
 
 
@@ -45,10 +43,7 @@ def _head_input(
 def head_input(
     ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """[rows, 2 * size]: RMSNorm of table[ids] and of hidden [rows, size], side by side.
-
-    ids: [rows] int64. table: [vocabulary, size]. All of one dtype and contiguous. Reference: `reference`.
-    """
+    """`speculative.ops.head_input.head_input`."""
     rows, size = hidden.shape
     assert all(t.is_contiguous() for t in (ids, table, hidden, table_weight, hidden_weight))
     assert table.dtype == hidden.dtype == table_weight.dtype and table.shape[1] == size
@@ -68,11 +63,3 @@ def head_input(
         **pdl_wait(hidden.device),
     )
     return out
-
-
-def reference(
-    ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
-) -> Tensor:
-    """The same in torch."""
-    inputs = ((table[ids], table_weight), (hidden, hidden_weight))
-    return torch.cat([rms_norm.reference(x, weight, eps) for x, weight in inputs], dim=-1)

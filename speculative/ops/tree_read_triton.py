@@ -1,15 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What a round verifies, gathered from the slots in one launch instead of ten. Called on GPUs by
-`speculative.tree_table`."""
-
-from collections.abc import Sequence
+"""Kernels of `tree_read`: one launch where torch needs ten. One program per request, of one warp."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.tree import NO_TOKEN, RoundRows, Tree
+from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree
 
 
 @triton.jit
@@ -31,7 +28,7 @@ def _read_trees(
     W_PADDED: tl.constexpr,
     WORDS: tl.constexpr,
     MAX_DEPTH: tl.constexpr,
-    STRAIGHT: tl.constexpr,
+    AS_CHAIN: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -45,7 +42,7 @@ def _read_trees(
     mask = tl.load(mask_ptr + source, mask=inside, other=0)
     length = tl.load(seq_len_ptr + slot)
     alive = depth <= MAX_DEPTH
-    if STRAIGHT:
+    if AS_CHAIN:
         before = tl.maximum(node - 1, 0).to(tl.int64)
         alive &= tl.cumsum((parent != before).to(tl.int32), 0) == 0
         parent, depth = before, node.to(tl.int64)
@@ -63,16 +60,16 @@ def _read_trees(
 
 
 def read_trees(
-    fields: Sequence[Tensor],
+    trees: Tree,
     slots: Tensor,
     width: int,
     max_depth: int,
-    straight: bool,
+    as_chain: bool,
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """`speculative.tree_table.TreeTable.read` for fields tokens, parents, depths, masks [num_slots + 1, W] int64, of
-    which the first `width` nodes become what `speculative.tree.trimmed` makes of them."""
+    """`speculative.ops.tree_read.read_trees`."""
+    fields = (trees.tokens, trees.parents, trees.depths, trees.masks)
     batch, device = slots.shape[0], slots.device
     assert all(f.is_contiguous() for f in fields) and width <= fields[0].shape[1]
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
@@ -97,7 +94,7 @@ def read_trees(
         W_PADDED=triton.next_power_of_2(width),
         WORDS=words,
         MAX_DEPTH=max_depth,
-        STRAIGHT=straight,
+        AS_CHAIN=as_chain,
         EMPTY=NO_TOKEN,
         num_warps=1,
     )
@@ -114,8 +111,9 @@ def _write_roots(
     tl.store(token_ptr + slot * W + node, tl.where(node == 0, bonus, EMPTY), mask=node < W)
 
 
-def write_roots(slots: Tensor, bonus: Tensor, tokens: Tensor) -> None:
-    """`speculative.tree_table.TreeTable.write_roots` for tokens [num_slots + 1, W] int64, in place."""
+def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
+    """`speculative.ops.tree_read.write_roots`."""
+    tokens = trees.tokens
     width = tokens.shape[1]
     assert tokens.is_contiguous() and slots.is_contiguous()
     _write_roots[(slots.shape[0],)](

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Drafting under grammars, one launch for what a level needs of its guides. Reference: `speculative.guidance`, which
-calls this on GPUs."""
+"""Kernels of `guides`: one launch for what a level needs. One program per request, but for `mask`: per row and
+columns."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.tree import Children, Level
+from speculative.tree.nodes import Children, Level
 from workers.structured_output import guide_table
 from workers.structured_output.guide_table import MAX_EDGES, MAX_STATES, GuideTable
 
@@ -117,18 +117,18 @@ def _launch(
 
 
 def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Tensor:
-    """`speculative.guidance.begin`."""
+    """`speculative.ops.guides.begin`."""
     return _launch(guides, slots, nodes.contiguous(), None, bonus.contiguous().unsqueeze(1), begin=True)[1]
 
 
 def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] int64, or those that states [B, 1] int32 force, and the states after them."""
+    """`speculative.ops.guides.follow_chain`."""
     tokens, states = _launch(guides, slots, states, None, tokens.contiguous().unsqueeze(1), force=True)
     return tokens.squeeze(1), states
 
 
 def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level) -> Tensor:
-    """The states of a level, of the states [B, R] int32 above it."""
+    """`speculative.ops.guides.follow_level`."""
     return _launch(guides, slots, states, level.parent, level.tokens.contiguous())[1]
 
 
@@ -166,7 +166,7 @@ def _mask(
 
 
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
-    """`speculative.guidance.mask`."""
+    """`speculative.ops.guides.mask`."""
     rows, size = logits.shape
     assert logits.stride(1) == 1 and words.is_contiguous() and ids.is_contiguous() and ids.shape[0] == size
     _mask[(rows, triton.cdiv(size, BLOCK))](
@@ -233,7 +233,7 @@ def _children(
 
 
 def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> Children:
-    """`speculative.guidance.children`."""
+    """`speculative.ops.guides.children`."""
     ids, scores = torch.empty_like(found.ids), torch.empty_like(found.log_probabilities)
     assert found.ids.is_contiguous() and found.log_probabilities.is_contiguous() and states.is_contiguous()
     _children[(ids.shape[0],)](

@@ -1,19 +1,26 @@
-"""Growing a draft tree level by level, and cutting it to the nodes that are verified. Called by `speculative.drafter`
-and `speculative.tree_table`; on GPUs `speculative.kernels.tree_growth` does both, and this is its reference."""
+"""Grows a draft tree level by level, and cuts it to the nodes that are verified (EAGLE-2, arXiv 2406.16858, section
+4)."""
 
 import torch
 from torch import Tensor
 
-from speculative.tree import Candidates, Children, Level, Tree
+from attention.ops.operation import Implementation, on_gpu, operation
+from speculative.tree.nodes import Candidates, Children, Level, Tree
+
+MAX_CUT_CANDIDATES = 256  # the kernel compares each candidate with each
 
 
+@operation(Implementation("triton", "speculative.ops.tree_growth_triton:grow", on_gpu))
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """Add the children of a level (None: of the root) to the candidates, from column `first`, and choose the k best of
-    them as the next level. first_bit: the tail column of that level's first node."""
-    if candidates.scores.is_cuda:
-        from speculative.kernels import tree_growth as kernel
+    """Add the children of a level to the candidates, and choose the k best of them as the next level.
 
-        return kernel.grow(candidates, above, children, first, first_bit)
+    candidates  [B, C] per field; columns first to first + parents * k are written
+    above       the level, of k nodes per request, contiguous; None: the root, which is one
+    children    [B * parents, k], contiguous; scores equal to others rank in the order of their columns
+    first       column of the first child
+    first_bit   suffix column of the next level's first node
+    ->          the next level, of k nodes per request, best first
+    """
     rows, k = children.ids.shape
     parents = 1 if above is None else k
     batch, device = rows // parents, children.ids.device
@@ -33,9 +40,38 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
     return Level(tokens.gather(1, chosen), best, chosen + first, mask, rows_above.flatten())
 
 
+@operation(
+    Implementation(
+        "triton",
+        "speculative.ops.tree_growth_triton:write_best",
+        on_gpu,
+        lambda trees, slots, bonus, candidates, width: candidates.scores.shape[1] <= MAX_CUT_CANDIDATES,
+        f"at most {MAX_CUT_CANDIDATES} candidates",
+    )
+)
+def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
+    """Replace the trees of some slots by the `best_tree` of their candidates.
+
+    trees       [num_slots + 1, W] per field, contiguous, W >= width; the first `width` nodes of `slots` are written
+    slots       [B] int64, distinct or padding
+    bonus       [num_slots + 1] int64, the newest token of each slot
+    candidates  [B, C] per field
+    """
+    write_trees(trees, slots, best_tree(bonus[slots], candidates, width))
+
+
+def write_trees(trees: Tree, slots: Tensor, tree: Tree) -> None:
+    """Write trees [B, n] over the first n nodes of those of slots [B] int64, which are distinct or padding."""
+    width = tree.tokens.shape[1]
+    trees.tokens[slots, :width] = tree.tokens
+    trees.parents[slots, :width] = tree.parents
+    trees.depths[slots, :width] = tree.depths
+    trees.masks[slots, :width] = tree.masks
+
+
 def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
-    """The width - 1 candidates of the highest score, best first, under root [B] (EAGLE-2, arXiv 2406.16858, section
-    4.2). So the first nodes of a tree are what a narrower one of the same candidates would be.
+    """The width - 1 candidates of the highest score, best first, under root [B] (section 4.2). So the first nodes of a
+    tree are what a narrower one of the same candidates would be.
 
     The sort is stable: of equal scores the one drafted first wins, so that a kept node's parent is kept too, before it.
     """

@@ -1,17 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Acceptance and commit in one launch instead of about forty-five. Called by `speculative.decoding` on GPUs.
-
-Reference: `speculative.acceptance.accept`, then `workers.slots.slot_table.SlotTable.commit` and `committed`.
-"""
+"""The kernel of `acceptance`: one launch where torch needs about forty-five. One program per request, of one warp."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.acceptance import Accepted, Committed
-from speculative.tree import Tree
+from speculative.ops.acceptance import Accepted, Committed
+from speculative.tree.nodes import Tree
 from workers.sampling.kernels.gumbel import mix
+from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 from workers.slots.kernels.commit import count_output, counting_arguments, settle
 from workers.slots.slot_table import Commit, SlotTable
 
@@ -145,10 +143,7 @@ def _accept_commit(
 def accept_commit(
     slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
 ) -> Committed:
-    """What `accept` (or `accept_synthetic` with a length) and `SlotTable.commit` return for slots [B] int64, trees and
-    choices [B, W] int64, and where the paths are; changes the table in place."""
-    from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
-
+    """`speculative.ops.acceptance.accept_commit`."""
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = (tree.tokens, tree.parents, tree.depths, tree.masks)
     assert all(f.stride(1) == 1 and f.stride(0) == fields[0].stride(0) and f.dtype == torch.int64 for f in fields)

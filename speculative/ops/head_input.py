@@ -1,0 +1,24 @@
+"""The input of an EAGLE-3 layer (arXiv 2503.01840): both norms, side by side."""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+from workers.ops.norm import rms_norm
+
+
+@operation(Implementation("triton", "speculative.ops.head_input_triton:head_input", on_gpu))
+def head_input(
+    ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    """RMSNorm of table[ids] beside the RMSNorm of hidden.
+
+    ids            [rows] int64
+    table          [vocabulary, size], the embedding, of the model's type
+    hidden         [rows, size], as table
+    table_weight   [size], as table
+    hidden_weight  [size], as table
+    ->             [rows, 2 * size], as table; all arguments are contiguous
+    """
+    inputs = (table[ids], table_weight), (hidden, hidden_weight)
+    return torch.cat([rms_norm.reference(x, weight, eps) for x, weight in inputs], dim=-1)

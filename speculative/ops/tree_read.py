@@ -1,0 +1,53 @@
+"""Reads the trees that a round verifies from the slots, and writes trees that are a root alone."""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree, trimmed
+
+
+@operation(Implementation("triton", "speculative.ops.tree_read_triton:read_trees", on_gpu))
+def read_trees(
+    trees: Tree,
+    slots: Tensor,
+    width: int,
+    max_depth: int,
+    as_chain: bool,
+    seq_len: Tensor,
+    mask_words: Tensor | None = None,
+) -> RoundRows:
+    """The rows of the trees of some slots: their first `width` nodes, as `speculative.tree.nodes.trimmed` leaves them.
+
+    trees       [num_slots + 1, W] per field, contiguous, W >= width
+    slots       [B] int64
+    max_depth   no deeper node can be accepted
+    as_chain    trees become chains, of the nodes that each follow the one before
+    seq_len     [num_slots + 1] int32, committed KV tokens
+    mask_words  [B, width, words] uint16, contiguous, words even, written: the low 16 * words bits of each node's mask,
+                lowest first; None: no backend wants them
+    ->          trees of `width` nodes
+    """
+    tree = trimmed(
+        Tree(*(each[slots, :width] for each in (trees.tokens, trees.parents, trees.depths, trees.masks))),
+        max_depth,
+        as_chain,
+    )
+    if mask_words is not None:
+        bits = tree.masks.contiguous().view(torch.uint16).view(*mask_words.shape[:2], 4)
+        mask_words.copy_(bits[..., : mask_words.shape[2]])
+    length = seq_len[slots]
+    positions = (length.long().unsqueeze(1) + tree.depths).flatten()
+    return RoundRows(tree, length, tree.tokens.clamp_min(0).flatten(), positions, mask_words)
+
+
+@operation(Implementation("triton", "speculative.ops.tree_read_triton:write_roots", on_gpu))
+def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
+    """Make the trees of some slots their newest token and no drafts.
+
+    trees  [num_slots + 1, W] per field, contiguous; the tokens of `slots` are written
+    slots  [B] int64, contiguous
+    bonus  [num_slots + 1] int64, the newest token of each slot
+    """
+    trees.tokens[slots] = NO_TOKEN
+    trees.tokens[slots, 0] = bonus[slots]

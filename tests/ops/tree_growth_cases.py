@@ -1,0 +1,83 @@
+"""`speculative.ops.tree_growth`: trees of several widths and depths, level by level. Many scores are equal, and under a
+grammar fewer tokens than a level has nodes are finite."""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+
+from speculative.ops.tree_growth import grow, write_best
+from speculative.tree.nodes import Candidates, Children, Level, Tree, candidate_depths
+from tests.ops.case import Case
+
+BATCH = 5
+SLOTS = (4, 0, 6, 1, 3)
+
+
+def proposals(rows: int, k: int, vocab: int, generator: torch.Generator, mapped: bool) -> Children:
+    """Log-probabilities of quarters, so that many are equal."""
+    scores = -torch.randint(1, 12, (rows, k), generator=generator).float().sort(1).values / 4
+    ids = torch.stack([torch.randperm(vocab, generator=generator)[:k] for _ in range(rows)])
+    return Children(scores, ids, torch.randperm(3 * vocab, generator=generator)[:vocab] if mapped else None)
+
+
+T = TypeVar("T", Candidates, Level, Children)
+Grown = tuple[Candidates, Level | None, Children, int, int]
+
+
+def _growth(top_k: int, steps: int, mapped: bool, masked: bool) -> Iterator[Grown]:
+    """The arguments of `grow` for every level, and at the end the finished candidates."""
+    generator = torch.Generator().manual_seed(top_k)
+    candidates = Candidates.empty(BATCH, torch.tensor(candidate_depths(steps, top_k)), steps)
+    for field in (candidates.tokens, candidates.scores, candidates.parents):
+        field.zero_()
+    above: Level | None = None
+    for step in range(steps):
+        found = proposals(BATCH * (top_k if step else 1), top_k, 50, generator, mapped)
+        if masked:
+            found.log_probabilities[:, 1 + step % 2 :] = float("-inf")
+        first = 0 if step == 0 else top_k + (step - 1) * top_k**2
+        yield candidates, above, found, first, step * top_k
+        above = grow.reference(candidates, above, found, first, step * top_k)
+    yield candidates, above, found, first, step * top_k
+
+
+def _grow(top_k: int, steps: int, level: int, mapped: bool, masked: bool) -> Case:
+    def arguments(device: torch.device) -> tuple[object, ...]:
+        for step, (candidates, above, found, first, first_bit) in enumerate(_growth(top_k, steps, mapped, masked)):
+            if step == level:
+                there = None if above is None else _moved(above, device)
+                return _moved(candidates, device), there, _moved(found, device), first, first_bit
+        raise AssertionError
+
+    kind = "mapped" if mapped else "masked" if masked else "plain"
+    return Case(grow, f"{top_k}-level-{level}-{kind}", arguments, written=(0,), exact=True)
+
+
+def _best(top_k: int, steps: int, width: int, masked: bool) -> Case:
+    def arguments(device: torch.device) -> tuple[object, ...]:
+        candidates = [grown[0] for grown in _growth(top_k, steps, False, masked)][-1]
+        trees = Tree(*torch.full((4, 7, width + 2), 3, device=device).unbind(0))  # of an engine with a wider shape too
+        bonus = torch.arange(14, device=device).view(7, 2)[:, 0] + 900
+        return trees, torch.tensor(SLOTS, device=device), bonus, _moved(candidates, device), width
+
+    return Case(write_best, f"{top_k}/{steps}/{width}{'-masked' if masked else ''}", arguments, (0,), exact=True)
+
+
+def _moved(of: T, device: torch.device) -> T:
+    return type(of)(
+        *(each.to(device).contiguous() if isinstance(each, torch.Tensor) else each for each in vars(of).values())
+    )
+
+
+TREES = ((4, 5, 8), (2, 2, 4), (3, 4, 16), (8, 4, 32), (10, 3, 60), (1, 1, 2))
+KINDS = ((True, False), (False, False), (False, True))
+CASES = (
+    *(
+        _grow(top_k, steps, level, *kind)
+        for top_k, steps, _ in TREES
+        for level in sorted({0, 1, steps - 1} & set(range(steps)))
+        for kind in KINDS
+    ),
+    *(_best(*tree, masked) for tree in TREES for masked in (False, True)),
+)
