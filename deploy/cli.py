@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _command(arguments: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
     from cluster.config import ConfigError
-    from speculative.training.errors import TrainingError
+    from speculative.training import TrainingError
 
     try:
         code = run(arguments)

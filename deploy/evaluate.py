@@ -57,7 +57,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
 def _run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError and TrainingError."""
     from cluster.config import ConfigError
-    from speculative.training.errors import TrainingError
+    from speculative.training import TrainingError
 
     try:
         report = _evaluate_file(arguments)

@@ -1,5 +1,5 @@
 """The published layout of EAGLE-3's checkpoints: what the model that serves one (`speculative.draft_models.eagle3`) and
-the model that trains one (`speculative.training.draft_model`) must agree on beside the names of their parameters."""
+the model that trains one (`speculative.training.eagle3`) must agree on beside the names of their parameters."""
 
 import re
 from collections.abc import Iterable, Mapping

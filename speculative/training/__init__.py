@@ -1,30 +1,27 @@
-"""Training of an embedded pair: a small chat target, and an EAGLE-3 head for any Llama or Qwen target. And of a small
-model of DeepSeek-V3's shape with its module for multi-token prediction, and of such modules further.
+"""Training: a small chat target with an EAGLE-3 head, a small DeepSeek-V3 with its MTP module, and drafts for targets
+that exist.
 
-    rows        JSON and JSONL rows in several forms -> conversations
-    samples     conversations -> token sequences, and batches of about equal length
-    tokenizer   a byte-level BPE tokenizer with a chat template
-    target      a small Llama trained from scratch
-    regenerate  what the target itself answers, the text that a draft has to predict
-    vocabulary  the tokens a draft may propose (`d2t`, `t2d`)
-    deepseek    a small DeepSeek-V3 and its module, trained from scratch
-    deepseek_layers  its layer over whole sequences
-    deepseek_files   the published folder layout of target and module
-    draft_model the EAGLE-3 head over whole sequences, unrolled on its own outputs
-    mtp_model   the module for multi-token prediction, likewise
-    draft       a draft's loss against the target, and its training
-    draft_files the published folder layout of a head
-    draft_kinds how a draft of each method is begun, saved and loaded
-    acceptance  greedy chain acceptance from a table of matches
-    loop        the optimisation loop both trainings share
-    graphs      one step of it, eager or as a CUDA graph
-    checkpoint  resuming a training
-    errors      what the user has to put right
-    commands    what `aerie train-target` and `aerie train-draft` do
-    deepseek_command  what `aerie train-deepseek` does
-    arguments   what their arguments must be
-    cli         their options
+    cli              options of `aerie train-target`, `train-deepseek` and `train-draft`
+    commands         what these commands do
+    rows             JSON and JSONL rows in several forms -> conversations
+    samples          conversations -> token sequences (the rows' answers or the target's own), and their batches
+    trainer          the optimisation, on transformers' `Trainer`; checkpoints and resume
+    target           a small Llama, its tokenizer and its training
+    draft            a draft's loss against a frozen target, its training and its acceptance
+    eagle3           the EAGLE-3 head over whole sequences, unrolled on its own outputs
+    eagle3_files     the published folder layout of a head
+    deepseek_layers  DeepSeek-V3's layer and MTP module over whole sequences
+    deepseek         a small DeepSeek-V3: shape, training, published folder layout
 
-Of the engine nothing is known here but how it describes models and drafts. The command line imports `cli` and `errors`,
-and `cli` the rest when it is run.
+`deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the
+engine they use the descriptions of models and drafts, nothing else.
 """
+
+
+class TrainingError(ValueError):
+    """What the user gave cannot be used. One line: the option or file, its value, what is wrong, and the remedy. The
+    command line prints it and exits with status 2; any other exception is a fault of ours and keeps its traceback."""
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C has ended a training; the message says what is kept and how to continue."""

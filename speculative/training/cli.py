@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+
+from speculative.training import TrainingError
+
+# The fields of `speculative.draft_models.eagle3_config.HeadFlags`; a test compares them.
+HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -13,26 +21,41 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_draft(subparsers)
 
 
-def _run_target(arguments: argparse.Namespace) -> int:
-    from speculative.training.commands import run_train_target
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """The function of that name in `commands`, which is imported when it is called."""
 
-    return run_train_target(arguments)
+    def run(arguments: argparse.Namespace) -> int:
+        if find_spec("accelerate") is None:
+            raise TrainingError("training needs accelerate, which is not installed: pip install 'aerie-serve[train]'")
+        commands = import_module("speculative.training.commands")
+        return int(getattr(commands, name)(arguments))
 
-
-def _run_deepseek(arguments: argparse.Namespace) -> int:
-    from speculative.training.deepseek_command import run_train_deepseek
-
-    return run_train_deepseek(arguments)
-
-
-# The fields of `speculative.draft_models.eagle3_config.HeadFlags`; a test compares them.
-HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return run
 
 
-def _run_draft(arguments: argparse.Namespace) -> int:
-    from speculative.training.commands import run_train_draft
+def _at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """A type for argparse: a number, not below `least`."""
 
-    return run_train_draft(arguments)
+    def parsed(text: str) -> float:
+        number = kind(text)
+        if not number >= least:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
+        return number
+
+    parsed.__name__ = getattr(kind, "__name__", "number")  # argparse names it in its errors
+    return parsed
+
+
+def _above_zero(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return float(text)
+
+
+def _share(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0 and under 1, such as 0.03")
+    return float(text)
 
 
 def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,18 +68,15 @@ def _add_target(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     _add_common(parser, lr=1e-3, epochs=12.0, batch_tokens=16384)
     shape = parser.add_argument_group("model")
     shape.add_argument("--vocab-size", type=int, default=4096, help="tokens of the tokenizer")
-    shape.add_argument("--hidden-size", type=int, default=512)
-    shape.add_argument("--intermediate-size", type=int, default=896)
-    shape.add_argument("--layers", type=int, default=8)
-    shape.add_argument("--heads", type=int, default=8)
-    shape.add_argument("--kv-heads", type=int, default=2)
-    shape.add_argument("--max-positions", type=int, default=2048)
-    training = parser.add_argument_group("target training")
-    training.add_argument("--dropout", type=float, default=0.1, help="on what attention and MLP add")
-    training.add_argument("--prompt-weight", type=float, default=0.3, help="weight of prompt tokens in the loss")
-    training.add_argument("--strip-calc-marks", action="store_true", help="take GSM8K's <<48/2=24>> marks out")
-    training.add_argument("--preview", nargs="*", default=[], metavar="PROMPT", help="prompts to answer at the end")
-    parser.set_defaults(run=_run_target)
+    shape.add_argument("--hidden-size", type=_at_least(1), default=512)
+    shape.add_argument("--intermediate-size", type=_at_least(1), default=896)
+    shape.add_argument("--layers", type=_at_least(1), default=8)
+    shape.add_argument("--heads", type=_at_least(1), default=8)
+    shape.add_argument("--kv-heads", type=_at_least(1), default=2)
+    shape.add_argument("--max-positions", type=_at_least(2), default=2048)
+    _add_chat(parser)
+    parser.add_argument("--strip-calc-marks", action="store_true", help="take GSM8K's <<48/2=24>> marks out")
+    parser.set_defaults(run=_command("run_train_target"))
 
 
 def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,15 +89,15 @@ def _add_deepseek(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     )
     _add_common(parser, lr=2e-3, epochs=12.0, batch_tokens=16384)
     parser.add_argument("--size", choices=("small", "tiny"), default="small", help="31 MB, or 1 MB for tests on a CPU")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a model whose tokenizer it gets, instead of its own")
-    training = parser.add_argument_group("training of target and module")
-    training.add_argument("--dropout", type=float, default=0.1, help="on what attention and experts add")
-    training.add_argument("--prompt-weight", type=float, default=0.3, help="weight of prompt tokens in the loss")
-    training.add_argument("--mtp-steps", type=int, default=3, help="steps the module is unrolled on its own outputs")
-    training.add_argument("--mtp-weight", type=float, default=0.3, help="weight of its loss beside the target's")
-    training.add_argument("--router-bias-speed", type=float, default=1e-3, help="what a step changes a bias by")
-    training.add_argument("--preview", nargs="*", default=[], metavar="PROMPT", help="prompts to answer at the end")
-    parser.set_defaults(run=_run_deepseek)
+    parser.add_argument("--tokenizer", type=Path, help="use this model folder's tokenizer instead of a new one")
+    _add_chat(parser)
+    module = parser.add_argument_group("module and experts")
+    module.add_argument("--mtp-steps", type=_at_least(1), default=3, help="steps it is unrolled on its own outputs")
+    module.add_argument("--mtp-weight", type=_at_least(0, float), default=0.3, help="its loss's, beside the target's")
+    module.add_argument(
+        "--router-bias-speed", type=_at_least(0, float), default=1e-3, help="change of a router's bias per step"
+    )
+    parser.set_defaults(run=_command("run_train_deepseek"))
 
 
 def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -92,23 +112,41 @@ def _add_draft(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--method", choices=("eagle3", "mtp"), default="eagle3", help="a head, or the target's module")
     _add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
     draft = parser.add_argument_group("head")
-    draft.add_argument("--draft-vocab", type=int, help="tokens the draft may propose; 32000 when not given")
-    draft.add_argument("--intermediate-size", type=int, help="width of its MLP; the target's when not given")
+    draft.add_argument("--draft-vocab", type=_at_least(1), help="tokens the draft may propose; 32000 when not given")
+    draft.add_argument("--intermediate-size", type=_at_least(1), help="width of its MLP; the target's when not given")
     draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="how it differs from EAGLE-3's paper")
-    draft.add_argument("--ttt-length", type=int, default=7, help="steps it is unrolled on its own outputs")
-    draft.add_argument("--ttt-decay", type=float, default=0.8, help="step s of the loss weighs decay**s")
+    draft.add_argument("--ttt-length", type=_at_least(1), default=7, help="steps it is unrolled on its own outputs")
+    draft.add_argument("--ttt-decay", type=_at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
     text = parser.add_argument_group("training text")
     text.add_argument("--regenerate", action="store_true", help="train on the target's own answers to the prompts")
     text.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="one regenerated answer for each; 0 is greedy"
+        "--temperatures",
+        type=_at_least(0, float),
+        nargs="+",
+        default=[0.0, 1.0],
+        help="one regenerated answer for each; 0 is greedy",
     )
-    text.add_argument("--max-new-tokens", type=int, default=512)
-    text.add_argument("--generate-batch", type=int, default=64, help="prompts answered at once")
+    text.add_argument("--max-new-tokens", type=_at_least(1), default=512)
+    text.add_argument("--generate-batch", type=_at_least(1), default=64, help="prompts answered at once")
     measure = parser.add_argument_group("measurement")
     measure.add_argument("--measure", nargs="*", default=[], metavar="ROWS", help="rows to measure acceptance on")
-    measure.add_argument("--measure-rows", type=int, default=100, help="at most so many of them, and of validation")
-    measure.add_argument("--measure-depths", type=int, nargs="+", default=[3, 5], help="chain lengths to measure")
-    parser.set_defaults(run=_run_draft)
+    measure.add_argument(
+        "--measure-rows", type=_at_least(0), default=100, help="maximum of them, and of validation rows"
+    )
+    measure.add_argument(
+        "--measure-depths", type=_at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
+    )
+    parser.set_defaults(run=_command("run_train_draft"))
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    """The options of a target trained from scratch."""
+    training = parser.add_argument_group("target training")
+    training.add_argument("--dropout", type=_share, default=0.1, help="on the outputs of attention, MLP and experts")
+    training.add_argument(
+        "--prompt-weight", type=_at_least(0, float), default=0.3, help="weight of prompt tokens in the loss"
+    )
+    training.add_argument("--preview", nargs="*", default=[], metavar="PROMPT", help="prompts to answer at the end")
 
 
 def _add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, batch_tokens: int) -> None:
@@ -121,22 +159,24 @@ def _add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, ba
         "prompt/response); FILE@3 takes its rows three times",
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and the checkpoint")
-    parser.add_argument("--epochs", type=float, default=epochs)
-    parser.add_argument("--steps", type=int, help="optimiser steps; goes before --epochs")
-    parser.add_argument("--lr", type=float, default=lr, help="peak learning rate")
-    parser.add_argument("--warmup-steps", type=int, default=100)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--batch-tokens", type=int, default=batch_tokens, help="tokens of a step, padding included")
-    parser.add_argument("--max-length", type=int, default=1024, help="longer rows are left out")
-    parser.add_argument("--val-fraction", type=float, default=0.03, help="share of the rows held out")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=_above_zero, default=epochs)
+    parser.add_argument("--steps", type=_at_least(1), help="optimizer steps; overrides --epochs")
+    parser.add_argument("--lr", type=_above_zero, default=lr, help="peak learning rate")
+    parser.add_argument("--warmup-steps", type=_at_least(0), default=100)
+    parser.add_argument("--weight-decay", type=_at_least(0, float), default=0.1)
+    parser.add_argument(  # at least `samples.LENGTH_STEP`
+        "--batch-tokens", type=_at_least(64), default=batch_tokens, help="tokens of a step, padding included"
+    )
+    parser.add_argument("--max-length", type=_at_least(2), default=1024, help="longer rows are left out")
+    parser.add_argument("--val-fraction", type=_share, default=0.03, help="share of the rows held out")
+    parser.add_argument("--seed", type=_at_least(0), default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the arithmetic")
     parser.add_argument(
         "--graphs", action=argparse.BooleanOptionalAction, default=True, help="replay steps from CUDA graphs on a GPU"
     )
-    parser.add_argument("--checkpoint-every", type=int, default=500, help="steps")
-    parser.add_argument("--eval-every", type=int, default=500, help="steps")
+    parser.add_argument("--checkpoint-every", type=_at_least(1), default=500, help="steps")
+    parser.add_argument("--eval-every", type=_at_least(1), default=500, help="steps")
     parser.add_argument(
         "--keep-checkpoint",
         action=argparse.BooleanOptionalAction,
@@ -146,5 +186,5 @@ def _add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, ba
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the checkpoint in the output folder, after its end with more --steps or --epochs",
+        help="continue from the checkpoint in the output folder, after its end with more --steps or --epochs",
     )

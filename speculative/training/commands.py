@@ -1,134 +1,195 @@
-"""What `aerie train-target` and `aerie train-draft` do, from parsed arguments to a saved model folder."""
+"""What `aerie train-target`, `train-deepseek` and `train-draft` do, from parsed arguments to a saved model folder.
+
+Under `torchrun` each process trains on its share of the batches; the first one regenerates, saves, measures and prints.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from speculative.training.arguments import check_arguments, choose_device, choose_dtype, loop_options, open_checkpoint
-from speculative.training.draft import DraftOptions, measure_acceptance, report, train_draft
-from speculative.training.draft_kinds import DRAFTS, DraftKind
-from speculative.training.errors import TrainingError
-from speculative.training.regenerate import (
+from speculative.training import TrainingError
+from speculative.training.deepseek import SIZES, MtpKind, build_deepseek, save_deepseek, train_deepseek
+from speculative.training.draft import DraftKind, measure_acceptance, train_draft
+from speculative.training.eagle3_files import Eagle3Kind
+from speculative.training.rows import Conversation, Turn, read_conversations, split_validation, without_calc_marks
+from speculative.training.samples import (
+    Sample,
     answer_prompts,
+    encode_answers,
     generate_answers,
     read_samples,
     stop_tokens,
     write_samples,
 )
-from speculative.training.rows import (
-    Conversation,
-    Turn,
-    read_conversations,
-    split_validation,
-    without_calc_marks,
+from speculative.training.target import ChatData, build_target, build_tokenizer, save_target, train_target
+from speculative.training.trainer import FitOptions, check_output, checkpoints
+
+DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind}
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# A resume may change these: they change neither what a step computes nor which steps there are, except how many.
+_FREE_OPTIONS = (
+    *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
+    *("checkpoint_every", "eval_every", "preview", "measure", "measure_rows", "measure_depths"),
 )
-from speculative.training.samples import Sample, encode_answers
-from speculative.training.target import (
-    TargetOptions,
-    TargetShape,
-    build_target,
-    build_tokenizer,
-    save_target,
-    train_target,
-)
-from speculative.training.vocabulary import coverage
 
 
 def run_train_target(arguments: argparse.Namespace) -> int:
-    """Trains tokenizer and model and saves them; prints losses and the answers to `--preview`. Returns 0."""
-    check_arguments(arguments, {"heads": 1, "kv_heads": 1, "layers": 1, "hidden_size": 1, "intermediate_size": 1})
-    device = choose_device(arguments.device)
-    checkpoint = open_checkpoint(arguments)
-    conversations = read_conversations(arguments.data)
-    if arguments.strip_calc_marks:
-        conversations = [without_calc_marks(conversation) for conversation in conversations]
-    train, held = split_validation(conversations, arguments.val_fraction, arguments.seed)
-    shape = TargetShape(
+    """Train tokenizer and model and save them; print losses and the answers to `--preview`. Returns 0."""
+    options = fit_options(arguments)
+    heads, kv_heads = arguments.heads, arguments.kv_heads
+    if arguments.hidden_size % (2 * heads) or heads % kv_heads:
+        raise TrainingError(
+            f"heads={heads}: must divide hidden_size={arguments.hidden_size} into even parts, and kv_heads={kv_heads} "
+            "must divide it; try heads of 64"
+        )
+    train, held = split_rows(arguments, arguments.strip_calc_marks)
+    config = LlamaConfig(
         vocab_size=arguments.vocab_size,
         hidden_size=arguments.hidden_size,
         intermediate_size=arguments.intermediate_size,
         num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=arguments.kv_heads,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=arguments.hidden_size // heads,
         max_position_embeddings=arguments.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
     )
-    tokenizer = build_tokenizer(train, shape)
-    model = build_target(shape, tokenizer, arguments.seed)
-    options = TargetOptions(
-        epochs=arguments.epochs,
-        steps=arguments.steps,
-        batch_tokens=arguments.batch_tokens,
-        max_length=min(arguments.max_length, shape.max_position_embeddings),
-        dropout=arguments.dropout,
-        prompt_weight=arguments.prompt_weight,
-        seed=arguments.seed,
-        dtype=choose_dtype(arguments.dtype, device),
-        loop=loop_options(arguments, device),
-    )
-    print(f"target: {sum(p.numel() for p in model.parameters()):,} parameters, {len(train)} rows, {len(held)} held out")
-    losses = train_target(
-        train, held, tokenizer, model, options, device, checkpoint=checkpoint, resume=arguments.resume
-    )
-    save_target(model, tokenizer, arguments.output)
-    if not arguments.keep_checkpoint:
-        checkpoint.discard()
-    print(f"target: loss {mean_tail(losses):.4f} over the last steps; saved to {arguments.output}")
-    preview(arguments.output, arguments.preview, device)
+    tokenizer = build_tokenizer(train, arguments.vocab_size, arguments.max_positions)
+    model = build_target(config, tokenizer, arguments.seed)
+    data = ChatData(train, held, tokenizer, min(arguments.max_length, arguments.max_positions))
+    announce("target", model, data)
+    losses = train_target(data, model, options, dropout=arguments.dropout, prompt_weight=arguments.prompt_weight)
+    if PartialState().is_main_process:
+        save_target(model, tokenizer, arguments.output)
+        finish("target", arguments, losses)
+        preview(arguments.output, arguments.preview, options.device)
+    return 0
+
+
+def run_train_deepseek(arguments: argparse.Namespace) -> int:
+    """Train a small model of DeepSeek-V3's shape with its module and save them; print losses and the use of experts.
+    Returns 0."""
+    options = fit_options(arguments)
+    train, held = split_rows(arguments)
+    shape = SIZES[arguments.size]
+    if arguments.tokenizer:
+        tokenizer = read_tokenizer(arguments.tokenizer)
+    else:
+        tokenizer = build_tokenizer(train, shape["vocab_size"], shape["max_position_embeddings"])
+    model = build_deepseek(shape, tokenizer, arguments.seed)
+    data = ChatData(train, held, tokenizer, min(arguments.max_length, shape["max_position_embeddings"]))
+    announce("deepseek", model, data)
+    losses = train_deepseek(data, model, options, arguments)
+    if PartialState().is_main_process:
+        save_deepseek(model, tokenizer, arguments.output)
+        finish("deepseek", arguments, losses)
+        preview(arguments.output, arguments.preview, options.device)
     return 0
 
 
 def run_train_draft(arguments: argparse.Namespace) -> int:
-    """Trains and saves a draft for `--target`; prints its loss and its acceptance by depth. Returns 0."""
-    check_arguments(
-        arguments,
-        {
-            "ttt_length": 1,
-            "max_new_tokens": 1,
-            "generate_batch": 1,
-            "draft_vocab": 1,
-            "ttt_decay": 0,
-            "measure_rows": 0,
-        },
-    )
-    for name, least in (("temperatures", 0), ("measure_depths", 1)):
-        if min(vars(arguments)[name]) < least:
-            raise TrainingError(f"{name}={min(vars(arguments)[name])}: must be at least {least}")
-    device = choose_device(arguments.device)
-    dtype = choose_dtype(arguments.dtype, device)
-    checkpoint = open_checkpoint(arguments)
-    train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
-    tokenizer, target = load_target(arguments.target, device, dtype)
+    """Train and save a draft for `--target`; print its loss and its acceptance by depth. Returns 0."""
+    options = fit_options(arguments)
+    train, held = split_rows(arguments)
+    tokenizer, target = load_target(arguments.target, options.device, options.dtype)
     draft = DRAFTS[arguments.method](arguments, target)
-    samples = training_samples(arguments, target, tokenizer, train)
+    with PartialState().main_process_first():
+        samples = training_samples(arguments, target, tokenizer, train)
     held_samples = greedy_answers(arguments, target, tokenizer, held)
     head, vocabulary = draft.build(samples, sorted(stop_tokens(target, tokenizer)))
-    print(f"draft: {len(samples)} answers; its vocabulary covers {coverage(samples, vocabulary):.2%} of their tokens")
-    options = DraftOptions(
-        epochs=arguments.epochs,
-        steps=arguments.steps,
-        batch_tokens=arguments.batch_tokens,
+    if PartialState().is_main_process:
+        covered = vocabulary.coverage(samples)
+        print(f"draft: {len(samples)} answers; its vocabulary covers {covered:.2%} of their tokens")
+    losses = train_draft(
+        head,
+        target,
+        vocabulary,
+        samples,
+        held_samples,
+        options,
         num_steps=arguments.ttt_length,
         step_decay=arguments.ttt_decay,
-        seed=arguments.seed,
-        dtype=dtype,
-        loop=loop_options(arguments, device),
     )
-    losses = train_draft(
-        head, target, vocabulary, samples, held_samples, options, checkpoint=checkpoint, resume=arguments.resume
-    )
-    draft.save(head, vocabulary, arguments.output)
-    if not arguments.keep_checkpoint:
-        checkpoint.discard()
-    print(f"draft: loss {mean_tail(losses):.4f} over the last steps; saved to {arguments.output}")
-    measure_saved(arguments, draft, target, tokenizer, {"validation": held_samples})
+    if PartialState().is_main_process:
+        draft.save(head, vocabulary, arguments.output)
+        finish("draft", arguments, losses)
+        measure_saved(arguments, draft, target, tokenizer, {"validation": held_samples})
     return 0
+
+
+def fit_options(arguments: argparse.Namespace) -> FitOptions:
+    """The trainer's options. Raises `TrainingError` for a device or an output that cannot be used."""
+    device = choose_device(arguments.device)
+    check_output(arguments.output, arguments.resume)
+    given = vars(arguments)
+    settings = {name: value for name, value in given.items() if name not in _FREE_OPTIONS}
+    names = (
+        *("output", "epochs", "steps", "batch_tokens", "lr", "warmup_steps", "weight_decay", "seed"),
+        *("graphs", "checkpoint_every", "eval_every", "resume"),
+    )
+    default = "bfloat16" if device.type == "cuda" else "float32"
+    return FitOptions(
+        device=device,
+        dtype=_DTYPES[default if arguments.dtype == "auto" else arguments.dtype],
+        settings=json.loads(json.dumps(settings, default=str)),
+        **{name: given[name] for name in names},
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name, with its index; `auto` is the GPU if there is one. Each process of `torchrun` has its
+    own. Raises `TrainingError` for an absent GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainingError(f"device={name}: {str(error).splitlines()[0]}") from None
+    processes = PartialState(cpu=device.type == "cpu")
+    if device.type == "cpu":
+        return device
+    index = processes.local_process_index if processes.num_processes > 1 else device.index or 0
+    if index >= torch.cuda.device_count():
+        raise TrainingError(f"device={name}: no such CUDA device here; use --device cpu")
+    return torch.device("cuda", index)
+
+
+def split_rows(
+    arguments: argparse.Namespace, strip_calc_marks: bool = False
+) -> tuple[list[Conversation], list[Conversation]]:
+    """The conversations of `--data` to train on, and those held out."""
+    conversations = read_conversations(arguments.data)
+    if strip_calc_marks:
+        conversations = [without_calc_marks(conversation) for conversation in conversations]
+    return split_validation(conversations, arguments.val_fraction, arguments.seed)
+
+
+def announce(title: str, model: nn.Module, data: ChatData) -> None:
+    """Print the sizes of model and data."""
+    if PartialState().is_main_process:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{title}: {size:,} parameters, {len(data.train)} rows, {len(data.held)} held out")
+
+
+def finish(title: str, arguments: argparse.Namespace, losses: Sequence[float]) -> None:
+    """Remove the checkpoint if it is not wanted; print the last losses and the folder."""
+    for checkpoint in () if arguments.keep_checkpoint else checkpoints(arguments.output):
+        shutil.rmtree(checkpoint)
+    last = losses[-3:]
+    print(f"{title}: loss {sum(last) / len(last):.4f} over the last steps; saved to {arguments.output}")
 
 
 def training_samples(
@@ -137,12 +198,12 @@ def training_samples(
     tokenizer: PreTrainedTokenizerBase,
     train: Sequence[Conversation],
 ) -> list[Sample]:
-    """What the head is trained on: the rows' answers, or the target's own, kept in the output folder for a resume."""
+    """The rows' answers, or the target's own, which the output folder keeps for a resume and for other processes."""
     max_length = min(arguments.max_length, target.config.max_position_embeddings)
     if not arguments.regenerate:
         return encode_answers(train, tokenizer, max_length)
     path = arguments.output / "regenerated.jsonl"
-    if arguments.resume and path.is_file():
+    if path.is_file() and (arguments.resume or not PartialState().is_main_process):
         return read_samples(path)
     prompts = answer_prompts(train, tokenizer)
     samples: list[Sample] = []
@@ -166,7 +227,7 @@ def greedy_answers(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[Conversation],
 ) -> list[Sample]:
-    """The target's greedy answers to the first `--measure-rows` prompts, the text that acceptance is judged on."""
+    """The target's greedy answers to the first `--measure-rows` prompts, the text that acceptance is measured on."""
     return generate_answers(
         target,
         tokenizer,
@@ -185,21 +246,21 @@ def measure_saved(
     tokenizer: PreTrainedTokenizerBase,
     sets: dict[str, list[Sample]],
 ) -> None:
-    """Prints the saved draft's acceptance on the sets and on each of `--measure`."""
+    """Print the saved draft's acceptance on the sets and on each of `--measure`."""
     head, vocabulary = draft.load(arguments.output)
     for source in arguments.measure:
         sets[source] = greedy_answers(arguments, target, tokenizer, read_conversations([source]))
     for name, samples in sets.items():
         for depth in arguments.measure_depths if samples else ():
             tally = measure_acceptance(head, target, vocabulary, samples, depth, arguments.batch_tokens)
-            figures = " ".join(f"{key} {value:.3f}" for key, value in report(tally).items())
+            figures = " ".join(f"{key} {value:.3f}" for key, value in tally.report().items())
             print(f"draft: {name}, {len(samples)} prompts, greedy chain of {depth}: {figures}")
 
 
 def load_target(
     folder: Path, device: torch.device, dtype: torch.dtype
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and frozen model of a Hugging Face folder. Raises `TrainingError` when there is no such folder, or its
+    """Tokenizer and frozen model of a Hugging Face folder. Raises `TrainingError` if there is no such folder, or if its
     weights are not those of its config.json, for which transformers would make up random ones."""
     if not (folder / "config.json").is_file():
         raise TrainingError(f"target={folder}: holds no config.json; give the folder of a Hugging Face model")
@@ -221,8 +282,18 @@ def load_target(
     return tokenizer, model.to(device).eval()
 
 
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder. Raises `TrainingError` if there is none."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise TrainingError(f"tokenizer={folder}: cannot be loaded ({cause}); give the folder of a model") from None
+    return tokenizer
+
+
 def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
-    """Prints the saved model's greedy answer to each prompt."""
+    """Print the saved model's greedy answer to each prompt."""
     if not prompts:
         return
     tokenizer, model = load_target(folder, device, torch.bfloat16)
@@ -232,9 +303,3 @@ def preview(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
     )
     for answer in answers:
         print("---", tokenizer.decode(answer.tokens), sep="\n")
-
-
-def mean_tail(losses: Sequence[float]) -> float:
-    """The mean of the last fifty losses."""
-    last = losses[-50:]
-    return sum(last) / max(len(last), 1)

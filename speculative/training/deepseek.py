@@ -1,100 +1,94 @@
-"""Trains a small model of DeepSeek-V3's shape and its module for multi-token prediction together, from scratch.
+"""A small model of DeepSeek-V3's architecture with its MTP module: shape, training, and the published folder layout.
 
-Called by `aerie train-deepseek`. Latent attention with low-rank queries, a dense first layer, then experts in groups
-behind a sigmoid router whose bias keeps them evenly used, and a shared expert: what DeepSeek-V3 has, in a size that
-can be trained in minutes and kept beside tests. Paper: arXiv 2412.19437, sections 2.1, 2.2 and 4.2.
+`aerie train-deepseek` trains target and module together: latent attention with low-rank queries, a dense first layer,
+then a shared expert and experts in groups behind a sigmoid router whose bias keeps them evenly used. Paper: arXiv
+2412.19437, sections 2.1, 2.2 and 4.2. `aerie train-draft --method mtp` trains a checkpoint's module further.
+
+In a checkpoint the module is one more layer after the target's, with `enorm`, `hnorm`, `eh_proj` and
+`shared_head.norm`. It uses the target's embedding and vocabulary head, so the published copies are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.draft_models.mtp import ARCHITECTURES, Mtp
-from speculative.training.checkpoint import Checkpoint
-from speculative.training.deepseek_files import layer_tensors, module_tensors, write_checkpoint, write_generation_config
-from speculative.training.deepseek_layers import DeepseekLayer, initialise, routers
-from speculative.training.draft_model import BranchCache, RMSNorm
-from speculative.training.errors import TrainingError
-from speculative.training.mtp_model import MtpHead
-from speculative.training.rows import Conversation
-from speculative.training.samples import Batch, Sample, collate, plan_steps
-from speculative.training.target import TargetOptions, answer_loss, fit_target
+from speculative.training import TrainingError
+from speculative.training.deepseek_layers import (
+    DeepseekLayer,
+    MtpHead,
+    initialise,
+    layer_tensors,
+    module_tensors,
+    rotation,
+    routers,
+)
+from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
+from speculative.training.eagle3 import BranchCache, RMSNorm, linear
+from speculative.training.eagle3_files import make_readable
+from speculative.training.samples import Batch, Sample, collate, plan_batches
+from speculative.training.target import ChatData, answer_loss, fit_target
+from speculative.training.trainer import FitOptions
 from workers.layers.rotary import frequencies
 from workers.models.deepseek import DeepseekConfig, read_config
+from workers.models.weights import checkpoint_tensors
 
-
-@dataclass(frozen=True)
-class DeepseekShape:
-    """The model's dimensions, named as in a `config.json`."""
-
-    vocab_size: int = 4096
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    moe_intermediate_size: int = 128
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 8
-    q_lora_rank: int = 128
-    kv_lora_rank: int = 128
-    qk_nope_head_dim: int = 32
-    qk_rope_head_dim: int = 32
-    v_head_dim: int = 64
-    n_routed_experts: int = 16
-    num_experts_per_tok: int = 4
-    n_group: int = 4
-    topk_group: int = 2
-    max_position_embeddings: int = 2048
-
-
-# small: 31 MB in bf16. tiny: 1 MB, for tests on a CPU.
-SIZES = {
-    "small": DeepseekShape(),
-    "tiny": DeepseekShape(
-        vocab_size=512,
-        hidden_size=96,
-        intermediate_size=192,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=1024,
-    ),
+# Dimensions by their names in config.json. small: 31 MB in bf16.
+_SMALL: dict[str, int] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "max_position_embeddings": 2048,
 }
+# tiny: 1 MB, for tests on a CPU.
+_TINY = _SMALL | {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+}
+SIZES = {"small": _SMALL, "tiny": _TINY}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeepseekOptions(TargetOptions):
-    """How it is trained.
-
-    mtp_steps: that the module is unrolled. mtp_weight: of its loss beside the target's. bias_speed: what a step changes
-    a router's bias by.
-    """
-
-    mtp_steps: int
-    mtp_weight: float
-    bias_speed: float
-
-
-def deepseek_config(shape: DeepseekShape, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The config.json of a model of this shape."""
+def deepseek_config(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The config.json of a model with these dimensions."""
     return {
         "architectures": [ARCHITECTURES[0]],
         "model_type": "deepseek_v3",
-        **asdict(shape),
-        "num_key_value_heads": shape.num_attention_heads,
+        **shape,
+        "num_key_value_heads": shape["num_attention_heads"],
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
@@ -110,10 +104,13 @@ def deepseek_config(shape: DeepseekShape, tokenizer: PreTrainedTokenizerBase) ->
         "attention_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        **token_ids(tokenizer),
     }
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The ids of the tokens that begin, end and pad a text, by their names in config.json."""
+    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 class DeepseekTarget(nn.Module):
@@ -123,29 +120,34 @@ class DeepseekTarget(nn.Module):
 
     def __init__(self, raw: dict[str, Any], source: str) -> None:
         super().__init__()
-        self.config: DeepseekConfig = read_config(raw, source)
-        config = self.config
+        self.raw = raw
+        self.shape: DeepseekConfig = read_config(raw, source)
+        config = self.shape
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DeepseekLayer(config, layer) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.mtp = MtpHead(Mtp.read(source, raw, config))
         self.mtp.use_head(self.lm_head)
         self.register_buffer("frequencies", frequencies(config.rope, config.rotated_dim), persistent=False)
 
-    def forward(self, tokens: Tensor, live: Tensor | None = None) -> Tensor:
-        """[B, T] tokens -> the final hidden states [B, T, H]. live: [B, T] bool, rows that are no padding."""
-        positions = torch.arange(tokens.shape[1], dtype=torch.float32, device=tokens.device)[:, None]
-        angles, magnitude = positions * self.frequencies, self.config.rope.magnitude
-        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+    def hidden(self, tokens: Tensor, live: Tensor | None = None) -> Tensor:
+        """The final hidden states [B, T, H] of tokens [B, T]. live: [B, T] bool, false for padding."""
+        cos, sin = rotation(self.shape, self.frequencies, tokens.shape[1])
         hidden = self.embed_tokens(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, BranchCache([], []), live)
+            hidden = layer(hidden, cos, sin, BranchCache(), live)
         final: Tensor = self.norm(hidden)
         return final
 
+    def forward(self, tokens: Tensor, live: Tensor, mtp_steps: int) -> list[Tensor]:
+        """Logits [B, T, vocabulary]: the target's for the next token, then each module step's for one token later."""
+        hidden = self.hidden(tokens, live)
+        steps = self.mtp.unroll(self.embed_tokens(tokens), hidden, mtp_steps, live) if mtp_steps else []
+        return [self.lm_head(states) for states in (hidden, *steps)]
+
     def tensors(self) -> dict[str, Tensor]:
-        """All of target and module, by their published names."""
+        """The tensors of target and module by their published names."""
         named = {"model.embed_tokens": self.embed_tokens, "model.norm": self.norm, "lm_head": self.lm_head}
         tensors = {f"{name}.weight": module.get_parameter("weight").data for name, module in named.items()}
         for number, layer in enumerate(self.layers):
@@ -153,11 +155,11 @@ class DeepseekTarget(nn.Module):
         return tensors | module_tensors(self.mtp)
 
 
-def build_deepseek(shape: DeepseekShape, tokenizer: PreTrainedTokenizerBase, seed: int) -> DeepseekTarget:
+def build_deepseek(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, seed: int) -> DeepseekTarget:
     """A freshly initialised float32 model on the CPU. Raises `TrainingError` for a tokenizer with more tokens."""
-    if len(tokenizer) > shape.vocab_size:
+    if len(tokenizer) > shape["vocab_size"]:
         raise TrainingError(
-            f"tokenizer: has {len(tokenizer)} tokens, the model {shape.vocab_size}; give another, or a larger --size"
+            f"tokenizer: has {len(tokenizer)} tokens, the model {shape['vocab_size']}; give another, or a larger --size"
         )
     torch.manual_seed(seed)
     model = DeepseekTarget(deepseek_config(shape, tokenizer), "the new model")
@@ -165,25 +167,23 @@ def build_deepseek(shape: DeepseekShape, tokenizer: PreTrainedTokenizerBase, see
     return model
 
 
-def joint_loss(model: DeepseekTarget, batch: Batch, options: DeepseekOptions) -> Tensor:
-    """Mean next-token cross-entropy, and `mtp_weight` times the mean over the module's steps of theirs, prompt tokens
-    weighted; a float32 scalar."""
-    tokens, places = batch.tokens, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    live = places < batch.lengths[:, None]
-    weights = torch.where(places >= batch.num_prompt[:, None], 1.0, options.prompt_weight) * live
-    with torch.autocast(tokens.device.type, dtype=options.dtype, enabled=options.dtype != torch.float32):
-        hidden = model(tokens, live)
-        total = _cross_entropy(model.lm_head(hidden), tokens, weights, 1)
-        if options.mtp_weight > 0:
-            steps = model.mtp(model.embed_tokens(tokens), hidden, options.mtp_steps, live)
-            share = options.mtp_weight / len(steps)
-            for step, state in enumerate(steps):
-                total = total + share * _cross_entropy(model.lm_head(state), tokens, weights, step + 2)
-    return total
+def joint_loss(
+    model: nn.Module, batch: Batch, *, prompt_weight: float, mtp_steps: int = 0, mtp_weight: float = 0.0
+) -> Tensor:
+    """Mean next-token cross-entropy, plus `mtp_weight` times the mean of the module steps' losses; prompt tokens weigh
+    `prompt_weight`. A float32 scalar."""
+    index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    live = index < batch.lengths[:, None]
+    weights = torch.where(index >= batch.num_prompt[:, None], 1.0, prompt_weight) * live
+    losses = [
+        _cross_entropy(logits, batch.tokens, weights, ahead)
+        for ahead, logits in enumerate(model(batch.tokens, live, mtp_steps), start=1)
+    ]
+    return losses[0] + mtp_weight * torch.stack(losses[1:]).mean() if mtp_steps else losses[0]
 
 
 def _cross_entropy(logits: Tensor, tokens: Tensor, weights: Tensor, ahead: int) -> Tensor:
-    """Of logits [B, T, vocabulary] for the token `ahead` places later, weighted as that one is."""
+    """Mean loss of logits [B, T, vocabulary] for the token `ahead` positions later, by that token's weight."""
     flat, weights = logits[:, :-ahead].float().flatten(0, 1), weights[:, ahead:].flatten()
     losses = functional.cross_entropy(flat, tokens[:, ahead:].flatten(), reduction="none")
     return (losses * weights).sum() / weights.sum().clamp(min=1)
@@ -191,14 +191,14 @@ def _cross_entropy(logits: Tensor, tokens: Tensor, weights: Tensor, ahead: int) 
 
 @torch.no_grad()
 def expert_shares(
-    model: DeepseekTarget, samples: Sequence[Sample], options: DeepseekOptions, device: torch.device
+    model: DeepseekTarget, samples: Sequence[Sample], batch_tokens: int, mtp_steps: int, device: torch.device
 ) -> tuple[float, float]:
-    """The least and the most rows of any expert, as a multiple of an even share; of all routers, over the samples."""
-    model.train()
+    """The least and the most used expert's rows over the samples, as a multiple of an even share, of all routers."""
+    model.train()  # routers count in training mode only
     for router in routers(model):
         router.counts.zero_()
-    for indices in plan_steps([len(s.tokens) for s in samples], options.batch_tokens, 0, epochs=1, steps=None):
-        joint_loss(model, collate([samples[i] for i in indices], 0, device), options)
+    for indices in plan_batches([len(s.tokens) for s in samples], batch_tokens, 0):
+        joint_loss(model, collate([samples[i] for i in indices]).to(device), prompt_weight=0, mtp_steps=mtp_steps)
     shares = torch.stack([router.counts / router.counts.mean() for router in routers(model)])
     for router in routers(model):
         router.counts.zero_()
@@ -207,50 +207,101 @@ def expert_shares(
 
 
 def train_deepseek(
-    train: Sequence[Conversation],
-    held: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    model: DeepseekTarget,
-    options: DeepseekOptions,
-    device: torch.device,
-    *,
-    checkpoint: Checkpoint | None = None,
-    resume: bool = False,
-    progress: bool = True,
+    data: ChatData, model: DeepseekTarget, options: FitOptions, arguments: argparse.Namespace
 ) -> list[float]:
-    """Trains the model in place on the device and returns the loss of every step; `held` is only measured."""
-    alone = replace(options, prompt_weight=0.0, mtp_weight=0.0)
+    """Train the model in place and return the logged losses. arguments: `train-deepseek`'s."""
+    steps = arguments.mtp_steps if arguments.mtp_weight > 0 else 0
 
-    def evaluate(samples: Sequence[Sample]) -> dict[str, float]:
-        least, most = expert_shares(model, samples, options, device)
-        loss = answer_loss(samples, options.batch_tokens, device, lambda batch: joint_loss(model, batch, alone))
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        weights = {"prompt_weight": arguments.prompt_weight, "mtp_weight": arguments.mtp_weight}
+        return joint_loss(model, batch, mtp_steps=steps, **weights)
+
+    def evaluate(held: Sequence[Sample]) -> dict[str, float]:
+        least, most = expert_shares(model, held, options.batch_tokens, steps, options.device)
+        loss = answer_loss(held, options, lambda batch: joint_loss(model, batch, prompt_weight=0.0))
         return {"validation_loss": loss, "least_used_expert": least, "most_used_expert": most}
 
     def balance() -> None:
         for router in routers(model):
-            router.balance(options.bias_speed)
+            router.balance(arguments.router_bias_speed)
 
     return fit_target(
-        model,
-        train,
-        held,
-        tokenizer,
-        options,
-        device,
-        lambda batch: joint_loss(model, batch, options),
-        evaluate,
-        title="deepseek",
-        after_step=balance,
-        checkpoint=checkpoint,
-        resume=resume,
-        progress=progress,
+        model, data, options, loss_of, evaluate, dropout=arguments.dropout, title="deepseek", after_step=balance
     )
 
 
-def save_deepseek(
-    model: DeepseekTarget, shape: DeepseekShape, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
-    """Writes config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder."""
-    write_checkpoint(folder, deepseek_config(shape, tokenizer), model.tensors())
-    write_generation_config(folder, tokenizer)
+def read_module(folder: Path) -> MtpHead:
+    """The module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be trained."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not Mtp.recognises(raw):
+        raise TrainingError(
+            f"target={folder}: architectures={raw.get('architectures')} has no module for multi-token prediction; only "
+            f"{', '.join(ARCHITECTURES)} has; train a head with --method eagle3"
+        )
+    try:
+        method = Mtp.read(str(folder), raw, read_config(raw, f"target {folder}"))
+        prefix = f"model.layers.{method.layer}."
+        tensors = {name: tensor for name, tensor, _ in checkpoint_tensors(folder) if name.startswith(prefix)}
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
+    if any(name.endswith("_scale_inv") or tensor.itemsize < 2 for name, tensor in tensors.items()):
+        raise TrainingError(f"target={folder}: its module is quantised, which cannot be trained; give one in bfloat16")
+    head = MtpHead(method)
+    with torch.no_grad():
+        for name, tensor in module_tensors(head).items():
+            if name not in tensors:
+                raise TrainingError(f"target={folder}: lacks {name}; download it again")
+            tensor.copy_(tensors[name])
+    return head
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write `config.json` and `model.safetensors`, in bfloat16 except for router biases, which stay float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {
+        name: tensor.detach().to("cpu", torch.float32 if name.endswith("bias") else torch.bfloat16).contiguous().clone()
+        for name, tensor in tensors.items()
+    }
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    make_readable(folder)
+
+
+def save_module(head: MtpHead, folder: Path) -> None:
+    """Write the module alone, with the config.json of its target, as `speculative.path` takes it."""
+    raw = json.loads((Path(head.method.path) / "config.json").read_text(encoding="utf-8"))
+    write_checkpoint(folder, raw, module_tensors(head))
+
+
+def save_deepseek(model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder."""
+    write_checkpoint(folder, model.raw, model.tensors())
+    settings = token_ids(tokenizer) | {"do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)
+
+
+class MtpKind(DraftKind):
+    """The target's own MTP module, trained further."""
+
+    def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(arguments, target)
+        for name in ("draft_vocab", "intermediate_size", "head_flags"):
+            value = vars(arguments)[name]
+            if value is not None:
+                raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method mtp")
+        self.loaded = self.load(arguments.target)
+
+    def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
+        return self.loaded
+
+    def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
+        assert isinstance(head, MtpHead)
+        save_module(head, folder)
+
+    def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
+        head = read_module(folder)
+        head.use_head(self.target.get_output_embeddings())
+        size = head.method.model.vocab_size
+        vocabulary = DraftVocabulary.of(torch.arange(size), size)
+        return head.to(self.target.device), vocabulary.to(self.target.device)

@@ -1,31 +1,36 @@
-"""DeepSeek-V3's decoder layer over whole sequences, with gradients: latent attention, and experts after a router.
+"""DeepSeek-V3's decoder layer over whole sequences, with gradients (latent attention, experts after a router), and its
+module for multi-token prediction (MTP), unrolled on its own outputs.
 
-Used for the target's layers and for the module that drafts (`mtp_model`). The engine serves the same weights by
-`workers.models.deepseek`, from the same description. Parameter names are the published ones, but for experts, which
-are stacked; `deepseek_files` gives them their names. Papers: arXiv 2405.04434 (sections 2.1, 2.2) and 2412.19437
-(section 2.1).
+The engine serves the same weights from the same descriptions with `workers.models.deepseek` and
+`speculative.draft_models.mtp.MtpModel`; `tests/speculative/training/test_training_mtp.py` compares them. Parameter
+names are the published ones, except for experts, which are stacked (`layer_tensors` splits them).
+
+Papers: arXiv 2405.04434, sections 2.1 and 2.2; arXiv 2412.19437, sections 2.1 and 2.2. There each depth has a module of
+its own. One module that drafts all depths, as it is served, must know its own outputs as inputs, hence the unrolling
+(training-time test of EAGLE-3, arXiv 2503.01840).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from attention.rotation import rotate_pairs
-from speculative.training.draft_model import BranchCache, RMSNorm, branch_attention
+from speculative.draft_models.mtp import Mtp
+from speculative.training.draft import TrainedDraft
+from speculative.training.eagle3 import BranchCache, GatedMLP, RMSNorm, branch_attention, linear, shift_left
 from workers.layers.latent_attention import LATENT_EPS
+from workers.layers.rotary import frequencies
 from workers.layers.routing import Routing, route
 from workers.models.deepseek import DeepseekConfig
 
-# Up to so many experts every row goes through all of them: a few wide products, which wait for nothing and can be
+# Up to this many experts, every row goes through all of them: a few wide products, which wait for nothing and can be
 # captured, instead of sorting rows.
 MAX_DENSE_EXPERTS = 64
-
-
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Without bias, as all of DeepSeek's."""
-    return nn.Linear(inputs, outputs, bias=False)
+_EXPERTS = "mlp.experts."
 
 
 class LatentAttention(nn.Module):
@@ -47,8 +52,10 @@ class LatentAttention(nn.Module):
         self.o_proj = linear(model.num_heads * model.value_dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """`x` [B, T, H], `cos` and `sin` [T, rotated / 2] -> [B, T, H]; appends this step to the cache. The first step
-        is causal, rows of later ones see that and their own branch."""
+        """[B, T, H] of `x` [B, T, H]; appends this step to the cache. cos, sin: [T, rotated / 2].
+
+        The first step is causal; a row of a later step attends to the first step up to itself and to its own branch.
+        """
         query, key, value = (part.transpose(1, 2) for part in self._heads(x, cos, sin))
         cache.keys.append(key)
         cache.values.append(value)
@@ -65,35 +72,18 @@ class LatentAttention(nn.Module):
         model = self.model
         q = self.q_proj(x) if model.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.unflatten(2, (model.num_heads, -1))
-        latent, turned = self.kv_a_proj_with_mqa(x).split((model.latent, model.rotated_dim), dim=-1)
+        latent, rotated = self.kv_a_proj_with_mqa(x).split((model.latent, model.rotated_dim), dim=-1)
         expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(2, (model.num_heads, -1))
         key, value = expanded.split((model.key_dim, model.value_dim), dim=-1)
-        shared = rotate_pairs(turned.unsqueeze(2), cos, sin).expand(-1, -1, model.num_heads, -1)
+        shared = rotate_pairs(rotated.unsqueeze(2), cos, sin).expand(-1, -1, model.num_heads, -1)
         query = torch.cat((q[..., : model.key_dim], rotate_pairs(q[..., model.key_dim :], cos, sin)), dim=-1)
         return query, torch.cat((key, shared), dim=-1), value
 
 
-class GatedMLP(nn.Module):
-    """silu(gate) * up, down."""
-
-    def __init__(self, hidden: int, width: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (
-            linear(hidden, width),
-            linear(hidden, width),
-            linear(width, hidden),
-        )
-
-    def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
-        """[.., H] -> [.., H]."""
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class Router(nn.Module):
-    """Chooses experts in float32, and counts whom rows chose while it is trained.
+    """Chooses experts in float32, and counts the choices in training mode.
 
-    counts: [experts] float32, of live rows since `balance` was last called.
+    counts: [experts] float32, choices by live rows since `balance` was last called.
     """
 
     e_score_correction_bias: Tensor
@@ -108,7 +98,8 @@ class Router(nn.Module):
         self.register_buffer("counts", torch.zeros(routing.num_experts), persistent=False)
 
     def forward(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of rows [N, H], experts [N, k] int64 and their weights float32. live: [N] bool, rows that are no padding."""
+        """The chosen experts [N, k] int64 and their weights [N, k] float32 for rows [N, H]. live: [N] bool, false for
+        padding."""
         bias = self.e_score_correction_bias if self.routing.has_bias else None
         with torch.autocast(x.device.type, enabled=False):
             chosen, weight = route(functional.linear(x.float(), self.weight.float()), bias, self.routing)
@@ -119,15 +110,15 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def balance(self, speed: float) -> None:
-        """Makes experts that had more than their share less attractive and the others more, by a fixed step
-        (arXiv 2412.19437, section 2.1.2)."""
+        """Lower the bias of experts with more than an even share and raise the others', by a fixed step (arXiv
+        2412.19437, section 2.1.2)."""
         if self.routing.has_bias:
             self.e_score_correction_bias += speed * torch.sign(self.counts.mean() - self.counts)
         self.counts.zero_()
 
 
 class Experts(nn.Module):
-    """gate_up: [experts, 2 width, H], gates over what they gate. down: [experts, H, width]."""
+    """gate_up: [experts, 2 width, H], the gate projection's rows first. down: [experts, H, width]."""
 
     def __init__(self, hidden: int, width: int, num_experts: int) -> None:
         super().__init__()
@@ -139,7 +130,7 @@ class Experts(nn.Module):
         return (self._all if len(self.down) <= MAX_DENSE_EXPERTS else self._chosen)(x, chosen, weight)
 
     def _all(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """All experts side by side are one gated MLP, in which those that were not chosen count for nothing."""
+        """All experts side by side are one gated MLP, in which experts that were not chosen have the weight 0."""
         share = torch.zeros(len(x), len(self.down), dtype=weight.dtype, device=x.device).scatter(1, chosen, weight)
         both = functional.linear(x, self.gate_up.flatten(0, 1))
         gate, up = both.view(len(x), len(self.down), 2, -1).unbind(2)
@@ -147,18 +138,18 @@ class Experts(nn.Module):
         return functional.linear(inner.flatten(1), self.down.transpose(0, 1).flatten(1))
 
     def _chosen(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """Expert by expert, which waits for the device: nothing that could be captured."""
+        """Expert by expert, which waits for the device and cannot be captured."""
         out = x.new_zeros(x.shape)
         for expert in range(len(self.down)):
-            row, place = torch.where(chosen == expert)
+            row, rank = torch.where(chosen == expert)
             gate, up = functional.linear(x[row], self.gate_up[expert]).chunk(2, dim=-1)
             part = functional.linear(functional.silu(gate) * up, self.down[expert])
-            out = out.index_add(0, row, (part * weight[row, place, None]).to(out.dtype))
+            out = out.index_add(0, row, (part * weight[row, rank, None]).to(out.dtype))
         return out
 
 
 class MixtureOfExperts(nn.Module):
-    """Each row through the experts that are chosen, and through the shared ones."""
+    """The chosen experts of each row, and the shared ones."""
 
     def __init__(self, model: DeepseekConfig) -> None:
         super().__init__()
@@ -189,14 +180,62 @@ class DeepseekLayer(nn.Module):
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache, live: Tensor | None = None
     ) -> Tensor:
-        """The residual stream after the layer [B, T, H], of that before it."""
+        """The residual stream [B, T, H] after the layer. live: [B, T] bool, false for padding."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), live)
         return out
 
 
+class MtpHead(TrainedDraft):
+    """The trainable MTP module; embedding and vocabulary head are the target's."""
+
+    frequencies: Tensor
+
+    def __init__(self, method: Mtp) -> None:
+        super().__init__()
+        self.method = method
+        model = method.model
+        self.enorm, self.hnorm, self.norm = (RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(3))
+        self.eh_proj = linear(2 * model.hidden_size, model.hidden_size)
+        self.layer = DeepseekLayer(model, 0)
+        self.register_buffer("frequencies", frequencies(model.rope, model.rotated_dim), persistent=False)
+        self._target_head: list[nn.Module] = []  # in a list, so that it is no submodule and is not trained
+
+    def use_head(self, lm_head: nn.Module) -> None:
+        """Let `logits` use the target's vocabulary head; it is not trained with this module."""
+        self._target_head = [lm_head]
+
+    def features(self, output: Any) -> Tensor:
+        final: Tensor = output.last_hidden_state
+        return final
+
+    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int, live: Tensor | None = None) -> list[Tensor]:
+        """The output of the last norm, which is the recurrent state, in each step. captured: the target's final hidden
+        state. live: [B, T] bool, false for padding."""
+        hidden, cache, steps = captured, BranchCache(), []
+        for step in range(num_steps):
+            cos, sin = rotation(self.method.model, self.frequencies, embeddings.shape[1], step)
+            joined = torch.cat((self.enorm(shift_left(embeddings, step + 1)), self.hnorm(hidden)), dim=-1)
+            hidden = self.norm(self.layer(self.eh_proj(joined), cos, sin, cache, live))
+            steps.append(hidden)
+        return steps
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., H] recurrent states -> [.., vocabulary] logits, in the dtype of the target's head."""
+        head = self._target_head[0]
+        logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
+        return logits
+
+
+def rotation(model: DeepseekConfig, frequencies: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [length, rotated / 2] of the positions from `first`."""
+    positions = torch.arange(length, dtype=torch.float32, device=frequencies.device)[:, None] + first
+    angles = positions * frequencies
+    return angles.cos() * model.rope.magnitude, angles.sin() * model.rope.magnitude
+
+
 def initialise(module: nn.Module) -> None:
-    """Matrices are drawn with a deviation of 0.02, norms are ones; draws from the global RNG."""
+    """Draw matrices with a standard deviation of 0.02 from the global RNG, set norms to ones."""
     for name, parameter in module.named_parameters():
         if parameter.dim() >= 2:
             nn.init.normal_(parameter, std=0.02)
@@ -206,5 +245,28 @@ def initialise(module: nn.Module) -> None:
 
 
 def routers(module: nn.Module) -> list[Router]:
-    """All of them."""
+    """The module's routers."""
     return [part for part in module.modules() if isinstance(part, Router)]
+
+
+def layer_tensors(layer: nn.Module, name: str) -> dict[str, Tensor]:
+    """A `DeepseekLayer`'s tensors by their published names; `name` is the layer's."""
+    tensors = {}
+    for path, tensor in layer.state_dict().items():
+        if not path.startswith(_EXPERTS):
+            tensors[f"{name}.{path}"] = tensor
+            continue
+        parts = {"down_proj": tensor}
+        if path.endswith("gate_up"):
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+        for part, stacked in parts.items():
+            tensors |= {f"{name}.{_EXPERTS}{i}.{part}.weight": matrix for i, matrix in enumerate(stacked)}
+    return tensors
+
+
+def module_tensors(head: MtpHead) -> dict[str, Tensor]:
+    """The module's tensors by their published names."""
+    name = f"model.layers.{head.method.layer}"
+    own = {part: getattr(head, part).weight for part in ("enorm", "hnorm", "eh_proj")}
+    own["shared_head.norm"] = head.norm.weight
+    return {f"{name}.{part}.weight": weight for part, weight in own.items()} | layer_tensors(head.layer, name)

@@ -1,47 +1,118 @@
-"""Trains a draft for a frozen target: soft cross-entropy over unrolled steps, and greedy acceptance.
+"""A draft's loss against a frozen target, its training, and its greedy acceptance.
 
-Called by `aerie train-draft`, for EAGLE-3 heads and for modules of multi-token prediction. The target runs beside the
-draft in every step, so no hidden state is ever stored. Paper: EAGLE-3, arXiv 2503.01840 (training-time test).
+`aerie train-draft` calls it, for EAGLE-3 heads and MTP modules. The target runs beside the draft in every step, so no
+hidden state is stored. Paper: EAGLE-3, arXiv 2503.01840 (training-time test).
 """
 
 from __future__ import annotations
 
+import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from speculative.draft_models.eagle3 import Eagle3
-from speculative.training.acceptance import AcceptanceTally, add_rounds
-from speculative.training.checkpoint import Checkpoint
-from speculative.training.draft_model import Eagle3Head, TrainedDraft
-from speculative.training.loop import LoopOptions, fit
-from speculative.training.samples import Batch, Sample, causal_mask, collate, plan_batches, plan_steps
-from speculative.training.vocabulary import DraftVocabulary
+from speculative.draft_models.eagle3_checkpoint import offsets
+from speculative.training.samples import Batch, Sample, causal_mask, collate, plan_batches
+from speculative.training.trainer import FitOptions, fit
+
+
+class TrainedDraft(nn.Module, ABC):
+    """A draft over whole sequences, unrolled on its own outputs.
+
+    Row n of step 0 joins the embedding of token n+1 with the target's feature of position n, stands at position n and
+    predicts token n+2. Step s continues the chain anchored at n: the embedding of token n+s+1, the draft's own state of
+    step s-1 instead of a feature, position n+s, predicting token n+s+2. It attends to the true prefix (step 0, rows
+    0..n) and to its own branch (steps 1..s, row n), as drafting does.
+    """
+
+    @abstractmethod
+    def features(self, output: Any) -> Tensor:
+        """What the draft reads, [B, T, F], from transformers' output of the target with all hidden states."""
+
+    @abstractmethod
+    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
+        """The recurrent state of each step, `num_steps` tensors [B, T, H].
+
+        embeddings: [B, T, H], the target's embedding of token n in row n.
+        captured: [B, T, F], the target's features of position n.
+        Rows n > T - s - 2 of step s read past the sequence and are meaningless.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., H] recurrent states -> [.., draft vocabulary]."""
+
+    def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int, anchors: Tensor) -> list[Tensor]:
+        """The logits [A, draft vocabulary] of each step at the flat positions `anchors` [A]; see `unroll`."""
+        steps = self.unroll(embeddings, captured, num_steps)
+        return [self.logits(hidden.flatten(0, 1)[anchors]) for hidden in steps]
 
 
 @dataclass(frozen=True)
-class DraftOptions:
-    """How a draft is trained: `num_steps` unrolled steps, step s weighted by `step_decay ** s`."""
+class DraftVocabulary:
+    """The tokens that a draft may propose.
 
-    epochs: float
-    steps: int | None
-    batch_tokens: int
-    num_steps: int
-    step_decay: float
-    seed: int
-    dtype: torch.dtype
-    loop: LoopOptions
+    target_ids: [draft_vocab] int64, ascending; the target token that each draft token stands for.
+    t2d: [target_vocab] bool, true for those target tokens.
+    """
+
+    target_ids: Tensor
+    t2d: Tensor
+
+    @classmethod
+    def of(cls, target_ids: Tensor, target_vocab_size: int) -> DraftVocabulary:
+        """The vocabulary of these target tokens."""
+        t2d = torch.zeros(target_vocab_size, dtype=torch.bool)
+        t2d[target_ids] = True
+        return cls(target_ids, t2d)
+
+    def d2t(self) -> Tensor:
+        """Offsets [draft_vocab] int64: target_id = i + d2t[i]."""
+        return offsets(self.target_ids)
+
+    def to(self, device: torch.device) -> DraftVocabulary:
+        """The vocabulary with its tensors on the device."""
+        return DraftVocabulary(self.target_ids.to(device), self.t2d.to(device))
+
+    def coverage(self, samples: Sequence[Sample]) -> float:
+        """The share of the samples' answer tokens that the vocabulary holds."""
+        answers = [token for sample in samples for token in sample.tokens[sample.num_prompt :]]
+        return float(self.t2d.cpu()[torch.tensor(answers)].float().mean())
+
+
+class DraftKind(ABC):
+    """How the drafts of one method are built, saved and loaded. Raises `TrainingError` when it is made for a target or
+    arguments that do not fit."""
+
+    def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
+        self.arguments, self.target = arguments, target
+
+    @abstractmethod
+    def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
+        """A float32 draft on the target's device and the tokens that it may propose, with all `stops`."""
+
+    @abstractmethod
+    def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
+        """Write the folder that the engine loads."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
+        """The saved draft, as `build` gives it."""
 
 
 @dataclass(frozen=True)
 class TargetView:
-    """What a batch's target run gives the head: `embeddings` [B, T, H] and `captured` [B, T, F], in its dtype.
+    """A frozen target's run over a batch.
 
-    For each of the batch's anchors n, the target's prediction at position n+1: `probabilities` [A, draft_vocab]
-    float32, within the draft vocabulary, and `in_vocabulary` [A] bool, whether its first choice is in there.
+    embeddings: [B, T, H] and captured: [B, T, F], in the target's dtype.
+    probabilities: [A, draft_vocab] float32, the target's prediction at position n+1 of each anchor n within the draft
+        vocabulary. in_vocabulary: [A] bool, whether its first choice is there.
     """
 
     embeddings: Tensor
@@ -50,21 +121,9 @@ class TargetView:
     in_vocabulary: Tensor
 
 
-def build_head(target: PreTrainedModel, method: Eagle3, vocabulary: DraftVocabulary, seed: int) -> Eagle3Head:
-    """A float32 head on the target's device; its output rows start as the target's rows of the same tokens."""
-    torch.manual_seed(seed)
-    head = Eagle3Head(method)
-    for module in head.modules():
-        if isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=0.02)
-    rows = target.get_output_embeddings().weight.detach()
-    head.lm_head.weight.data.copy_(rows[vocabulary.target_ids].float())
-    return head.to(target.device)
-
-
 @torch.no_grad()
 def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocabulary: DraftVocabulary) -> TargetView:
-    """Runs the frozen target over the batch and keeps what the head reads and is judged by."""
+    """Run the frozen target over the batch; keep what the draft reads and is judged by."""
     mask = causal_mask(batch.tokens.shape[1], batch.tokens.device)
     output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
     judged = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
@@ -77,22 +136,96 @@ def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocab
     )
 
 
-def draft_loss(head: TrainedDraft, view: TargetView, batch: Batch, options: DraftOptions) -> Tensor:
-    """Weighted mean over the steps of the cross-entropy to the target's distribution within the draft vocabulary.
+def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float) -> Tensor:
+    """Cross-entropy to the target's distribution within the draft vocabulary, a float32 scalar: the mean over the
+    steps, with the weight `step_decay ** s` for step s.
 
-    Step s from anchor n is judged by the target at position n + s + 1, which is the anchor s places later as long
-    as the text lasts. A float32 scalar.
+    steps: logits [A, draft_vocab] of each step. Step s from anchor n is judged by the target at position n + s + 1,
+        which is s anchors later as long as the text lasts.
     """
     total = torch.zeros((), device=batch.tokens.device)
-    places = torch.arange(len(batch.anchors), device=batch.tokens.device)
-    with torch.autocast(batch.tokens.device.type, dtype=options.dtype, enabled=options.dtype != torch.float32):
-        for step, hidden in enumerate(head(view.embeddings, view.captured, options.num_steps)):
-            logits = head.logits(hidden.flatten(0, 1)[batch.anchors])
-            rows = (places + step).clamp(max=len(places) - 1)
-            losses = -(view.probabilities[rows] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)
-            judged = (batch.remaining > step) & view.in_vocabulary[rows]
-            total = total + options.step_decay**step * (losses * judged).sum() / judged.sum().clamp(min=1)
-    return total / sum(options.step_decay**step for step in range(options.num_steps))
+    anchors = torch.arange(len(batch.anchors), device=batch.tokens.device)
+    for step, logits in enumerate(steps):
+        rows = (anchors + step).clamp(max=len(anchors) - 1)
+        losses = -(view.probabilities[rows] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)
+        judged = (batch.remaining > step) & view.in_vocabulary[rows]
+        total = total + step_decay**step * (losses * judged).sum() / judged.sum().clamp(min=1)
+    return total / sum(step_decay**step for step in range(len(steps)))
+
+
+def train_draft(
+    head: TrainedDraft,
+    target: PreTrainedModel,
+    vocabulary: DraftVocabulary,
+    samples: Sequence[Sample],
+    held: Sequence[Sample],
+    options: FitOptions,
+    *,
+    num_steps: int,
+    step_decay: float,
+) -> list[float]:
+    """Train the head in place, unrolled `num_steps` steps, and return the logged losses; `held` is only measured."""
+    target.eval().requires_grad_(False)
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        view = view_target(target, batch, head, vocabulary)
+        steps = model(view.embeddings, view.captured, num_steps, batch.anchors)
+        return draft_loss(steps, view, batch, step_decay)
+
+    def evaluate() -> dict[str, float]:
+        return measure_acceptance(head, target, vocabulary, held, num_steps, options.batch_tokens).report()
+
+    return fit(head, samples, loss_of, options, title="draft", evaluate=evaluate if held else None)
+
+
+@dataclass
+class AcceptanceTally:
+    """Rounds, and for each depth how often a draft token was judged there (`offered`) and accepted (`accepted`)."""
+
+    offered: list[int]
+    accepted: list[int]
+    num_rounds: int = 0
+
+    @classmethod
+    def empty(cls, depth: int) -> AcceptanceTally:
+        return cls([0] * depth, [0] * depth)
+
+    def acceptance_length(self) -> float:
+        """Mean tokens a round yields: 1 + accepted / rounds."""
+        return 1 + sum(self.accepted) / max(self.num_rounds, 1)
+
+    def per_depth(self) -> list[float]:
+        """Share accepted at each depth among the rounds whose earlier depths were accepted."""
+        return [accepted / max(offered, 1) for accepted, offered in zip(self.accepted, self.offered, strict=True)]
+
+    def report(self) -> dict[str, float]:
+        """The figures by name: acceptance length, then each depth's share."""
+        depths = {f"depth_{depth}": share for depth, share in enumerate(self.per_depth(), start=1)}
+        return {"acceptance_length": self.acceptance_length(), **depths}
+
+
+def add_rounds(tally: AcceptanceTally, matches: Sequence[Sequence[bool]], num_prompt: int, length: int) -> None:
+    """Play the rounds of one sequence and add them to the tally.
+
+    matches: `matches[s][n]` says whether the draft anchored at position n proposes, as its step s, token n + s + 2.
+
+    Under greedy verification the served text is the target's own. Step s counts only while the steps before it matched,
+    and then its inputs were the text's tokens: teacher forcing gives the exact acceptance. The first round starts with
+    the answer's first token as bonus token. A round accepts the run of matches, at most the tally's depth and never
+    past the end of the text.
+    """
+    depth = len(tally.offered)
+    anchor = num_prompt - 1
+    while anchor + 2 < length:
+        run = 0
+        while run < depth and anchor + run + 2 < length:
+            tally.offered[run] += 1
+            if not matches[run][anchor]:
+                break
+            tally.accepted[run] += 1
+            run += 1
+        tally.num_rounds += 1
+        anchor += run + 1
 
 
 @torch.no_grad()
@@ -104,68 +237,16 @@ def measure_acceptance(
     depth: int,
     batch_tokens: int,
 ) -> AcceptanceTally:
-    """Plays greedy chain speculation of the given depth over the target's own greedy answers."""
+    """Play greedy chains of `depth` draft tokens over the target's own greedy answers."""
     tally = AcceptanceTally.empty(depth)
-    device = target.device
     for indices in plan_batches([len(sample.tokens) for sample in samples], batch_tokens, 0):
-        batch = collate([samples[i] for i in indices], 0, device)
+        batch = collate([samples[i] for i in indices]).to(target.device)
         view = view_target(target, batch, head, vocabulary)
-        hidden = head(view.embeddings.float(), view.captured.float(), depth)
         matches = []
-        for step, states in enumerate(hidden):
+        for step, states in enumerate(head.unroll(view.embeddings.float(), view.captured.float(), depth)):
             proposed = vocabulary.target_ids[head.logits(states).argmax(-1)]
             matches.append((proposed == batch.tokens.roll(-(step + 2), dims=1)).tolist())
         for row, index in enumerate(indices):
             own = [match[row] for match in matches]
             add_rounds(tally, own, samples[index].num_prompt, len(samples[index].tokens))
     return tally
-
-
-def report(tally: AcceptanceTally) -> dict[str, float]:
-    """The tally's figures by name: acceptance length, then each depth's share."""
-    depths = {f"depth_{place}": share for place, share in enumerate(tally.per_depth(), start=1)}
-    return {"acceptance_length": tally.acceptance_length(), **depths}
-
-
-def train_draft(
-    head: TrainedDraft,
-    target: PreTrainedModel,
-    vocabulary: DraftVocabulary,
-    samples: Sequence[Sample],
-    held: Sequence[Sample],
-    options: DraftOptions,
-    *,
-    checkpoint: Checkpoint | None = None,
-    resume: bool = False,
-    stop_after: int | None = None,
-    progress: bool = True,
-) -> list[float]:
-    """Trains the head in place and returns the loss of every step; `held` answers are only measured."""
-    lengths = [len(sample.tokens) for sample in samples]
-    plan = plan_steps(lengths, options.batch_tokens, options.seed, epochs=options.epochs, steps=options.steps)
-    target.eval().requires_grad_(False)
-
-    full_tokens = options.batch_tokens if options.loop.graphs else None
-
-    def batch_of(indices: list[int]) -> Batch:
-        return collate([samples[i] for i in indices], 0, target.device, full_tokens=full_tokens)
-
-    def loss_of(batch: Batch) -> Tensor:
-        return draft_loss(head, view_target(target, batch, head, vocabulary), batch, options)
-
-    def evaluate() -> dict[str, float]:
-        return report(measure_acceptance(head, target, vocabulary, held, options.num_steps, options.batch_tokens))
-
-    return fit(
-        head,
-        plan,
-        batch_of,
-        loss_of,
-        options.loop,
-        checkpoint=checkpoint,
-        resume=resume,
-        stop_after=stop_after,
-        evaluate=evaluate if held else None,
-        title="draft",
-        progress=progress,
-    )

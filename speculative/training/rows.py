@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculative.training.errors import TrainingError
+from speculative.training import TrainingError
 
 ROLES = ("system", "user", "assistant")
 _CALC_MARK = re.compile(r"<<[^<>]*>>")

@@ -1,32 +1,36 @@
-"""Turns conversations into token sequences, and sequences into batches of about equal length.
+"""Conversations as token sequences, with the rows' own answers or the target's, and batches of sequences of about equal
+length.
 
-Used by both trainings and by regeneration. Batches are padded on the right, so that a causal model needs no mask.
+Both trainings use them. Batches are padded on the right, so that a causal model needs no padding mask.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.training.errors import TrainingError
-from speculative.training.rows import Conversation
+from speculative.training import TrainingError
+from speculative.training.rows import Conversation, RowError
 
-# Batches are made of length-sorted runs of this many batches: less padding when larger, more random when smaller.
+# Batches are cut from length-sorted runs of this many batches: less padding when larger, more random when smaller.
 _RUN_BATCHES = 32
-# Lengths of batches are multiples of this: fewer shapes, and rows aligned for the attention kernels.
+# Batch lengths are multiples of this: fewer shapes, and rows aligned for the attention kernels.
 LENGTH_STEP = 64
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer with all that led to it: `tokens[:num_prompt]` is given, the rest is what the model says."""
+    """One answer with its context: `tokens[:num_prompt]` is given, the rest is what the model says."""
 
     tokens: tuple[int, ...]
     num_prompt: int
@@ -34,11 +38,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples side by side, padded on the right: `tokens` [B, T] int64, `num_prompt` and `lengths` [B] int64.
+    """Samples side by side, padded on the right.
 
-    `anchors` [A] int64 are flat positions b * T + n, in order, from which a served chain can start and draft a token
-    that the text has: token n+1 is the answer's and token n+2 exists. `remaining` [A] int64 is how many tokens the
-    text has after token n+1, so a chain's step s is judged where `remaining > s`.
+    tokens: [B, T] int64. num_prompt, lengths: [B] int64.
+    anchors: [A] int64, ascending flat positions b * T + n at which a served chain can start and draft a token of the
+        text: token n+1 is the answer's and token n+2 exists.
+    remaining: [A] int64, tokens of the text after token n+1; a chain's step s is judged where `remaining > s`.
     """
 
     tokens: Tensor
@@ -47,16 +52,21 @@ class Batch:
     anchors: Tensor
     remaining: Tensor
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, in the order of the fields."""
-        return self.tokens, self.num_prompt, self.lengths, self.anchors, self.remaining
+    def to(self, device: torch.device) -> Batch:
+        """The batch on the device."""
+        return Batch(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 def prompt_tokens(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The chat template's tokens up to and including the mark after which the assistant speaks.
 
-    Raises `TrainingError` for a conversation that the template refuses.
+    Raises `TrainingError` for a tokenizer without a chat template or end of turn, and for a conversation that the
+    template refuses.
     """
+    if not tokenizer.chat_template:
+        raise TrainingError("tokenizer: has no chat template; add chat_template.jinja to the model's folder")
+    if tokenizer.eos_token_id is None:
+        raise TrainingError("tokenizer: has no eos_token; set it in tokenizer_config.json")
     try:
         text = tokenizer.apply_chat_template(conversation.messages(), tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
@@ -74,14 +84,13 @@ def encode_answers(
 ) -> list[Sample]:
     """One sample for each assistant turn, ended by the end-of-turn token; those over `max_length` are left out.
 
-    Raises `TrainingError` if the tokenizer has no chat template or none of the samples fits.
+    Raises `TrainingError` if no sample fits, and what `prompt_tokens` raises.
     """
-    require_chat_template(tokenizer)
     samples = []
     for conversation in conversations:
-        for place, turn in enumerate(conversation.turns):
+        for index, turn in enumerate(conversation.turns):
             if turn.role == "assistant":
-                prompt = prompt_tokens(Conversation(conversation.turns[:place]), tokenizer)
+                prompt = prompt_tokens(Conversation(conversation.turns[:index]), tokenizer)
                 answer = [*tokenizer(turn.content, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
                 samples.append(Sample((*prompt, *answer), len(prompt)))
     fitting = [sample for sample in samples if len(sample.tokens) <= max_length]
@@ -92,12 +101,95 @@ def encode_answers(
     return fitting
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `TrainingError` when the tokenizer cannot render chats or has no end-of-turn token."""
-    if not tokenizer.chat_template:
-        raise TrainingError("tokenizer: has no chat template; add chat_template.jinja to the model's folder")
-    if tokenizer.eos_token_id is None:
-        raise TrainingError("tokenizer: has no eos_token; set it in tokenizer_config.json")
+def answer_prompts(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The prompt of each assistant turn and of a last user turn; repeated prompts are given once."""
+    prompts: dict[tuple[int, ...], None] = {}
+    for conversation in conversations:
+        turns = conversation.turns
+        ends = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+        ends += [len(turns)] if turns[-1].role == "user" else []
+        for end in ends:
+            prompts[tuple(prompt_tokens(Conversation(turns[:end]), tokenizer))] = None
+    return [list(prompt) for prompt in prompts]
+
+
+@torch.no_grad()
+def generate_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    progress: bool = True,
+) -> list[Sample]:
+    """The model's answer to each prompt, in the order of the prompts, with its end-of-turn token if it was reached.
+
+    `temperature` 0 is greedy. Seeds the global RNG: `generate` takes no generator (transformers 5.17).
+    """
+    torch.manual_seed(seed)
+    stops = stop_tokens(model, tokenizer)
+    pad = stops[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers: dict[int, Sample] = {}
+    title = f"regenerate at {temperature:g}"
+    with tqdm(total=len(prompts), desc=title, disable=not progress, mininterval=2.0) as bar:
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            padding = [len(prompts[chosen[-1]]) - len(prompts[i]) for i in chosen]
+            rows = [[pad] * extra + [*prompts[i]] for i, extra in zip(chosen, padding, strict=True)]
+            mask = [[0] * extra + [1] * len(prompts[i]) for i, extra in zip(chosen, padding, strict=True)]
+            output = model.generate(
+                input_ids=torch.tensor(rows, device=model.device),
+                attention_mask=torch.tensor(mask, device=model.device),
+                max_new_tokens=max_new_tokens,
+                eos_token_id=stops,
+                pad_token_id=pad,
+                **sampling,
+            )
+            for index, said in zip(chosen, output[:, len(rows[0]) :].tolist(), strict=True):
+                answers[index] = Sample((*prompts[index], *until_stop(said, stops)), len(prompts[index]))
+            bar.update(len(chosen))
+    return [answers[i] for i in range(len(prompts))]
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer, from the generation config, else the tokenizer's end of turn."""
+    stops = model.generation_config.eos_token_id
+    stops = tokenizer.eos_token_id if stops is None else stops
+    return [stops] if isinstance(stops, int) else list(stops)
+
+
+def until_stop(tokens: Sequence[int], stops: Sequence[int]) -> list[int]:
+    """The tokens up to and including the first stop token, or all."""
+    end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
+    return list(tokens[: end + 1])
+
+
+def write_samples(samples: Sequence[Sample], path: Path) -> None:
+    """Write one JSON line per sample: `prompt_tokens` and `answer_tokens`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for sample in samples:
+            prompt, answer = sample.tokens[: sample.num_prompt], sample.tokens[sample.num_prompt :]
+            file.write(json.dumps({"prompt_tokens": prompt, "answer_tokens": answer}) + "\n")
+    partial.replace(path)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples that `write_samples` wrote. Raises `RowError` for a line of another form."""
+    samples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            samples.append(Sample((*row["prompt_tokens"], *row["answer_tokens"]), len(row["prompt_tokens"])))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise RowError(f"{path}:{number}: not a regenerated row; delete the file to generate anew") from error
+    return samples
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int) -> list[list[int]]:
@@ -127,7 +219,7 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int) -> list[l
 def plan_steps(
     lengths: Sequence[int], batch_tokens: int, seed: int, *, epochs: float, steps: int | None
 ) -> list[list[int]]:
-    """The batches of a whole training: `steps` of them, or those of `epochs` passes when `steps` is None."""
+    """The batches of a whole training: `steps` of them, or those of `epochs` passes if `steps` is None."""
     if not lengths:
         raise TrainingError("data: no sample to train on; give more rows or a larger max_length")
     plan: list[list[int]] = []
@@ -140,16 +232,16 @@ def plan_steps(
     return plan if steps is None else plan[:steps]
 
 
-def collate(samples: Sequence[Sample], pad_id: int, device: torch.device, *, full_tokens: int | None = None) -> Batch:
-    """The samples as one batch on the device, padded with `pad_id` to a multiple of `LENGTH_STEP` tokens.
+def collate(samples: Sequence[Sample], *, full_tokens: int | None = None) -> Batch:
+    """The samples as one batch on the CPU, padded with zeros to a multiple of `LENGTH_STEP` tokens.
 
-    With `full_tokens` the batch is filled up with empty rows to that many tokens, and with judged-nowhere anchors to
-    a quarter of them, so that the batches of a whole training come in few shapes. Everything is counted on the
-    host: a boolean index on the device would wait for it in every step.
+    full_tokens: fill the batch up with empty rows to this many tokens, and with anchors that are never judged to a
+        multiple of a quarter of them, so that the batches of a training come in few shapes.
+    Anchors are counted on the host: a boolean index on the device would wait for it in every step.
     """
     length = padded_length(max(len(sample.tokens) for sample in samples))
     num_rows = len(samples) if full_tokens is None else max(full_tokens // length, len(samples))
-    tokens = torch.full((num_rows, length), pad_id, dtype=torch.int64)
+    tokens = torch.zeros((num_rows, length), dtype=torch.int64)
     num_prompt, lengths = torch.zeros(2, num_rows, dtype=torch.int64)
     for row, sample in enumerate(samples):
         tokens[row, : len(sample.tokens)] = torch.tensor(sample.tokens)
@@ -161,10 +253,7 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device, *, ful
     if full_tokens is not None:
         extra = -len(anchors) % max(full_tokens // 4, 1)
         anchors, remaining = (functional.pad(part, (0, extra)) for part in (anchors, remaining))
-    parts = (tokens, num_prompt, lengths, anchors, remaining)
-    if device.type == "cuda":
-        return Batch(*(part.pin_memory().to(device, non_blocking=True) for part in parts))
-    return Batch(*(part.to(device) for part in parts))
+    return Batch(tokens, num_prompt, lengths, anchors, remaining)
 
 
 def padded_length(length: int) -> int:
@@ -175,6 +264,6 @@ def padded_length(length: int) -> int:
 def causal_mask(length: int, device: torch.device) -> Tensor:
     """[1, 1, T, T] bool, true where attention may look.
 
-    Handed to transformers whole: it would otherwise read position values back to the host (5.17, packing check).
+    transformers gets the whole mask: it would otherwise read position values back to the host (5.17, packing check).
     """
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]

@@ -1,17 +1,19 @@
-"""Trains a small Llama-architecture chat model from scratch, in the Hugging Face folder layout.
+"""A small Llama-architecture chat model: its byte-level BPE tokenizer, its training from scratch, and its Hugging Face
+folder.
 
-Called by `aerie train-target`. The model is small enough to live in a repository, so that speculation can be tried
-and tested end to end without a download.
+`aerie train-target` calls it. The model is small enough to live in a repository, so that speculation can be tried and
+tested end to end without a download.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
@@ -22,89 +24,97 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from speculative.training.checkpoint import Checkpoint
-from speculative.training.draft_files import make_readable
-from speculative.training.errors import TrainingError
-from speculative.training.graphs import LossOf
-from speculative.training.loop import LoopOptions, fit
+from speculative.training import TrainingError
+from speculative.training.eagle3_files import make_readable
 from speculative.training.rows import Conversation, Turn
-from speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_steps
-from speculative.training.tokenizer import train_tokenizer
+from speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_batches
+from speculative.training.trainer import FitOptions, LossOf, fit
 
+PAD, BOS, END = "<|pad|>", "<|bos|>", "<|end|>"
+ROLE_MARKS = ("<|system|>", "<|user|>", "<|assistant|>")
+NUM_BYTES = 256
+
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
+        {{- raise_exception('role ' ~ message['role'] ~ ' is unknown: use system, user or assistant') -}}
+    {%- endif -%}
+    {{- '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ eos_token -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|assistant|>' -}}
+{%- endif -%}
+"""
 SYSTEM_PROMPT = "You are a helpful assistant."
 
 
 @dataclass(frozen=True)
-class TargetShape:
-    """The model's dimensions, named as in a Llama `config.json`."""
+class ChatData:
+    """Conversations to train on, conversations held out for validation, and how they become tokens.
 
-    vocab_size: int = 4096
-    hidden_size: int = 512
-    intermediate_size: int = 896
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 2
-    max_position_embeddings: int = 2048
-    rope_theta: float = 10000.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetOptions:
-    """How a target is trained; `prompt_weight` is the weight of a prompt's tokens in the loss (an answer's is 1)."""
-
-    epochs: float
-    steps: int | None
-    batch_tokens: int
-    max_length: int
-    dropout: float
-    prompt_weight: float
-    seed: int
-    dtype: torch.dtype
-    loop: LoopOptions
-
-
-def build_tokenizer(conversations: Sequence[Conversation], shape: TargetShape) -> PreTrainedTokenizerFast:
-    """The target's tokenizer, trained on every turn of the conversations."""
-    texts = (turn.content for conversation in conversations for turn in conversation.turns)
-    return train_tokenizer(texts, shape.vocab_size, shape.max_position_embeddings)
-
-
-def build_target(shape: TargetShape, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """A freshly initialised float32 model on the CPU, with tied embeddings and the tokenizer's special tokens.
-
-    Raises `TrainingError` when the heads do not divide the hidden size.
+    max_length: tokens; longer answers are left out.
     """
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if shape.hidden_size % (2 * heads) or heads % kv_heads:
-        raise TrainingError(
-            f"heads={heads}: must divide hidden_size={shape.hidden_size} into even parts, and kv_heads={kv_heads} must "
-            "divide it; try heads of 64"
-        )
+
+    train: Sequence[Conversation]
+    held: Sequence[Conversation]
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+
+
+def build_tokenizer(conversations: Sequence[Conversation], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on every turn of the conversations."""
+    texts = (turn.content for conversation in conversations for turn in conversation.turns)
+    return train_tokenizer(texts, vocab_size, max_length)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most `vocab_size` tokens trained on the texts; every byte string round trips through it.
+
+    Plain text gets `<|bos|>` in front; the chat template writes it itself. The end of a turn is `eos_token`.
+    Raises `TrainingError` when the vocabulary cannot hold the bytes and marks.
+    """
+    special = [PAD, BOS, END, *ROLE_MARKS]
+    if vocab_size < NUM_BYTES + len(special):
+        raise TrainingError(f"vocab_size={vocab_size}: must be at least {NUM_BYTES + len(special)} (bytes and marks)")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=END,
+        additional_special_tokens=list(ROLE_MARKS),
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_target(config: LlamaConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    """A freshly initialised float32 model on the CPU, with the tokenizer's special tokens."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.hidden_size // shape.num_attention_heads,
-        max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = {name: getattr(tokenizer, name) for name in names}
+    for name, token in special.items():
+        setattr(config, name, token)
     model = LlamaForCausalLM(config)
-    assert tokenizer.eos_token_id is not None
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        do_sample=False,
-    )
+    model.generation_config = GenerationConfig(**special, do_sample=False)
     return model
 
 
@@ -153,115 +163,77 @@ def add_dropout(model: nn.Module, rate: float) -> None:
             module.register_forward_hook(drop)
 
 
-def target_loss(model: nn.Module, batch: Batch, prompt_weight: float, dtype: torch.dtype) -> Tensor:
+def target_loss(model: nn.Module, batch: Batch, prompt_weight: float) -> Tensor:
     """Mean next-token cross-entropy of the batch, prompt tokens weighted; a float32 scalar."""
-    device_type = batch.tokens.device.type
-    with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
-        mask = causal_mask(batch.tokens.shape[1], batch.tokens.device)
-        logits = model(input_ids=batch.tokens, attention_mask=mask, use_cache=False).logits
-    places = torch.arange(1, batch.tokens.shape[1], device=batch.tokens.device)
-    weights = torch.where(places >= batch.num_prompt[:, None], 1.0, prompt_weight)
-    weights = weights * (places < batch.lengths[:, None])
+    mask = causal_mask(batch.tokens.shape[1], batch.tokens.device)
+    logits = model(input_ids=batch.tokens, attention_mask=mask, use_cache=False).logits
+    index = torch.arange(1, batch.tokens.shape[1], device=batch.tokens.device)
+    weights = torch.where(index >= batch.num_prompt[:, None], 1.0, prompt_weight)
+    weights = weights * (index < batch.lengths[:, None])
     flat = logits[:, :-1].float().flatten(0, 1)
     losses = functional.cross_entropy(flat, batch.tokens[:, 1:].flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def answer_loss(samples: Sequence[Sample], batch_tokens: int, device: torch.device, loss_of: LossOf) -> float:
-    """`loss_of` the samples' answer tokens, of which it is the mean for a batch, each token counted once."""
+@torch.no_grad()
+def answer_loss(samples: Sequence[Sample], options: FitOptions, loss_of: Callable[[Batch], Tensor]) -> float:
+    """Mean loss of the samples' answer tokens, each counted once. loss_of: their mean in a batch."""
     total, count = 0.0, 0
-    plan = plan_steps([len(s.tokens) for s in samples], batch_tokens, 0, epochs=1, steps=None)
-    with torch.no_grad():
-        for indices in plan:
-            chosen = [samples[i] for i in indices]
-            num = sum(len(s.tokens) - s.num_prompt for s in chosen)
-            total += float(loss_of(collate(chosen, 0, device))) * num
-            count += num
+    for indices in plan_batches([len(s.tokens) for s in samples], options.batch_tokens, 0):
+        chosen = [samples[i] for i in indices]
+        num = sum(len(s.tokens) - s.num_prompt for s in chosen)
+        total += float(loss_of(collate(chosen).to(options.device))) * num
+        count += num
     return total / count
 
 
 def fit_target(
     model: nn.Module,
-    train: Sequence[Conversation],
-    held: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    options: TargetOptions,
-    device: torch.device,
+    data: ChatData,
+    options: FitOptions,
     loss_of: LossOf,
     evaluate: Callable[[Sequence[Sample]], dict[str, float]],
     *,
+    dropout: float,
     title: str,
     after_step: Callable[[], None] | None = None,
-    checkpoint: Checkpoint | None = None,
-    resume: bool = False,
-    progress: bool = True,
 ) -> list[float]:
-    """Trains a model from scratch in place on the device and returns the loss of every step. evaluate: figures of the
-    samples of `held`, if there are any, which are only measured."""
-    samples = encode_answers(vary(train, options.seed), tokenizer, options.max_length)
-    samples += plain_texts(train, tokenizer, 0.1, options.max_length, options.seed)
-    held_samples = encode_answers(held, tokenizer, options.max_length) if held else []
-    plan = plan_steps(
-        [len(s.tokens) for s in samples], options.batch_tokens, options.seed, epochs=options.epochs, steps=options.steps
-    )
-    model.to(device)
-    add_dropout(model, options.dropout)
-    torch.manual_seed(options.seed)
-    full_tokens = options.batch_tokens if options.loop.graphs else None
+    """Train a model from scratch in place on the device; return the logged losses.
+
+    evaluate: figures of the held-out samples, if there are any.
+    """
+    samples = encode_answers(vary(data.train, options.seed), data.tokenizer, data.max_length)
+    samples += plain_texts(data.train, data.tokenizer, 0.1, data.max_length, options.seed)
+    held = encode_answers(data.held, data.tokenizer, data.max_length) if data.held else []
+    model.to(options.device)
+    add_dropout(model, dropout)
     return fit(
         model,
-        plan,
-        lambda indices: collate([samples[i] for i in indices], 0, device, full_tokens=full_tokens),
+        samples,
         loss_of,
-        options.loop,
-        checkpoint=checkpoint,
-        resume=resume,
-        evaluate=(lambda: evaluate(held_samples)) if held_samples else None,
-        after_step=after_step,
+        options,
         title=title,
-        progress=progress,
+        evaluate=(lambda: evaluate(held)) if held else None,
+        after_step=after_step,
     )
 
 
 def train_target(
-    train: Sequence[Conversation],
-    held: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    model: LlamaForCausalLM,
-    options: TargetOptions,
-    device: torch.device,
-    *,
-    checkpoint: Checkpoint | None = None,
-    resume: bool = False,
-    progress: bool = True,
+    data: ChatData, model: LlamaForCausalLM, options: FitOptions, *, dropout: float, prompt_weight: float
 ) -> list[float]:
-    """Trains the model in place on the device and returns the loss of every step; `held` is only measured."""
+    """Train the model in place and return the logged losses. prompt_weight: of a prompt's token; an answer's has 1."""
 
-    def loss_of(batch: Batch, prompt_weight: float = options.prompt_weight) -> Tensor:
-        return target_loss(model, batch, prompt_weight, options.dtype)
+    def evaluate(held: Sequence[Sample]) -> dict[str, float]:
+        return {"validation_loss": answer_loss(held, options, lambda batch: target_loss(model, batch, 0.0))}
 
-    def evaluate(samples: Sequence[Sample]) -> dict[str, float]:
-        loss = answer_loss(samples, options.batch_tokens, device, lambda batch: loss_of(batch, 0.0))
-        return {"validation_loss": loss}
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        return target_loss(model, batch, prompt_weight)
 
-    return fit_target(
-        model,
-        train,
-        held,
-        tokenizer,
-        options,
-        device,
-        loss_of,
-        evaluate,
-        title="target",
-        checkpoint=checkpoint,
-        resume=resume,
-        progress=progress,
-    )
+    return fit_target(model, data, options, loss_of, evaluate, dropout=dropout, title="target")
 
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes config, bf16 weights, generation config and tokenizer as a Hugging Face model folder."""
+    """Write config, bf16 weights, generation config and tokenizer as a Hugging Face model folder."""
     model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     model.save_pretrained(folder)

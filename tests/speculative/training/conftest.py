@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.draft_models.eagle3 import Eagle3
 from speculative.training.cli import add_commands
-from speculative.training.draft_files import draft_config, read_draft_config
+from speculative.training.eagle3_files import draft_config, read_draft_config
 from speculative.training.rows import Conversation, Turn
-from speculative.training.target import TargetShape, build_target, build_tokenizer
+from speculative.training.target import build_target, build_tokenizer
 
-SHAPE = TargetShape(
-    vocab_size=300,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=7,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
+VOCAB_SIZE, MAX_POSITIONS = 300, 256
 
 
 @pytest.fixture(scope="session")
@@ -38,18 +31,35 @@ def conversations() -> list[Conversation]:
 
 @pytest.fixture(scope="session")
 def tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerBase:
-    return build_tokenizer(conversations, SHAPE)
+    return build_tokenizer(conversations, VOCAB_SIZE, MAX_POSITIONS)
 
 
 @pytest.fixture
 def target(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    return build_target(SHAPE, tokenizer, seed=1).eval()
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+    )
+    return build_target(config, tokenizer, seed=1).eval()
 
 
 @pytest.fixture
 def method(target: PreTrainedModel) -> Eagle3:
     """A head for the target, with a vocabulary of 64."""
     return read_draft_config(draft_config(target, 64), target, Path("draft"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_modules() -> None:
+    """The Trainer collects garbage before each training, which would take half a second among torch's objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

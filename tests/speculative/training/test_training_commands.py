@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,25 @@ import pytest
 import torch
 
 from deploy.cli import main
-from speculative.training import loop
-from speculative.training.arguments import choose_device
-from speculative.training.errors import TrainingError
+from speculative.training import TrainingError, cli, draft, target, trainer
+from speculative.training.commands import choose_device
+from speculative.training.samples import LENGTH_STEP
 from tests.speculative.training.conftest import run
 
 SMALL = "--layers 7 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"
 
 
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
 def test_a_target_then_its_draft_are_trained_and_measured(
-    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], umask: None
 ) -> None:
+    """Also: whoever the umask lets can read what is saved; safetensors' own files are private."""
     target, draft = tmp_path / "target", tmp_path / "draft"
     common = f"--data {rows} --batch-tokens 512 --val-fraction 0.2"
     assert run(f"train-target {common} --output {target} --steps 3 {SMALL} --preview Hello") == 0
@@ -32,19 +42,23 @@ def test_a_target_then_its_draft_are_trained_and_measured(
     assert run(f"train-draft {common} --target {target} --output {draft} --steps 3 {made}") == 0
     said = capsys.readouterr().out
     assert "greedy chain of 3: acceptance_length" in said and "depth_3" in said
-    saved = ["checkpoint.pt", "config.json", "model.safetensors", "regenerated.jsonl"]
+    saved = ["checkpoint-3", "config.json", "model.safetensors", "regenerated.jsonl"]
     assert sorted(path.name for path in draft.iterdir()) == saved
+    files = [path for folder in (target, draft) for path in folder.iterdir() if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def test_a_training_is_not_overwritten(tmp_path: Path, rows: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "checkpoint.pt").touch()
-    with pytest.raises(ValueError, match=r"holds a training's checkpoint; add --resume"):
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-3" / "trainer_state.json").touch()
+    with pytest.raises(TrainingError, match=r"holds a training's checkpoint; add --resume"):
         run(f"train-target --data {rows} --output {tmp_path}/out")
 
 
-def test_resume_without_a_checkpoint_is_refused(tmp_path: Path, rows: Path) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint.pt does not exist; start without --resume"):
+def test_resume_without_a_whole_checkpoint_is_refused(tmp_path: Path, rows: Path) -> None:
+    """A process that is killed while it saves leaves a folder without the state, which is written last."""
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    with pytest.raises(TrainingError, match=r"out holds no checkpoint; start without --resume"):
         run(f"train-target --data {rows} --output {tmp_path}/out --resume")
 
 
@@ -56,19 +70,36 @@ def test_a_target_folder_without_a_model_is_refused(tmp_path: Path, rows: Path) 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--batch-tokens 5", "batch_tokens=5: must be at least 64"),
-        ("--val-fraction 1", "val_fraction=1.0: must be at least 0 and under 1"),
-        ("--heads 5", "heads=5: must divide hidden_size=512"),
+        ("--batch-tokens 63", f"argument --batch-tokens: 63: must be at least {LENGTH_STEP}"),
+        ("--val-fraction 1", "argument --val-fraction: 1: must be at least 0 and under 1"),
+        ("--lr nan", "argument --lr: nan: must be above 0"),
+        ("--steps many", "argument --steps: invalid int value: 'many'"),
     ],
 )
-def test_a_number_out_of_range_is_refused(tmp_path: Path, rows: Path, flags: str, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+def test_a_number_out_of_range_is_refused(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], flags: str, text: str
+) -> None:
+    with pytest.raises(SystemExit):
         run(f"train-target --data {rows} --output {tmp_path}/out {flags}")
+    assert text in capsys.readouterr().err
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path, rows: Path) -> None:
+    with pytest.raises(TrainingError, match="heads=5: must divide hidden_size=512"):
+        run(f"train-target --data {rows} --output {tmp_path}/out --heads 5")
+
+
+def test_training_without_accelerate_says_what_to_install(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(TrainingError, match=r"accelerate, which is not installed: pip install 'aerie-serve\[train\]'"):
+        run(f"train-target --data {rows} --output {tmp_path}/out")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_an_absent_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="device=cuda: no CUDA device here; use --device cpu"):
+    with pytest.raises(ValueError, match="device=cuda: no such CUDA device here; use --device cpu"):
         choose_device("cuda")
 
 
@@ -79,54 +110,66 @@ def test_a_finished_training_goes_on_with_more_steps(
     out = tmp_path / "target"
     train = f"train-target --data {rows} --batch-tokens 512 --val-fraction 0 --output {out} {SMALL}"
     assert run(f"{train} --steps 3") == 0
-    first = torch.load(out / "checkpoint.pt", weights_only=True)
+    first = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
     weights = (out / "model.safetensors").read_bytes()
     assert run(f"{train} --steps 5 --resume") == 0
-    second = torch.load(out / "checkpoint.pt", weights_only=True)
-    assert (first["step"], second["step"]) == (3, 5) and second["losses"][:3] == first["losses"]
+    second = json.loads((out / "checkpoint-5" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in second] == [1, 3, 5] and second[: len(first)] == first
     assert (out / "model.safetensors").read_bytes() != weights
     with pytest.raises(TrainingError, match=r"steps=4: the training in .*target has done 5; give more with --steps"):
         run(f"{train} --steps 4 --resume")
+    with pytest.raises(
+        TrainingError, match=r"lr=0.2: the checkpoint .*checkpoint-5 was made with 0.001; give the same"
+    ):
+        run(f"{train} --steps 5 --resume --lr 0.2")
     assert run(f"{train} --steps 5 --resume --no-keep-checkpoint") == 0
-    assert not (out / "checkpoint.pt").exists()
+    assert not list(out.glob("checkpoint-*"))
 
 
 def test_ctrl_c_keeps_what_is_trained_and_a_resume_equals_an_unbroken_run(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, draft, whole = tmp_path / "target", tmp_path / "draft", tmp_path / "whole"
-    assert run(f"train-target --data {rows} --output {target} --steps 1 {SMALL}") == 0
+    """Of a target, with dropout, and of a draft; to the last bit."""
     small = "--steps 5 --draft-vocab 64 --ttt-length 2 --measure-rows 1 --max-new-tokens 2 --max-length 128"
-    train = f"train-draft --target {target} --data {rows} {small}"
-    assert run(f"{train} --output {whole}") == 0
-    rate, seen = loop.learning_rate, set[int]()
+    for name, command, module, loss in (
+        ("target", f"train-target --steps 5 --batch-tokens 512 {SMALL}", target, "target_loss"),
+        ("draft", f"train-draft --target {tmp_path}/target {small}", draft, "draft_loss"),
+    ):
+        out, whole = tmp_path / name, tmp_path / f"{name} whole"
+        train = f"{command} --data {rows} --val-fraction 0.1 --device cpu --warmup-steps 1 --output".split()
+        with monkeypatch.context() as patched:
+            patched.setattr(module, loss, _interrupting(getattr(module, loss), call=3))
+            capfd.readouterr()
+            assert main([*train, str(out)]) == 130
+        said = capfd.readouterr().err
+        kept = (
+            f"{name}: stopped after step 3 of 5; {out}/checkpoint-3 keeps it: the same command with --resume continues"
+        )
+        assert said.splitlines()[-1] == kept and "loss=" in said and "Traceback" not in said
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert main([*train, str(out), "--resume"]) == 0
+        assert main([*train, str(whole)]) == 0
+        assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
-    def interrupted(step: int, *others: Any) -> float:
-        if step == 2 and step not in seen:  # asked for each group of parameters
-            os.kill(os.getpid(), signal.SIGINT)  # within the third step
-        seen.add(step)
-        return rate(step, *others)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "learning_rate", interrupted)
-        capfd.readouterr()
-        assert main(f"{train} --output {draft}".split()) == 130
-    said = capfd.readouterr().err
-    kept = f"draft: stopped after step 3 of 5; {draft}/checkpoint.pt keeps it: the same command with --resume goes on"
-    assert said.splitlines()[-1] == kept and "loss=" in said and "Traceback" not in said
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert run(f"{train} --output {draft} --resume") == 0
-    assert (draft / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+def _interrupting(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """The function, with a Ctrl-C within its call of that number."""
+    calls = itertools.count(1)
+
+    def interrupting(*arguments: Any, **others: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return function(*arguments, **others)
+
+    return interrupting
 
 
-def test_saved_models_can_be_read_by_whom_the_umask_lets(tmp_path: Path, rows: Path) -> None:
-    target, draft = tmp_path / "target", tmp_path / "draft"
-    before = os.umask(0o027)
-    try:
-        assert run(f"train-target --data {rows} --output {target} --steps 1 {SMALL}") == 0
-        small = "--draft-vocab 64 --ttt-length 1 --measure-rows 1 --max-new-tokens 2 --max-length 128"
-        assert run(f"train-draft --target {target} --data {rows} --output {draft} --steps 1 {small}") == 0
-    finally:
-        os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for folder in (target, draft) for path in folder.iterdir()}
-    assert "model.safetensors" in modes and set(modes.values()) == {0o640}, modes
+def test_a_loss_that_is_not_finite_ends_the_training(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keeps no checkpoint of it."""
+    loss = target.target_loss
+    monkeypatch.setattr(target, "target_loss", lambda *arguments: loss(*arguments) * float("nan"))
+    with pytest.raises(TrainingError, match="loss: not finite near step 1; lower --lr or use --dtype float32"):
+        run(f"train-target --data {rows} --output {tmp_path}/out --val-fraction 0 --steps 2 {SMALL}")
+    assert not trainer.checkpoints(tmp_path / "out")

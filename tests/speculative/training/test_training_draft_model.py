@@ -14,12 +14,18 @@ from transformers import PreTrainedModel
 
 from attention.rotation import rotate
 from speculative.draft_models.eagle3 import Eagle3
-from speculative.training.draft import build_head
-from speculative.training.draft_files import draft_config, load_draft, read_draft_config, save_draft
-from speculative.training.draft_model import Eagle3Head
-from speculative.training.errors import TrainingError
+from speculative.training import TrainingError
+from speculative.training.draft import DraftVocabulary
+from speculative.training.eagle3 import Eagle3Head
+from speculative.training.eagle3_files import (
+    build_head,
+    choose_vocabulary,
+    draft_config,
+    load_draft,
+    read_draft_config,
+    save_draft,
+)
 from speculative.training.samples import Sample
-from speculative.training.vocabulary import DraftVocabulary, choose_vocabulary, coverage
 
 
 def draft_row(
@@ -51,7 +57,7 @@ def test_step_s_equals_a_chain_drafted_alone_after_the_true_prefix(method: Eagle
     embeddings = torch.randn(1, length, method.model.hidden_size)
     captured = torch.randn(1, length, 3 * method.model.hidden_size)
     with torch.no_grad():
-        unrolled = head(embeddings, captured, num_steps)
+        unrolled = head.unroll(embeddings, captured, num_steps)
         for anchor in range(length - 1):
             keys, values = list[Tensor](), list[Tensor]()
             features = head.fc(captured[0])
@@ -73,8 +79,8 @@ def test_rows_of_a_longer_batch_do_not_change_with_what_follows(method: Eagle3) 
     head = Eagle3Head(method)
     embeddings, captured = torch.randn(2, 9, method.model.hidden_size), torch.randn(2, 9, 3 * method.model.hidden_size)
     with torch.no_grad():
-        whole = head(embeddings, captured, 3)
-        cut = head(embeddings[:, :6], captured[:, :6], 3)
+        whole = head.unroll(embeddings, captured, 3)
+        cut = head.unroll(embeddings[:, :6], captured[:, :6], 3)
     for step in range(3):
         torch.testing.assert_close(whole[step][:, : 5 - step], cut[step][:, : 5 - step])
 
@@ -86,7 +92,7 @@ def test_maps_between_the_vocabularies_agree() -> None:
     assert [i + offset for i, offset in enumerate(vocabulary.d2t().tolist())] == [2, 4, 7, 11]
     assert vocabulary.d2t().dtype == torch.int64
     assert vocabulary.t2d.nonzero()[:, 0].tolist() == [2, 4, 7, 11]
-    assert coverage(samples, vocabulary) == pytest.approx(5 / 6)
+    assert vocabulary.coverage(samples) == pytest.approx(5 / 6)
 
 
 def test_a_draft_vocabulary_larger_than_the_target_s_is_refused() -> None:

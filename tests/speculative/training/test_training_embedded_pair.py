@@ -7,10 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.training.draft import measure_acceptance
-from speculative.training.draft_files import load_draft
-from speculative.training.regenerate import answer_prompts, generate_answers
+from speculative.training.eagle3_files import load_draft
 from speculative.training.rows import Conversation, Turn
-from speculative.training.samples import Sample
+from speculative.training.samples import Sample, answer_prompts, generate_answers
 from tests.support.prompts import MODELS
 
 WORD_PROBLEM = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,17 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.draft_models.loading import load_draft
 from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
-from speculative.training.deepseek import DeepseekShape, DeepseekTarget, build_deepseek, save_deepseek
-from speculative.training.deepseek_files import read_module, save_module
+from speculative.training import TrainingError
+from speculative.training.commands import DRAFTS
+from speculative.training.deepseek import (
+    SIZES,
+    DeepseekTarget,
+    build_deepseek,
+    read_module,
+    save_deepseek,
+    save_module,
+)
 from speculative.training.deepseek_layers import Experts, Router, routers
-from speculative.training.draft_kinds import DRAFTS
-from speculative.training.errors import TrainingError
 from tests.speculative.training.conftest import run
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
@@ -33,22 +38,18 @@ from workers.models.loading import load_target, read_target_config
 CPU = torch.device("cpu")
 LENGTH, NUM_STEPS, PAGE_SIZE, NUM_PAGES = 19, 4, 4, 9
 MAX_POSITION = PAGE_SIZE * NUM_PAGES
-SHAPE = DeepseekShape(
-    vocab_size=300,
-    hidden_size=32,
-    intermediate_size=48,
-    moe_intermediate_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    q_lora_rank=20,
-    kv_lora_rank=24,
-    qk_nope_head_dim=12,
-    qk_rope_head_dim=8,
-    v_head_dim=10,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    max_position_embeddings=256,
-)
+SHAPE = SIZES["tiny"] | {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "max_position_embeddings": 256,
+}
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_training_and_serving_compute_the_same_states_and_logits(
 ) -> None:
     """Of the target, and of the module: a text in one pass, then a chain drafted from its last row with the text's own
     tokens. In float32, sums in another order: within 1e-5 of values of about 1."""
-    save_deepseek(model, SHAPE, tokenizer, tmp_path)
+    save_deepseek(model, tokenizer, tmp_path)
     source = ModelSource(path=str(tmp_path), dtype="float32", device="cpu")
     config = read_target_config(source, 1)
     decoder = load_target(source, config, SOLO, CPU, MAX_POSITION)
@@ -83,9 +84,9 @@ def test_training_and_serving_compute_the_same_states_and_logits(
     tokens = torch.randint(0, 300, (LENGTH + NUM_STEPS,), generator=torch.Generator().manual_seed(4))
     table = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32)[None]
     with torch.inference_mode():
-        hidden = model(tokens[None])
+        hidden = model.hidden(tokens[None])
         torch.testing.assert_close(model.lm_head(hidden), reference(tokens[None]).logits, atol=1e-4, rtol=1e-4)
-        trained = model.mtp(model.embed_tokens(tokens)[None], hidden, NUM_STEPS)
+        trained = model.mtp.unroll(model.embed_tokens(tokens)[None], hidden, NUM_STEPS)
         chunks = PrefillBatch.from_lists([0], [LENGTH], table)
         states = served.extend(tokens[1 : LENGTH + 1], hidden[0, :LENGTH], runner.context(None, None, chunks))
         torch.testing.assert_close(states, trained[0][0, :LENGTH], atol=1e-4, rtol=1e-4)
@@ -101,7 +102,7 @@ def test_training_and_serving_compute_the_same_states_and_logits(
 def test_a_saved_module_is_read_again(
     tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    save_deepseek(model, SHAPE, tokenizer, tmp_path / "target")
+    save_deepseek(model, tokenizer, tmp_path / "target")
     head = read_module(tmp_path / "target")
     for name, tensor in model.mtp.state_dict().items():
         assert torch.equal(head.state_dict()[name], tensor), name
@@ -159,7 +160,7 @@ def test_the_module_of_a_trained_model_is_trained_further(
 def test_what_cannot_be_trained_further_is_refused(
     tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    save_deepseek(model, SHAPE, tokenizer, tmp_path)
+    save_deepseek(model, tokenizer, tmp_path)
     nothing = dict.fromkeys(("draft_vocab", "intermediate_size", "head_flags"))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(TrainingError, match="draft_vocab=64: is of EAGLE-3 heads; leave it out with --method mtp"):
@@ -187,4 +188,4 @@ def test_what_cannot_be_trained_further_is_refused(
         with pytest.raises(TrainingError, match=text):
             read_module(tmp_path)
     with pytest.raises(TrainingError, match="tokenizer: has .* tokens, the model 40; give another, or a larger --size"):
-        build_deepseek(replace(SHAPE, vocab_size=40), tokenizer, seed=0)
+        build_deepseek(SHAPE | {"vocab_size": 40}, tokenizer, seed=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from speculative.training.rows import Conversation, Turn
@@ -19,7 +18,7 @@ from speculative.training.samples import (
     plan_steps,
     prompt_tokens,
 )
-from speculative.training.tokenizer import train_tokenizer
+from speculative.training.target import train_tokenizer
 
 
 def test_the_tokenizer_round_trips_arbitrary_unicode(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -79,7 +78,7 @@ def test_steps_go_before_epochs_and_epochs_may_be_broken() -> None:
 
 def test_anchors_are_where_a_chain_can_start_and_count_what_remains() -> None:
     samples = [Sample((1, 2, 3, 4, 5, 6, 7), 3), Sample((1, 2, 3, 4), 3)]
-    batch = collate(samples, 0, torch.device("cpu"))
+    batch = collate(samples)
     # Token n+1 must be the answer's (n >= 2) and token n+2 exist (n <= 4); the second text is over too soon.
     assert batch.tokens.shape == (2, LENGTH_STEP)
     assert batch.anchors.tolist() == [2, 3, 4]
@@ -87,7 +86,7 @@ def test_anchors_are_where_a_chain_can_start_and_count_what_remains() -> None:
 
 
 def test_full_batches_are_filled_up_with_rows_and_anchors_that_count_for_nothing() -> None:
-    batch = collate([Sample((1, 2, 3, 4, 5, 6, 7), 3)], 0, torch.device("cpu"), full_tokens=4 * LENGTH_STEP)
+    batch = collate([Sample((1, 2, 3, 4, 5, 6, 7), 3)], full_tokens=4 * LENGTH_STEP)
     assert batch.tokens.shape == (4, LENGTH_STEP)
     assert batch.lengths.tolist() == [7, 0, 0, 0]
     assert len(batch.anchors) == LENGTH_STEP

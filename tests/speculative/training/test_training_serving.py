@@ -17,11 +17,10 @@ from speculative.draft_models.eagle3_config import HeadFlags
 from speculative.draft_models.loading import load_draft as load_served
 from speculative.draft_models.registry import read_draft
 from speculative.drafter import DraftRunner
+from speculative.training import TrainingError
 from speculative.training.cli import HEAD_FLAGS
-from speculative.training.draft import build_head
-from speculative.training.draft_files import draft_config, load_draft, read_draft_config, save_draft
-from speculative.training.errors import TrainingError
-from speculative.training.vocabulary import DraftVocabulary
+from speculative.training.draft import DraftVocabulary
+from speculative.training.eagle3_files import build_head, draft_config, load_draft, read_draft_config, save_draft
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.models.loading import load_target, read_target_config
@@ -73,7 +72,7 @@ def test_training_and_serving_compute_the_same_states_and_logits(
     table = torch.arange(1, NUM_PAGES + 1, dtype=torch.int32)[None]
     with torch.inference_mode():
         embeddings = target.get_input_embeddings()(tokens)[None].float()
-        trained = head(embeddings, padded[None], NUM_STEPS)
+        trained = head.unroll(embeddings, padded[None], NUM_STEPS)
         chunks = PrefillBatch.from_lists([0], [LENGTH], table)
         states = runner.model.extend(tokens[1 : LENGTH + 1], captured, runner.context(None, None, chunks))
         # float32, sums in another order: within 1e-5 of values of about 1

@@ -1,11 +1,15 @@
-"""Writes and reads an EAGLE-3 head in the folder layout of the published ones (SafeAILab, SGLang, vLLM read it). What
-a config.json means is for the engine to say: it is read by `speculative.draft_models.eagle3`."""
+"""Builds, saves and loads EAGLE-3 heads, in the published folder layout that SafeAILab's code, SGLang and vLLM read.
+
+The engine decides what a config.json means: `speculative.draft_models.eagle3` reads it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +25,23 @@ from speculative.draft_models.eagle3_checkpoint import (
     layer_ids,
     target_ids,
 )
-from speculative.training.draft_model import Eagle3Head
-from speculative.training.errors import TrainingError
-from speculative.training.vocabulary import DraftVocabulary
+from speculative.training import TrainingError
+from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
+from speculative.training.eagle3 import Eagle3Head
+from speculative.training.samples import Sample
 from workers.models.llama import read_config
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_DRAFT_VOCAB = 32000
 
 
 def draft_config(
     target: PreTrainedModel, vocab_size: int, intermediate_size: int | None = None, flags: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The config.json of a head for the target, which captures the layers that are usual. vocab_size: of the head's own
-    vocabulary. intermediate_size: of its MLP, the target's if None. flags: those of `HeadFlags` that are true.
+    """The config.json of a head for the target, which captures the usual layers.
 
+    vocab_size: the head's own vocabulary. intermediate_size: width of its MLP, the target's if None. flags: the
+    `HeadFlags` that are true.
     Raises `TrainingError` for a target of an architecture or depth that is not supported.
     """
     config = target.config
@@ -76,8 +83,8 @@ def draft_config(
 
 
 def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> Eagle3:
-    """What the engine makes of a head with this config.json in `folder` for the target. Raises `TrainingError` for what
-    it would refuse, and for what it serves but training does not know."""
+    """The engine's description of a head with this config.json in `folder` for the target. Raises `TrainingError` for a
+    head that the engine refuses, and for one that it serves but training does not support."""
     try:
         method = Eagle3.read(str(folder), config, read_config(target.config.to_dict(), "target"))
     except ValueError as error:
@@ -100,6 +107,37 @@ def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder
     return method
 
 
+def choose_vocabulary(
+    samples: Iterable[Sample], size: int, target_vocab_size: int, always: Sequence[int]
+) -> DraftVocabulary:
+    """The `size` most frequent answer tokens, with all of `always` (the ends of a turn).
+
+    Ties go to the smaller id; if fewer tokens occur, the smallest unused ids fill up. Raises `TrainingError` for a size
+    outside len(always)..target_vocab_size.
+    """
+    if not len(always) <= size <= target_vocab_size:
+        raise TrainingError(
+            f"draft_vocab={size}: must be between {len(always)} and the target's vocabulary of {target_vocab_size}"
+        )
+    always = sorted(set(always))
+    counts = Counter(token for sample in samples for token in sample.tokens[sample.num_prompt :])
+    ranked = sorted(set(range(target_vocab_size)).difference(always), key=lambda token: (-counts[token], token))
+    chosen = sorted([*always, *ranked[: size - len(always)]])
+    return DraftVocabulary.of(torch.tensor(chosen, dtype=torch.int64), target_vocab_size)
+
+
+def build_head(target: PreTrainedModel, method: Eagle3, vocabulary: DraftVocabulary, seed: int) -> Eagle3Head:
+    """A float32 head on the target's device; its output rows start as the target's rows of the same tokens."""
+    torch.manual_seed(seed)
+    head = Eagle3Head(method)
+    for module in head.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.02)
+    rows = target.get_output_embeddings().weight.detach()
+    head.lm_head.weight.data.copy_(rows[vocabulary.target_ids].float())
+    return head.to(target.device)
+
+
 def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, config: Mapping[str, Any], folder: Path) -> None:
     """Writes `config.json` and bf16 `model.safetensors`; the embedding is the target's and is not repeated."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,8 +158,8 @@ def make_readable(folder: Path) -> None:
 
 
 def load_draft(folder: Path, target: PreTrainedModel) -> tuple[Eagle3Head, DraftVocabulary]:
-    """The target's head in float32 on the target's device, and its vocabulary. Raises `TrainingError` for what is no
-    such head."""
+    """The target's head in float32 on the target's device, and its vocabulary. Raises `TrainingError` for a folder
+    without such a head."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not Eagle3.recognises(config):
         raise TrainingError(f"draft={folder}: architectures={config.get('architectures')}; must be [{ARCHITECTURE!r}]")
@@ -130,3 +168,27 @@ def load_draft(folder: Path, target: PreTrainedModel) -> tuple[Eagle3Head, Draft
     head = Eagle3Head(read_draft_config(config, target, folder))
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     return head.to(target.device), vocabulary.to(target.device)
+
+
+class Eagle3Kind(DraftKind):
+    """A new EAGLE-3 head."""
+
+    def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(arguments, target)
+        draft_vocab = min(arguments.draft_vocab or _DRAFT_VOCAB, target.config.vocab_size)
+        self.config = draft_config(target, draft_vocab, arguments.intermediate_size, arguments.head_flags or ())
+        self.method = read_draft_config(self.config, target, arguments.output)
+
+    def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
+        vocabulary = choose_vocabulary(samples, self.method.vocab_size, self.method.model.vocab_size, stops)
+        vocabulary = vocabulary.to(self.target.device)
+        return build_head(self.target, self.method, vocabulary, self.arguments.seed), vocabulary
+
+    def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
+        assert isinstance(head, Eagle3Head)
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        token_ids = {name: getattr(self.target.generation_config, name) for name in names}
+        save_draft(head, vocabulary, self.config | token_ids, folder)
+
+    def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
+        return load_draft(folder, self.target)
