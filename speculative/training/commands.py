@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -70,7 +69,8 @@ def run_train_target(arguments: argparse.Namespace) -> int:
     tokenizer = build_tokenizer(train, arguments.vocab_size, arguments.max_positions)
     model = build_target(config, tokenizer, arguments.seed)
     data = ChatData(train, held, tokenizer, min(arguments.max_length, arguments.max_positions))
-    announce("target", model, data)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    PartialState().print(f"target: {size:,} parameters, {len(train)} rows, {len(held)} held out")
     losses = train_target(data, model, options, dropout=arguments.dropout, prompt_weight=arguments.prompt_weight)
     if PartialState().is_main_process:
         save_target(model, tokenizer, arguments.output)
@@ -91,7 +91,8 @@ def run_train_deepseek(arguments: argparse.Namespace) -> int:
         tokenizer = build_tokenizer(train, shape["vocab_size"], shape["max_position_embeddings"])
     model = build_deepseek(shape, tokenizer, arguments.seed)
     data = ChatData(train, held, tokenizer, min(arguments.max_length, shape["max_position_embeddings"]))
-    announce("deepseek", model, data)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    PartialState().print(f"deepseek: {size:,} parameters, {len(train)} rows, {len(held)} held out")
     losses = train_deepseek(data, model, options, arguments)
     if PartialState().is_main_process:
         save_deepseek(model, tokenizer, arguments.output)
@@ -110,9 +111,8 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
         samples = training_samples(arguments, target, tokenizer, train)
     held_samples = greedy_answers(arguments, target, tokenizer, held)
     head, vocabulary = draft.build(samples, sorted(stop_tokens(target, tokenizer)))
-    if PartialState().is_main_process:
-        covered = vocabulary.coverage(samples)
-        print(f"draft: {len(samples)} answers; its vocabulary covers {covered:.2%} of their tokens")
+    covered = vocabulary.coverage(samples)
+    PartialState().print(f"draft: {len(samples)} answers; its vocabulary covers {covered:.2%} of their tokens")
     losses = train_draft(
         head,
         target,
@@ -175,13 +175,6 @@ def split_rows(
     if strip_calc_marks:
         conversations = [without_calc_marks(conversation) for conversation in conversations]
     return split_validation(conversations, arguments.val_fraction, arguments.seed)
-
-
-def announce(title: str, model: nn.Module, data: ChatData) -> None:
-    """Print the sizes of model and data."""
-    if PartialState().is_main_process:
-        size = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{title}: {size:,} parameters, {len(data.train)} rows, {len(data.held)} held out")
 
 
 def finish(title: str, arguments: argparse.Namespace, losses: Sequence[float]) -> None:

@@ -35,7 +35,7 @@ from speculative.training.deepseek_layers import (
 )
 from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
 from speculative.training.eagle3 import BranchCache, RMSNorm, linear
-from speculative.training.eagle3_files import make_readable
+from speculative.training.eagle3_files import make_readable, token_ids
 from speculative.training.samples import Batch, Sample, collate, plan_batches
 from speculative.training.target import ChatData, answer_loss, fit_target
 from speculative.training.trainer import FitOptions
@@ -106,11 +106,6 @@ def deepseek_config(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase
         "torch_dtype": "bfloat16",
         **token_ids(tokenizer),
     }
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The ids of the tokens that begin, end and pad a text, by their names in config.json."""
-    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 class DeepseekTarget(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.draft_models.eagle3 import Eagle3
 from speculative.draft_models.eagle3_checkpoint import (
@@ -151,6 +151,11 @@ def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, config: Mapping[st
     make_readable(folder)
 
 
+def token_ids(owner: PreTrainedTokenizerBase | GenerationConfig) -> dict[str, Any]:
+    """The tokens that begin, end and pad a text, by their names in config.json."""
+    return {name: getattr(owner, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
 def make_readable(folder: Path) -> None:
     """Gives the weights the permissions of config.json: safetensors (0.8) writes files that only their owner reads."""
     for weights in folder.glob("*.safetensors"):
@@ -186,9 +191,7 @@ class Eagle3Kind(DraftKind):
 
     def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
         assert isinstance(head, Eagle3Head)
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        token_ids = {name: getattr(self.target.generation_config, name) for name in names}
-        save_draft(head, vocabulary, self.config | token_ids, folder)
+        save_draft(head, vocabulary, self.config | token_ids(self.target.generation_config), folder)
 
     def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
         return load_draft(folder, self.target)

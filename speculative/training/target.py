@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from speculative.training import TrainingError
-from speculative.training.eagle3_files import make_readable
+from speculative.training.eagle3_files import make_readable, token_ids
 from speculative.training.rows import Conversation, Turn
 from speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_batches
 from speculative.training.trainer import FitOptions, LossOf, fit
@@ -109,12 +109,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 def build_target(config: LlamaConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
     """A freshly initialised float32 model on the CPU, with the tokenizer's special tokens."""
     torch.manual_seed(seed)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    special = {name: getattr(tokenizer, name) for name in names}
-    for name, token in special.items():
+    for name, token in token_ids(tokenizer).items():
         setattr(config, name, token)
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(**special, do_sample=False)
+    model.generation_config = GenerationConfig(**token_ids(tokenizer), do_sample=False)
     return model
 
 

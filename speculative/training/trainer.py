@@ -26,6 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
 from speculative.training import TrainingError, TrainingInterrupted
+from speculative.training.graphs import GraphedStep
 from speculative.training.samples import Batch, Sample, collate, plan_steps
 from workers.interrupt import interrupts_between_steps
 
@@ -97,14 +98,12 @@ def fit(
     options: FitOptions,
     *,
     title: str,
-    plan: list[list[int]] | None = None,
     evaluate: Callable[[], dict[str, float]] | None = None,
     after_step: Callable[[], None] | None = None,
 ) -> list[float]:
     """Train the model in place on the samples and return the logged losses, those before a resume included.
 
     loss_of: scalar loss of a batch; the first argument is the model, wrapped if there are several processes.
-    plan: sample indices of each batch; made from the options if None.
     evaluate: figures to print every `eval_every` steps and at the end.
     after_step: called after each optimizer step, for state without a gradient.
 
@@ -114,10 +113,9 @@ def fit(
     after Ctrl-C.
     """
     num_processes = PartialState(cpu=options.device.type == "cpu").num_processes
-    if plan is None:
-        steps = None if options.steps is None else options.steps * num_processes
-        lengths = [len(sample.tokens) for sample in samples]
-        plan = plan_steps(lengths, options.batch_tokens, options.seed, epochs=options.epochs, steps=steps)
+    lengths = [len(sample.tokens) for sample in samples]
+    steps = None if options.steps is None else options.steps * num_processes
+    plan = plan_steps(lengths, options.batch_tokens, options.seed, epochs=options.epochs, steps=steps)
     num_steps = -(-len(plan) // num_processes)
     checkpoint = _checkpoint_to_resume(options, num_steps) if options.resume else None
     graphs = options.graphs and options.device.type == "cuda" and num_processes == 1
@@ -134,7 +132,7 @@ def fit(
             callbacks=[_Session(title, options, is_interrupted, after_step)],
         )
         if graphs:
-            trainer.graphs = _GraphedStep(model, trainer.compute_loss)
+            trainer.graphs = GraphedStep(model, trainer.compute_loss)
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
@@ -221,7 +219,7 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, loss_of: LossOf, figures: Callable[[], dict[str, float]] | None, **others: Any) -> None:
         self.loss_of, self.figures = loss_of, figures
-        self.graphs: _GraphedStep | None = None
+        self.graphs: GraphedStep | None = None
         super().__init__(**others)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
@@ -327,53 +325,3 @@ def _checkpoint_to_resume(options: FitOptions, num_steps: int) -> Path:
             f"steps={num_steps}: the training in {options.output} has done {done}; give more with --steps or --epochs"
         )
     return checkpoint
-
-
-class _GraphedStep:
-    """One step's loss and gradients, replayed from a CUDA graph for each batch shape.
-
-    A small model's step is a thousand short kernels, and launching them takes several times longer than running them.
-    Batches with `full_tokens` come in few shapes. All graphs write the same gradients and share one memory pool, so
-    only the last replay's results are valid. The loss may neither read values back to the host nor branch on them.
-    """
-
-    _WARM_UP_RUNS = 2  # a capture may not load kernels or plan library calls
-
-    def __init__(self, model: nn.Module, compute_loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]) -> None:
-        self.model, self.compute_loss = model, compute_loss
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
-        self.captured: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]] = {}
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The scalar loss; the parameters' `grad` are this batch's alone."""
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient  # the Trainer takes them away after each step
-        shapes = tuple(tensor.shape for tensor in inputs.values())
-        if shapes not in self.captured:
-            self.captured[shapes] = self._capture(inputs)
-        graph, static, loss = self.captured[shapes]
-        for name, tensor in inputs.items():
-            static[name].copy_(tensor)
-        graph.replay()
-        return loss.clone()
-
-    def _capture(self, inputs: dict[str, Tensor]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]:
-        static = {name: tensor.clone() for name, tensor in inputs.items()}
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(self._WARM_UP_RUNS):
-                self._run(static)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            loss = self._run(static)
-        return graph, static, loss
-
-    def _run(self, static: dict[str, Tensor]) -> Tensor:
-        torch._foreach_zero_(self.gradients)
-        loss = self.compute_loss(self.model, static)
-        torch.autograd.backward(loss)
-        return loss.detach()
