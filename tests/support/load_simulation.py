@@ -163,13 +163,15 @@ def poisson_load(
     """Poisson arrivals; lognormal lengths: prompts about `prompt_mean`, answers about 256 tokens, at most 1,024."""
     rng = random.Random(f"{seed} {rate}")
     arrivals, now = [], 0.0
-
-    def length(mean: int, most: int, sigma: float) -> int:
-        return min(most, max(1, round(mean * math.exp(rng.gauss(-sigma * sigma / 2, sigma)))))
-
     while (now := now + rng.expovariate(rate)) < duration_s:
-        arrivals.append(Arrival(now, length(prompt_mean, prompt_cap, sigma), length(256, 1024, 0.8)))
+        prompt_len = lognormal_length(rng, prompt_mean, prompt_cap, sigma)
+        arrivals.append(Arrival(now, prompt_len, lognormal_length(rng, 256, 1024)))
     return arrivals
+
+
+def lognormal_length(rng: random.Random, mean: int, most: int, sigma: float = 0.8) -> int:
+    """Tokens of a prompt or an answer."""
+    return min(most, max(1, round(mean * math.exp(rng.gauss(-sigma * sigma / 2, sigma)))))
 
 
 class SimulatedRank:

@@ -5,10 +5,11 @@ The constants were chosen by simulation (`tests.support.load_simulation`; figure
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from workers.config import SchedulerConfig
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
-from workers.scheduling.step_time import Step
+from workers.scheduling.step_time import Step, StepTime
 
 MIN_SHARE = 0.25  # of the target, which prompts get beside rounds however long those are
 MAX_STRETCH = 3.0  # times the target, if that is no number of the configuration
@@ -29,27 +30,37 @@ class StepRounds:
     kv_tokens: int = 0
 
 
+class Turn(Enum):
+    """What a step carries while requests decode and prompts are pending."""
+
+    BOTH = "both"
+    PROMPTS = "prompts"  # the rounds follow in the next step
+    ROUNDS = "rounds"  # the prompts go on in the next step
+
+
 @dataclass(frozen=True)
 class LatencyBudget:
     """target_ms: what a step with prompt tokens takes at most while few prompts wait.
     limit_ms: what it takes at most however many wait.
     max_step_tokens: prompt tokens of a step, however quick they are.
+    step_time: what steps take by now; None: what `costs` say.
     """
 
     costs: CostTable
     target_ms: float
     limit_ms: float
     max_step_tokens: int
+    step_time: StepTime | None = None
 
     @classmethod
-    def of(cls, config: SchedulerConfig, costs: CostTable) -> "LatencyBudget":
+    def of(cls, config: SchedulerConfig, costs: CostTable, step_time: StepTime | None = None) -> "LatencyBudget":
         """What the configuration asks for on ranks of these costs. A target that is a number is kept whatever waits;
         "auto" gives way to a backlog."""
         target_ms = config.itl_target_ms
         if target_ms != "auto":
-            return cls(costs, target_ms, target_ms, config.step_token_limit)
+            return cls(costs, target_ms, target_ms, config.step_token_limit, step_time)
         target_ms = default_itl_target_ms(costs)
-        return cls(costs, target_ms, MAX_STRETCH * target_ms, config.step_token_limit)
+        return cls(costs, target_ms, MAX_STRETCH * target_ms, config.step_token_limit, step_time)
 
     def prompt_ms(self, num_tokens: int) -> float:
         """Milliseconds that so many prompt tokens take where nothing else runs, in steps as long as they may be."""
@@ -89,6 +100,25 @@ class LatencyBudget:
         stretched_ms = min(BACKLOG_SHARE * self.prompt_ms(backlog_tokens), self.limit_ms)
         rounds_ms = self.costs.round_ms(rounds.shape, rounds.num_requests, rounds.kv_tokens)
         return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
+
+    def apart_ms(self, rounds: StepRounds, backlog_tokens: int) -> float:
+        """Milliseconds of a step with prompts alone that is followed by one with the rounds alone; 0 if one step with
+        both should take no longer than these two.
+
+        Products of many rows take longer by whole waves of tiles, and rounds beside prompts are padded further than
+        rounds alone. So a large chunk beside many rounds may take longer than the chunk and the rounds one after the
+        other. The two steps together keep to `step_limit_ms`, so that no request waits longer for its next token."""
+        rounds_ms = self._ms(Step(rounds.shape, rounds.num_requests, rounds.kv_tokens))
+        room_ms = self.step_limit_ms(rounds, backlog_tokens) - rounds_ms
+        most = min(backlog_tokens, self.max_step_tokens)
+        tokens = self.costs.chunk_tokens_within(room_ms, rounds.shape, 0, 0, most)
+        if rounds.num_requests == 0 or tokens < min(most, self.costs.chunk_tokens[0]) or tokens == 0:
+            return 0.0
+        both_ms = self._ms(Step(rounds.shape, rounds.num_requests, rounds.kv_tokens, tokens))
+        return room_ms if both_ms > self._ms(Step(rounds.shape, chunk_tokens=tokens)) + rounds_ms else 0.0
+
+    def _ms(self, step: Step) -> float:
+        return self.costs.step_ms(*step) if self.step_time is None else self.step_time.ms(step)
 
     def step(self, rounds: StepRounds, backlog_tokens: int) -> "StepBudget":
         """For the next step."""

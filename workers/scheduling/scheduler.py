@@ -16,7 +16,7 @@ from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.grammar_queue import GrammarQueue
-from workers.scheduling.latency_budget import LatencyBudget, StepRounds
+from workers.scheduling.latency_budget import LatencyBudget, StepRounds, Turn
 from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.prefill import PrefillPlanner
 from workers.scheduling.request import (
@@ -43,7 +43,8 @@ class Scheduler:
     """Continuous batching with chunked prefill, any number of steps in flight.
 
     Every running request runs a round each step; beside them go prompt tokens, as many as a latency budget holds
-    (`workers.scheduling.latency_budget`), in the order of the prompts' deadlines (`PrefillPlanner`). For pages arrival
+    (`workers.scheduling.latency_budget`), in the order of the prompts' deadlines (`PrefillPlanner`). Where that takes
+    less time, prompts and rounds take turns (`LatencyBudget.apart_ms`). For pages arrival
     is priority: when they run out the youngest goes back to the queue. So the oldest can always take every page, and
     `submit` has checked that this is enough for it.
     """
@@ -84,12 +85,13 @@ class Scheduler:
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
         self.step_time: StepTime | None = None
+        self._rounds_wait = False  # the newest plan carries prompts alone, while requests decode
 
     def use_costs(self, costs: CostTable) -> None:
         """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""
         self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
         self.captures.row_ms = costs.row_ms
-        self._prefill.budget = LatencyBudget.of(self._config, costs)
+        self._prefill.budget = LatencyBudget.of(self._config, costs, self.step_time)
         self.queues.set_deadlines(self._prefill.deadline_s)
 
     @property
@@ -194,6 +196,7 @@ class Scheduler:
         self.captures.reset()
         self.epoch = epoch
         self._next_step = 0
+        self._rounds_wait = False
         return self.queues.requeue(had_step)
 
     def schedule(self) -> StepPlan | None:
@@ -205,7 +208,11 @@ class Scheduler:
         shape = self._shape()
         slots, ends = self._reserve_rounds(builder, shape)
         rounds = StepRounds(shape, len(slots), int(slot_pages.committed[slots].sum()))
-        budget = self._prefill.plan(builder, self._shapes[shape], rounds)
+        turn = self._prefill.turn(rounds, self._rounds_wait)
+        budget = self._prefill.plan(builder, self._shapes[shape], rounds, turn)
+        self._rounds_wait = turn is Turn.PROMPTS and bool(builder.chunks)
+        if self._rounds_wait:
+            slots, ends, rounds = slots[:0], ends[:0], StepRounds(shape)
         if builder.preempted and len(slots):  # a chunk of an older request may have taken a younger one's slot
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]
