@@ -29,7 +29,7 @@ from attention.views import LatentKV, LayerKV
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
 
-MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/RESULTS.md
+MERGED_AT_ONCE = 8  # partial results that a merging program holds; measured, see tests/bench/EXPERIMENTS.md
 LATENT_MERGED_AT_ONCE = 16  # of 512 values: one request of up to 1,024 tokens is merged in one step
 
 FIXED_SPAN = 1024  # tokens of an item where contexts are short enough

@@ -9,5 +9,6 @@ kernels/                             one layer's kernels beside the rate of a co
 host/                                what a server costs beside its model
 tracing/                             where the time of a first token goes
 quality/                             accuracy and acceptance of a running server
+results                              today's figures: results.jsonl, and the tables of RESULTS.md
 machine                              where and when figures are measured
 """

@@ -38,6 +38,7 @@ BENCHES = {
     "experts": ("kernels.experts", "routing and products of a layer of experts (GPU)"),
     "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),
     "all_reduce": ("kernels.all_reduce", "sums between GPUs by message size (2 or 4 GPUs)"),
+    "results": ("results", "writes the tables of tests/bench/RESULTS.md from results.jsonl"),
 }
 # Part of `cpu` -> module with `run(quick) -> Report`; imported when its turn comes.
 PARTS = {

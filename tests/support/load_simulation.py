@@ -4,7 +4,7 @@
 
 The scheduler and the rule by which plans are sent are the real ones; time is simulated, and a step takes what a
 `CostTable` says. Arrivals are Poisson; lengths of prompts and answers are lognormal; a round emits 2 to 4 tokens, 3 in
-the mean. All figures are simulated; those of a GPU are in docs/measurements.md.
+the mean. All figures are simulated; those of a GPU are in tests/bench/RESULTS.md.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from workers.scheduling.scheduler import Scheduler
 CHAIN = RoundShape(name="chain", width=4, max_new_tokens=4, draft_tokens=3)
 SHAPES = RoundShapes((PLAIN, CHAIN), default=1)
 
-# One H200, Llama-3.1-8B's dimensions, chain 3/1/4, as an open loop found it (tests/bench/RESULTS.md, "Under load over
-# HTTP"); as if captured steps took what their tokens need, padded to nothing.
+# One H200, Llama-3.1-8B's dimensions, chain 3/1/4, as the start of a server measured it (`202c6b7`); as if
+# captured steps took what their tokens need, padded to nothing.
 _KV_MS = 131_072 / 4.0e12 * 1e3  # 131 KB of KV per token and round at 4.0 TB/s
 H200 = CostTable(
     rounds=(
@@ -81,7 +81,7 @@ TREE_H200 = CostTable(
 
 def deepseek_rank() -> CostTable:
     """One of eight ranks of DeepSeek-V3 on an H200, MTP 3/1/4, 64 slots, after rounds and prompts alone that were
-    measured (tests/bench/RESULTS.md). A step takes 2.5 ms for weights that every row reads, 22 for all experts, of
+    measured. A step takes 2.5 ms for weights that every row reads, 22 for all experts, of
     which few rows read few, and what each row takes; from 768 prompt tokens on 5.5 more, of keys and values of 8,192
     tokens, which steps made when that was measured."""
     requests, tokens = (1, 8, 32, 64), (16, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192)

@@ -2,7 +2,7 @@
 
 Gloo hands a message to a thread of its own on either side, and cores have to turn to four threads before a sum is
 there: 1 to 2 ms on two cores, 17 times a pass of the embedded target. Here a rank writes its numbers where the others
-read them, says so in a word of its own, and looks at theirs: 0.2 to 0.4 ms there (tests/bench/RESULTS.md).
+read them, says so in a word of its own, and looks at theirs: 0.2 to 0.4 ms there.
 
 `workers.distributed.tp_group.join_tp_group` connects the ranks once. Their memory has no name, so that none is left
 behind, however they end.

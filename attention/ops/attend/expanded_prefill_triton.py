@@ -137,7 +137,8 @@ class ExpandedKV:
 
 
 def expanded_tiles(itemsize: int) -> PrefillTiles:
-    """The table; block_m: rows of a head. The fastest of nine on an H200 (tests/bench/RESULTS.md)."""
+    """The table; block_m: rows of a head. The fastest of nine on an H200 (`df3f33c`):
+    113 us for 16 prompts of 512 tokens, 2,022 us for one of 8,192 after 8,192 others."""
     if INTERPRETED:
         return PrefillTiles(16, 16, 1, 1)
     if itemsize == 4:

@@ -196,7 +196,7 @@ class PrefillTiles:
 
 
 def prefill_tiles(group: int, head_dim: int, itemsize: int) -> PrefillTiles:
-    """The table; measured on an H200, see tests/bench/RESULTS.md."""
+    """The table, measured on an H200 (`bf86f5a`): 64 x 512 tokens take 555 us by tiles of 32, 709 by tiles of 64."""
     if INTERPRETED:
         return PrefillTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
     if itemsize == 4:
