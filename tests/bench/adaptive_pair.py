@@ -3,10 +3,12 @@
     python -m tests.bench.adaptive_pair --data eval/gsm8k.jsonl eval/mt_bench.jsonl [--device cuda] [--batches 1 8 32]
 
 Greedy chat answers to the first turns of each file's questions (JSON lines with "turns"), without --data to held-out
-prompts; local engines without Ray and HTTP, costs measured as a start measures them, the prefix cache off. Arms take
-turns, the better of --passes counts for each. Tokens/s while decoding (the time of the answers less that of the same
-prompts with one token), acceptance length, what the choice reaches of the best static shape and of none, and how many
-answers differ from those without a draft. A Markdown table, then one JSON line.
+prompts; local engines without Ray and HTTP, costs measured as a start measures them, the prefix cache off. A pass
+answers all questions. The first pass of a batch size is told apart: the choice still learns in it. Then the engine runs
+until it has had --warm-up steps, and of --passes more the best counts; arms take turns. Tokens/s while decoding (the
+time of the answers less that of the same prompts with one token), acceptance length, steps by shape and by reason, what
+the choice reaches of the best static shape and of none, and how many answers differ from those without a draft. A
+Markdown table, then one JSON line.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,27 +36,35 @@ SHAPES = {"chain": CHAIN, "tree": TREE}
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """answers: token ids, of each prompt."""
+    """answers: token ids, of each prompt. steps: by shape and by reason."""
 
     tokens_per_s: float
     acceptance_length: float
     answers: list[list[int]]
+    steps: Counter[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """tokens_per_s, acceptance_length: by arm. different: answers that differ from those without a draft, by arm."""
+    """By arm: tokens/s of the best pass and of the first one, acceptance length and steps of the best pass, and answers
+    that differ from those without a draft."""
 
     prompts: str
     batch: int
     tokens_per_s: dict[str, float]
+    first_tokens_per_s: dict[str, float]
     acceptance_length: dict[str, float]
+    steps: dict[str, dict[str, int]]
     different: dict[str, int]
 
-    def reached(self, shapes: str) -> tuple[float, float]:
-        """What the choice among these shapes reaches of the better of static and none, and of none."""
-        chosen, none = self.tokens_per_s[f"{shapes}, adaptive"], self.tokens_per_s["none"]
-        return chosen / max(none, self.tokens_per_s[f"{shapes}, static"]), chosen / none
+    def reached(self, shapes: str) -> tuple[float, float, float]:
+        """What the choice among these shapes reaches of the better of static and none, the same of the first pass, and
+        what it reaches of none."""
+        best, first = (
+            rates[f"{shapes}, adaptive"] / max(rates["none"], rates[f"{shapes}, static"])
+            for rates in (self.tokens_per_s, self.first_tokens_per_s)
+        )
+        return best, first, self.tokens_per_s[f"{shapes}, adaptive"] / self.tokens_per_s["none"]
 
 
 def arms() -> dict[str, SpeculativeConfig | None]:
@@ -79,7 +90,7 @@ def answers(engine: LocalEngine, prompts: list[list[int]], max_tokens: int, batc
     sampling = SamplingParams(max_tokens, 0.0, stop_token_ids=eos_token_ids())
     started_s = time.perf_counter()
     engine.generate(prompts, SamplingParams(1, 0.0), batch)
-    first_s = time.perf_counter()
+    before, first_s = _steps(engine), time.perf_counter()
     requests = engine.generate(prompts, sampling, batch)
     decoding_s = time.perf_counter() - first_s - (first_s - started_s)
     accepted = sum(k * n for request in requests for k, n in enumerate(request.acceptance_histogram))
@@ -87,23 +98,38 @@ def answers(engine: LocalEngine, prompts: list[list[int]], max_tokens: int, batc
         sum(len(request.output) - 1 for request in requests) / decoding_s,
         1 + accepted / max(1, sum(request.num_rounds for request in requests)),
         [list(request.output) for request in requests],
+        _steps(engine) - before,
     )
+
+
+def _steps(engine: LocalEngine) -> Counter[str]:
+    stats = engine.scheduler.stats
+    return Counter(stats.steps_by_shape) + Counter(stats.steps_by_reason)
 
 
 def measure(
     engines: dict[str, LocalEngine], name: str, prompts: list[list[int]], batch: int, arguments: argparse.Namespace
 ) -> Row:
-    turns: dict[str, list[Turn]] = {arm: [] for arm in engines}
-    for _ in range(arguments.passes):
-        for arm, engine in engines.items():
-            turns[arm].append(answers(engine, prompts, arguments.max_tokens, batch))
-    expected = turns["none"][0].answers
+    def turn(engine: LocalEngine) -> Turn:
+        return answers(engine, prompts, arguments.max_tokens, batch)
+
+    first = {}
+    for arm, engine in engines.items():
+        before = engine.scheduler.stats.num_steps
+        first[arm] = turn(engine)
+        while engine.scheduler.stats.num_steps < before + arguments.warm_up:
+            turn(engine)
+    passes = [{arm: turn(engine) for arm, engine in engines.items()} for _ in range(arguments.passes)]
+    best = {arm: max((of[arm] for of in passes), key=lambda of: of.tokens_per_s) for arm in engines}
+    expected = first["none"].answers
     return Row(
         name,
         batch,
-        {arm: max(turn.tokens_per_s for turn in of) for arm, of in turns.items()},
-        {arm: of[0].acceptance_length for arm, of in turns.items()},
-        {arm: sum(a != b for a, b in zip(of[0].answers, expected, strict=True)) for arm, of in turns.items()},
+        {arm: of.tokens_per_s for arm, of in best.items()},
+        {arm: of.tokens_per_s for arm, of in first.items()},
+        {arm: of.acceptance_length for arm, of in best.items()},
+        {arm: dict(of.steps) for arm, of in best.items()},
+        {arm: sum(a != b for a, b in zip(of.answers, expected, strict=True)) for arm, of in best.items()},
     )
 
 
@@ -124,7 +150,8 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--questions", type=int, default=32, help="of each file")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=200, help="steps of each batch size before what is measured")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
@@ -140,11 +167,12 @@ def main() -> None:
                 asked = prompts if batch > 1 else prompts[: max(1, len(prompts) // 4)]
                 rows.append(measure(engines, name, asked, batch, arguments))
                 print(rows[-1], flush=True)
-    print(f"\n| prompts | batch | {' | '.join(arms())} | chain of best, of none | tree of best, of none | different |")
+    reached_of = " | ".join(f"{shapes} of best, first, of none" for shapes in SHAPES)
+    print(f"\n| prompts | batch | {' | '.join(arms())} | {reached_of} | different |")
     print("| --- " * (len(arms()) + 5) + "|")
     for row in rows:
         each = (f"{row.tokens_per_s[a]:.0f} ({row.acceptance_length[a]:.2f})" for a in arms())
-        reached = ("{:.3f}, {:.3f}".format(*row.reached(shapes)) for shapes in SHAPES)
+        reached = ("{:.3f}, {:.3f}, {:.3f}".format(*row.reached(shapes)) for shapes in SHAPES)
         print(f"| {row.prompts} | {row.batch} | {' | '.join((*each, *reached))} | {sum(row.different.values())} |")
     found = [dataclasses.asdict(row) for row in rows]
     print(json.dumps({"bench": "adaptive_pair", "hardware": hardware(), "commit": commit(), "rows": found}))

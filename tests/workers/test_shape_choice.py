@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.shape_simulation import CHAIN, GPU, TREE, Engine, Ints, chances_of
 from workers.config import RoundShapes
-from workers.scheduling.shape_choice import PROMPTS_LINGER, Load, Reason, ShapeChoice
+from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
 from workers.scheduling.step_time import StepTime
 
 
@@ -100,13 +100,10 @@ def test_beside_prompts_and_rare_sampling_only_shapes_that_are_captured_there_ru
         assert engine.drafted == best
         allowed = {CHAIN.default} if batch <= 8 else {0, CHAIN.default}
         assert {engine.step(with_prompts=True) for _ in range(50)} <= allowed
-        assert engine.choice.reason is Reason.PROMPTS
-        # chunks come in rows of steps: a shape that waits for the next one to change back is no gain
-        assert {engine.step() for _ in range(PROMPTS_LINGER - 1)} <= allowed
-        engine.rate(100)
-        assert engine.drafted == best
+        assert engine.choice.reason in (Reason.PROMPTS, Reason.PROBE)
+        assert Counter(engine.step() for _ in range(100))[best] > 80, engine.seen
         assert {engine.step(rare_sampling=True) for _ in range(50)} <= {0, CHAIN.default}
-        assert engine.choice.reason is Reason.SAMPLING
+        assert engine.choice.reason in (Reason.SAMPLING, Reason.PROBE)
 
 
 def test_beside_prompts_many_requests_run_what_accepts_all_its_rows() -> None:

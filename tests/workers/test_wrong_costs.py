@@ -83,12 +83,12 @@ def test_a_shape_that_was_timed_while_the_machine_was_busy_comes_back() -> None:
 def test_on_a_noisy_machine_it_is_nearly_as_good() -> None:
     """A quarter of noise, and of fifty steps one takes five times as long."""
     shares = []
-    for mean, batch in itertools.product((1.05, 2.1, 3.0), (1, 8)):
+    for mean, batch, seed in itertools.product((1.05, 2.1, 3.0), (1, 8), range(2)):
         told = misread(CPU[CHAIN], (TRUE, TRUE, (2.5,) * 6))
         engine = Engine(
-            CHAIN, batch, 200, chances_of(CHAIN, mean), actual=CPU[CHAIN], told=told, noise=0.25, spikes=0.02
+            CHAIN, batch, 200, chances_of(CHAIN, mean), seed, actual=CPU[CHAIN], told=told, noise=0.25, spikes=0.02
         )
-        shares.append(reached(engine, 800))
+        shares.append(reached(engine, 600))
     assert min(shares) > 0.9 and np.mean(shares) > 0.97, shares
 
 

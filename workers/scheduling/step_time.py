@@ -91,6 +91,7 @@ class StepTime:
         self._surprise = 0.0
         self._unlearnt_ms = 0.0  # of steps since the last that was learnt from
         self._settling = 0  # steps
+        self.num_pace_changes = 0  # sudden ones: a change of load
         self._num_observed = np.zeros(len(errors), np.int64)  # steps, by the last of their parts
 
     def predict(self, step: Step) -> Prediction:
@@ -165,6 +166,7 @@ class StepTime:
         """Steps of these parts have been slower or quicker for a while: that is first taken to be the pace. Whether
         what does not run has changed as much is to be seen."""
         self._surprise, self._settling = 0.0, SETTLING_STEPS
+        self.num_pace_changes += 1
         own, num_observed = self._variances[parts].copy(), self._num_observed[parts[-1]]
         self._variances += np.minimum(CHANGED_PART_ERROR**2, np.maximum(self._prior - self._variances, 0.0))
         self._variances[parts] = own

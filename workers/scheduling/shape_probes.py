@@ -1,0 +1,145 @@
+"""Probes: steps of a shape that is not the best by what is known, to learn its acceptance or its time.
+
+`workers.scheduling.shape_choice` asks once a step whether to probe. Pure: steps are the clock. What probes may cost is
+a share of the time that rounds take, so that no shape is out of reach for ever and none costs much.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from workers.scheduling.shape_rates import TIMED_ERROR, Rates, shapes_told_by
+from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.survival import Survival
+
+FIRST_RESULTS = 3  # steps until the first results of a shape have been read
+PROBING_SHARE = 1 / 150  # of the time: what probes of promising shapes may cost
+OLD_SHARE = 1 / 250  # of the time: what probes of shapes without recent results may cost
+FIRST_ROUNDS = 3  # rounds whose time probes may cost in advance
+PROBE_AGE = 128  # steps without results after which a shape is probed again
+MAX_PROBE_STEPS = 16  # of a probe whose shape stays promising
+TIMED_STEPS = 2  # steps that tell how long a shape takes
+
+
+@dataclass
+class Probe:
+    """One probe.
+
+    least: steps that it runs at least.
+    most: steps that it runs at most; in between it ends once its shape is not promising.
+    steps: so far.
+    is_old: it began because the shape had no recent results.
+    is_free: it is not charged, because the shape had never run at this batch size.
+    """
+
+    shape: int
+    least: int
+    most: int
+    steps: int = 1
+    is_old: bool = False
+    is_free: bool = False
+
+
+class ShapeProbes:
+    """current: the probe that runs, if any."""
+
+    def __init__(self, survival: Survival, num_shapes: int) -> None:
+        self.current: Probe | None = None
+        self._told = shapes_told_by(survival, num_shapes)
+        self._informed = np.full(num_shapes, -PROBE_AGE, np.int64)  # last step that taught about each shape
+        # time that probes may cost now, in rounds; below 0 after a probe that cost more
+        self._credit = self._old_credit = 0.0
+        self._num_pace_changes = 0
+        self._ended: deque[tuple[int, Probe]] = deque()  # with the step at which each is charged
+
+    def count_step(self, step: int, shape: int) -> None:
+        """Step number `step` runs `shape`."""
+        self._credit += PROBING_SHARE
+        self._old_credit += OLD_SHARE
+        self._informed[self._told[shape]] = step
+
+    def go_on(self, rates: Rates, shape: int, allowed: Sequence[int], step: int) -> bool:
+        """Continue or end the current probe; returns whether it has just ended.
+
+        shape: runs if no probe does.
+        allowed: shapes that this step may run.
+        """
+        probe = self.current
+        if probe is None:
+            return False
+        if probe.shape == shape:
+            self.current = None  # it has become the best
+            return False
+        is_over = probe.steps >= probe.least and not rates.is_promising(probe.shape)
+        if is_over or probe.steps >= probe.most or probe.shape not in allowed:
+            return self.end(step)
+        probe.steps += 1
+        return False
+
+    def end(self, step: int) -> bool:
+        """End the current probe; returns whether there was one. It is charged once its last results have been read,
+        because they say how long its rounds took."""
+        if self.current is None:
+            return False
+        self._ended.append((step + FIRST_RESULTS, self.current))
+        self.current = None
+        return True
+
+    def charge(self, rates: Rates, shape: int, step: int) -> None:
+        """Charge ended probes with what they have cost. shape: that runs otherwise."""
+        while self._ended and self._ended[0][0] <= step:
+            probe = self._ended.popleft()[1]
+            lost_ms = probe.steps * rates.certain_loss(probe.shape) + rates.change_loss(probe.shape, shape)
+            lost = lost_ms / rates.ms[shape]
+            if probe.is_old:
+                self._old_credit -= lost
+            elif not probe.is_free:
+                self._credit -= lost
+
+    def begin(
+        self,
+        rates: Rates,
+        shape: int,
+        allowed: Sequence[int],
+        num_requests: int,
+        step_time: StepTime,
+        step: int,
+        with_prompts: bool,
+    ) -> bool:
+        """Begin a probe if one is due; returns whether it did.
+
+        - A shape that has never run at this batch size is timed at once: nothing else tells how wrong the table is.
+        - A shape whose time is uncertain, or that is promising, is probed once former probes are paid for.
+        - A shape without recent results is probed once the cost is saved up.
+
+        Steps with prompt chunks (`with_prompts`) tell nothing about the time of a shape's rounds.
+        """
+        if self._ended or not step_time.is_settled:
+            return False
+        if step_time.num_pace_changes != self._num_pace_changes:  # what was learnt and charged before may be wrong
+            self._num_pace_changes, self._credit = step_time.num_pace_changes, max(self._credit, 0.0)
+        others = [other for other in allowed if other != shape]
+        round_ms = rates.ms[shape]
+        left_ms = (self._credit + FIRST_ROUNDS) * round_ms
+        if not with_prompts:
+            untimed = [other for other in others if not step_time.has_run(Step(other, num_requests))]
+            vague = [other for other in others if rates.errors[other] > TIMED_ERROR]
+            vague = [other for other in vague if TIMED_STEPS * rates.certain_loss(other) < left_ms]
+            if untimed or vague:
+                timed = rates.least_loss(untimed or vague)
+                self.current = Probe(timed, TIMED_STEPS, TIMED_STEPS, is_free=bool(untimed))
+                return True
+        promising = [other for other in others if rates.is_promising(other)]
+        if promising and left_ms > 0.0:
+            self.current = Probe(max(promising, key=rates.hoped.__getitem__), FIRST_RESULTS, MAX_PROBE_STEPS)
+            return True
+        old = [other for other in others if step - self._informed[other] > PROBE_AGE]
+        if old:
+            oldest = min(old, key=self._informed.__getitem__)
+            lost_ms = FIRST_RESULTS * rates.loss(oldest) + rates.change_loss(oldest, shape)
+            if lost_ms <= self._old_credit * round_ms:
+                self.current = Probe(oldest, FIRST_RESULTS, MAX_PROBE_STEPS, is_old=True)
+                return True
+        return False

@@ -1,0 +1,109 @@
+"""What every tree shape is expected to bring at the current load: tokens, milliseconds, and how sure both are.
+
+`workers.scheduling.shape_choice` evaluates it every few steps; pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.scheduling.step_time import Step, StepTime
+from workers.scheduling.survival import Bools, Ints, Survival
+
+PROMISING_ABOVE = 1 / 40  # share by which a promising shape may be better than the best one
+HOPE = 1.5  # standard errors by which a promising shape may be better than its estimate
+TIMED_ERROR = 0.12  # relative error of a shape's time above which it is uncertain
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step is going to run.
+
+    slots, users: [n] slots of the requests that run a round, and the requests' numbers.
+    speculative: [n] whether each request wants drafts.
+    kv_tokens: committed tokens of all of them together.
+    with_prompts: prompt chunks may run beside the rounds.
+    rare_sampling: a request needs sampling that only `RoundShapes.unrestricted` shapes are captured for.
+    """
+
+    slots: Ints
+    users: Ints
+    speculative: Bools
+    kv_tokens: int
+    with_prompts: bool = False
+    rare_sampling: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Estimates of a round of every shape; one list item per shape.
+
+    tokens: expected tokens of a round, all requests together.
+    ms: expected milliseconds of a round.
+    hoped: tokens per millisecond at the upper end of what is likely.
+    errors: standard deviation of the logarithm of a round's time relative to the current shape's.
+    best: highest expected tokens per millisecond of any shape.
+    """
+
+    tokens: Sequence[float]
+    ms: Sequence[float]
+    hoped: Sequence[float]
+    errors: Sequence[float]
+    best: float
+
+    @classmethod
+    def of(cls, load: Load, current: int, survival: Survival, step_time: StepTime) -> "Rates":
+        """Evaluate all shapes. current: the shape that `errors` are relative to."""
+        expected, hoped = survival.expected_tokens(load.slots, load.users, load.speculative)
+        tokens, num_requests = expected.tolist(), len(load.slots)
+        steps = [Step(shape, num_requests, load.kv_tokens) for shape in range(len(tokens))]
+        ms = [step_time.ms(step) for step in steps]
+        errors = [step_time.error_between(step, steps[current]) for step in steps]
+        return cls(
+            tokens,
+            ms,
+            [
+                count / took * math.exp(math.hypot(math.log(most / count), HOPE * error))
+                for count, most, took, error in zip(tokens, hoped.tolist(), ms, errors, strict=True)
+            ],
+            errors,
+            max(count / took for count, took in zip(tokens, ms, strict=True)),
+        )
+
+    def loss(self, shape: int) -> float:
+        """Milliseconds that a round of `shape` takes beyond what its tokens take at the best rate; at least 0."""
+        return self.ms[shape] - self.tokens[shape] / self.best
+
+    def certain_loss(self, shape: int) -> float:
+        """The same for probes: the time of an uncertain shape counts one standard error lower. If other processes slow
+        a probe down, it is not charged with their share."""
+        least_ms = self.ms[shape] * math.exp(-max(0.0, self.errors[shape] - TIMED_ERROR))
+        return max(0.0, least_ms - self.tokens[shape] / self.best)
+
+    def change_loss(self, shape: int, other: int) -> float:
+        """Milliseconds that changing from one shape to another and back costs: one round of the larger shape verifies
+        the drafts of the smaller one."""
+        return abs(self.tokens[shape] - self.tokens[other]) / self.best
+
+    def least_loss(self, shapes: Sequence[int]) -> int:
+        """The one of `shapes` that loses least."""
+        return min(shapes, key=self.loss)
+
+    def is_promising(self, shape: int) -> bool:
+        """Whether the shape may well be better than the best one."""
+        return self.hoped[shape] > (1.0 + PROMISING_ABOVE) * self.best
+
+
+def shapes_told_by(survival: Survival, num_shapes: int) -> list[npt.NDArray[np.bool_]]:
+    """[num_shapes] of [num_shapes]: the shapes that rounds of each shape teach about: those of its family that are not
+    deeper."""
+    others = range(num_shapes)
+
+    def tells(shape: int, other: int) -> bool:
+        is_kin = shape > 0 and survival.family(other) == survival.family(shape)
+        return other == shape or (is_kin and survival.depth(other) <= survival.depth(shape))
+
+    return [np.array([tells(shape, other) for other in others], np.bool_) for shape in others]
