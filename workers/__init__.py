@@ -8,9 +8,12 @@ structured_output  answers that follow a grammar: which tokens it allows next
 slots              what a running request is on the device
 models             targets: a checkpoint's folder to a module on this rank, by its architecture's family
 layers             the tensor-parallel layers that models are made of
+quantization       formats of quantised checkpoints: which layers have them, how they are loaded and multiplied
+ops                the operations of all of these: contract, reference and kernels
+span               a rank's share of rows, heads or experts
 distributed        how the ranks of an engine talk
 config, device, memory_use   what an engine is configured with; the device and type that follow; where memory went
 interrupt          Ctrl-C, held back to the end of a step
 
-Rooms import downwards in this order: runner, models, layers, distributed.
+Rooms import downwards in this order: runner, models, quantization, layers, distributed, ops.
 """

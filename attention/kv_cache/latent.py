@@ -43,7 +43,7 @@ class LatentLayout(KVLayout[LatentKV]):
     ) -> Tensor:
         """rows: [rows, latent + rotated], not yet turned. q: [rows, q_heads, latent + rotated]; stays as it is.
 
-        On GPUs `workers.layers.kernels.latent` does this, together with what stands around it in a layer."""
+        On GPUs `workers.ops.latent.normed_latents_triton` does this, together with what stands around it in a layer."""
         (row,), cos, sin = rows, cos[index], sin[index]
         turned = self._turned(row.unsqueeze(1), cos, sin).squeeze(1)
         view.rows.view(-1, turned.shape[1]).index_copy_(0, slot_mapping, turned)

@@ -28,13 +28,14 @@ from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Angles, RotaryTable
+from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import VocabEmbedding
 from workers.models.config import ModelConfig
 from workers.models.config_fields import MAX_LAYERS, flag_of, size_of
 from workers.models.decoder import DecoderOutput
 from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.name_map import NameMap
+from workers.ops.rotary import Angles
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Angles
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
+from workers.ops.rotary import Angles
 
 IGNORED_WEIGHTS = ("t2d", "*rotary_emb*")
 

@@ -5,7 +5,7 @@ kind. One module drafts every depth; embedding and vocabulary head are the targe
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,9 +21,7 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderOutput
 from workers.models.deepseek import DeepseekConfig, layer_rules, make_layer, read_config
 from workers.models.name_map import NameMap
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
+from workers.ops.fp8.rows import Fp8Rows
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
@@ -107,7 +105,7 @@ class MtpModel(DraftModel):
         state, _ = self.norm.add(added, residual, self.group)
         return state
 
-    def _input(self, ids: Tensor, hidden: Tensor) -> "tuple[Tensor | Fp8Rows, Tensor]":
+    def _input(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor | Fp8Rows, Tensor]:
         """What the layer's attention reads, and the residual stream."""
         residual = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
         return self.layer.input_layernorm.for_product(residual, self.layer.self_attn.fp8_inputs), residual

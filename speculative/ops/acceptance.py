@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
 from speculative.tree.nodes import NO_TOKEN, Tree
-from workers.sampling.sampler import gumbel_noise
+from workers.ops.sampling.gumbel import gumbel_noise
 from workers.slots.slot_table import Commit, SlotTable
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from speculative.ops.acceptance import Accepted, Committed
 from speculative.tree.nodes import Tree
-from workers.sampling.kernels.gumbel import mix
+from workers.ops.sampling.gumbel_triton import mix
+from workers.ops.slots.commit_triton import count_output, counting_arguments, settle
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
-from workers.slots.kernels.commit import count_output, counting_arguments, settle
 from workers.slots.slot_table import Commit, SlotTable
 
 

@@ -24,8 +24,8 @@ from speculative.training.draft import TrainedDraft
 from speculative.training.eagle3 import BranchCache, GatedMLP, RMSNorm, branch_attention, linear, shift_left
 from workers.layers.latent_attention import LATENT_EPS
 from workers.layers.rotary import frequencies
-from workers.layers.routing import Routing, route
 from workers.models.deepseek import DeepseekConfig
+from workers.ops.experts.route import Routing, route
 
 # Up to this many experts, every row goes through all of them: a few wide products, which wait for nothing and can be
 # captured, instead of sorting rows.

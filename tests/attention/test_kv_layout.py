@@ -20,7 +20,7 @@ from attention.rotation import rotate
 from attention.views import LayerKV
 from tests.support.attention_cases import WORKS, Shape, use_of
 from workers.layers.forward_context import ForwardContext, make_context
-from workers.layers.rotary import Angles
+from workers.ops.rotary import Angles
 from workers.runner.layout import pages_asked
 
 CPU = torch.device("cpu")

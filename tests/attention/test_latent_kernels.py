@@ -27,14 +27,15 @@ from tests.support.triton_cases import assert_close, random_decode, random_rows,
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
-from workers.layers.kernels import head_products as head_kernels  # noqa: E402
-from workers.layers.kernels import latent as layer_kernels  # noqa: E402
-from workers.layers.kernels.fp8.rows import Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
-from workers.layers.kernels.latent_expansion import expand_latents  # noqa: E402
-from workers.layers.kernels.latent_values import fits_values, latent_values  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
-from workers.layers.rotary import Angles  # noqa: E402
+from workers.ops.fp8.rows import Fp8Rows, dequantized_rows  # noqa: E402
+from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
+from workers.ops.latent import head_products_triton as head_kernels  # noqa: E402
+from workers.ops.latent import normed_latents_triton as layer_kernels  # noqa: E402
+from workers.ops.latent.expand_latents_triton import expand_latents  # noqa: E402
+from workers.ops.latent.latent_values_triton import fits_values, latent_values  # noqa: E402
+from workers.ops.rotary import Angles  # noqa: E402
 
 pytestmark = MARKS
 production = pytest.mark.gpu  # sizes that the interpreter would take minutes for

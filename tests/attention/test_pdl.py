@@ -29,13 +29,14 @@ from speculative.ops import head_input_triton  # noqa: E402
 from tests.attention.test_kernel_options import kernels  # noqa: E402
 from tests.attention.test_triton_compile import compiled, decode_constants, latent_constants  # noqa: E402
 from tests.workers.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
-from workers.distributed.kernels import one_shot_all_reduce  # noqa: E402
 from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.layers.kernels import head_products, latent  # noqa: E402
-from workers.layers.kernels.fp8 import norm as fp8_norm  # noqa: E402
-from workers.layers.kernels.fp8 import rows as fp8_rows  # noqa: E402
-from workers.layers.rotary import Angles  # noqa: E402
 from workers.ops import norm_triton  # noqa: E402
+from workers.ops.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
+from workers.ops.fp8 import norm_triton as fp8_norm  # noqa: E402
+from workers.ops.fp8 import rows_triton as fp8_rows  # noqa: E402
+from workers.ops.latent import head_products_triton as head_products  # noqa: E402
+from workers.ops.latent import normed_latents_triton as latent  # noqa: E402
+from workers.ops.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")
 BF16 = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "x_ptr", "weight_ptr", "residual_ptr"), "bf16")

@@ -31,7 +31,6 @@ FILES = (
     "tests/attention/test_triton_prefill.py",
     "tests/attention/test_latent_kernels.py",
     "tests/speculative/test_round_kernels.py",
-    "tests/speculative/test_draft_kernels.py",
     "tests/attention/test_flashinfer_plan.py",
     "tests/attention/test_trtllm_latent.py",
     "tests/attention/test_pdl_gpu.py",

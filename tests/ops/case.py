@@ -24,6 +24,7 @@ class Case:
     by their tensors.
     exact: whether implementations must give the reference's bits. tolerance: if not, relative to the largest expected
     number; None: TOLERANCE of the result's type.
+    seen: what of a result must agree, given the arguments and the result; None: all of it.
     slow: under Triton's interpreter, for `make test-slow`.
     """
 
@@ -33,4 +34,5 @@ class Case:
     written: tuple[int, ...] = ()
     exact: bool = False
     tolerance: float | None = None
+    seen: Callable[[tuple[Any, ...], Any], Any] | None = None
     slow: bool = False

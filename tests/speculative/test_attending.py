@@ -21,9 +21,9 @@ from workers.distributed.tp_group import SOLO
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import Attending
 from workers.layers.mlp import GatedMLP
-from workers.layers.routing import TokenSlots
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
+from workers.ops.experts.route import TokenSlots
 from workers.runner.model_runner import TargetRunner
 from workers.scheduling.plan import SamplingParams
 

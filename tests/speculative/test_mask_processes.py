@@ -11,11 +11,12 @@ from tests.support.hostile_grammars import STOPS
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.thread_group import on_ranks
 from workers.distributed.tp_group import TPGroup
+from workers.ops.sampling.masks import FREE
 from workers.runner.worker import Worker
 from workers.scheduling.plan import Grammar, SamplingParams
 from workers.scheduling.request import Request
 from workers.structured_output.guide_table import NOWHERE
-from workers.structured_output.mask_table import FREE, HELD, MaskTable
+from workers.structured_output.mask_table import HELD, MaskTable
 from workers.structured_output.slot_grammars import SlotGrammars
 
 PROMPTS = tokenized(held_out_prompts(4))

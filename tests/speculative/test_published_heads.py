@@ -19,10 +19,10 @@ from speculative.draft_models.method import DraftModel
 from speculative.draft_models.registry import METHODS
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
-from workers.layers.quantization.table import Unquantized
 from workers.models.llama import LlamaConfig, LlamaForCausalLM, read_config, weight_names
 from workers.models.loading import allocate
 from workers.models.weights import CheckpointTensor
+from workers.quantization.table import Unquantized
 
 META = torch.device("meta")
 

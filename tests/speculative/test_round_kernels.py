@@ -11,10 +11,9 @@ from attention.metadata import DecodeBatch, Mode, causal_mask, decode_places, to
 from attention.ops import move_path_triton, slot_mapping_triton  # noqa: E402
 from tests.support.attention_cases import uniform_pool  # noqa: E402
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.distributed.tp_group import SOLO  # noqa: E402
-from workers.layers.kernels import topk  # noqa: E402
-from workers.layers.kernels.argmax import largest  # noqa: E402
-from workers.layers.vocab import NOT_FINITE, VocabShard  # noqa: E402
+from workers.ops.vocabulary.largest import NOT_FINITE  # noqa: E402
+from workers.ops.vocabulary.largest_triton import largest  # noqa: E402
+from workers.ops.vocabulary.topk_log_softmax_triton import topk_log_softmax  # noqa: E402
 
 pytestmark = MARKS
 
@@ -65,20 +64,20 @@ def test_argmax_is_the_first_of_the_largest(rows: int, size: int, dtype: torch.d
     x = torch.randn((rows, size), device=DEVICE).to(dtype)
     x[0, size // 2] = x[0].max()  # equals: the smaller column wins
     expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
-    assert torch.equal(largest(x, NOT_FINITE)[1], expected)
+    assert torch.equal(largest(x, True)[1], expected)
     x[:, : size // 3] = float("-inf")
     expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
-    assert torch.equal(largest(x, NOT_FINITE)[1], expected)
+    assert torch.equal(largest(x, True)[1], expected)
     broken = x.clone()
     broken[-1, size // 2] = float("nan")
     broken[rows // 2, -1] = float("inf")
-    value, column = largest(broken, NOT_FINITE)
+    value, column = largest(broken, True)
     hurt = sorted({rows // 2, rows - 1})
     assert (column[hurt] == NOT_FINITE).all() and value[hurt].isinf().all()
     expected[hurt] = NOT_FINITE
     assert torch.equal(column, expected)
     broken[-1] = float("nan")
-    assert int(largest(broken, 0)[1].min()) >= 0 and int(largest(broken, 0)[1].max()) < size
+    assert int(largest(broken)[1].min()) >= 0 and int(largest(broken)[1].max()) < size
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
@@ -87,6 +86,7 @@ def test_of_nan_come_ids_that_there_are(k: int) -> None:
     """A draft whose numbers are NaN proposes anything, but no row outside of its tables."""
     x = torch.randn((4, 5000), generator=torch.Generator().manual_seed(k)).to(DEVICE)
     x[1], x[2, 17], x[3] = float("nan"), float("nan"), float("inf")
-    for ids in (topk.topk_log_softmax(x, k)[1], VocabShard(5000, SOLO).argmax(x).unsqueeze(1)):
-        assert int(ids.min()) >= 0 and int(ids.max()) < 5000
-    assert torch.equal(topk.topk_log_softmax(x, k)[1][0], topk.reference(x, k)[1][0])
+    ids = topk_log_softmax(x, k)[1]
+    for found in (ids, largest(x)[1]):
+        assert int(found.min()) >= 0 and int(found.max()) < 5000
+    assert torch.equal(ids[0], x[0].topk(k).indices)

@@ -12,8 +12,8 @@ from tests.support.tiny_models import make_target
 from tests.workers.test_moe import load
 from tests.workers.test_targets import by_transformers, by_us
 from workers.distributed.tp_group import TPGroup
-from workers.layers.quantization.block_fp8 import BlockFp8, read_block_fp8
-from workers.layers.quantization.fp8_weight import FP8
+from workers.quantization.block_fp8 import BlockFp8, read_block_fp8
+from workers.quantization.fp8_weight import FP8
 
 BLOCK = (16, 24)  # of which neither divides all sizes
 

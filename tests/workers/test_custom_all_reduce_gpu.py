@@ -50,7 +50,7 @@ def assert_is_sum(got: Tensor, parts: Sequence[Tensor], what: str) -> None:
 
 def check_sums(rank: int, size: int, address: str, width: int) -> list[str]:
     """The methods that were used, in order."""
-    from workers.distributed.kernels.one_shot_all_reduce import one_shot_all_reduce_reference
+    from workers.ops.collectives.one_shot_all_reduce_triton import one_shot_all_reduce_reference
 
     group, peers, device = joined(rank, size, address)
     used = []

@@ -14,24 +14,25 @@ import triton.language as tl  # noqa: E402
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.layers.experts import experts_one_by_one  # noqa: E402
-from workers.layers.kernels.experts import many_rows as many_row_module  # noqa: E402
-from workers.layers.kernels.experts.few_rows import few_row_experts  # noqa: E402
-from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles  # noqa: E402
-from workers.layers.kernels.experts.order import block_of_program, max_blocks, order_by_expert  # noqa: E402
-from workers.layers.kernels.experts.route import MAX_LISTED, NOBODY, Routed, route  # noqa: E402
-from workers.layers.kernels.experts.router_gemm import router_gemm, router_tiles  # noqa: E402
-from workers.layers.kernels.experts.weights import (  # noqa: E402
+from workers.ops.experts import many_rows_triton as many_row_module  # noqa: E402
+from workers.ops.experts.few_rows_triton import few_row_experts  # noqa: E402
+from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles  # noqa: E402
+from workers.ops.experts.order_triton import block_of_program, max_blocks, order_by_expert  # noqa: E402
+from workers.ops.experts.route import RouterLogits, Routing, TokenSlots  # noqa: E402
+from workers.ops.experts.route import route as route_in_torch  # noqa: E402
+from workers.ops.experts.route_triton import MAX_LISTED, NOBODY, Routed, route  # noqa: E402
+from workers.ops.experts.router_gemm_triton import router_gemm, router_tiles  # noqa: E402
+from workers.ops.experts.weights import (  # noqa: E402
     ExpertTiles,
     ExpertWeights,
     ProductTiles,
     few_row_tiles,
     partial_sizes,
 )
-from workers.layers.kernels.fp8.rows import FP8, Fp8Rows, dequantized_rows, quantize_rows  # noqa: E402
-from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
-from workers.layers.linear_method import Span  # noqa: E402
-from workers.layers.routing import RouterLogits, Routing, TokenSlots  # noqa: E402
-from workers.layers.routing import route as route_in_torch  # noqa: E402
+from workers.ops.fp8.rows import FP8, Fp8Rows, dequantized_rows  # noqa: E402
+from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
+from workers.ops.gemm.skinny_triton import Workspace  # noqa: E402
+from workers.span import Span  # noqa: E402
 
 pytestmark = MARKS
 HALF = torch.float16 if INTERPRETED else torch.bfloat16

@@ -10,16 +10,16 @@ from tests.workers.test_expert_kernels import HALF, SMALL, token_slots  # noqa: 
 from workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
 from workers.layers.experts import Experts  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
-from workers.layers.kernels.fp8.norm import fp8_rms_norm  # noqa: E402
-from workers.layers.kernels.fp8.rows import FP8  # noqa: E402
-from workers.layers.kernels.fp8.tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
-from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.moe import MixtureOfExperts  # noqa: E402
-from workers.layers.quantization.fp8_experts import Fp8Experts  # noqa: E402
-from workers.layers.quantization.fp8_linear import Fp8Linear  # noqa: E402
-from workers.layers.quantization.fp8_weight import Fp8Scheme  # noqa: E402
 from workers.layers.weighted import WeightedModule  # noqa: E402
+from workers.ops.fp8.norm_triton import fp8_rms_norm  # noqa: E402
+from workers.ops.fp8.rows import FP8  # noqa: E402
+from workers.ops.fp8.tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
+from workers.ops.gemm.skinny_triton import Workspace  # noqa: E402
+from workers.quantization.fp8_experts import Fp8Experts  # noqa: E402
+from workers.quantization.fp8_linear import Fp8Linear  # noqa: E402
+from workers.quantization.fp8_weight import Fp8Scheme  # noqa: E402
 
 pytestmark = MARKS
 

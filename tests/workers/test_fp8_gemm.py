@@ -7,18 +7,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.layers.kernels.fp8.gemm import fp8_fixed_rows, fp8_gemm  # noqa: E402
-from workers.layers.kernels.fp8.gemm_ahead import fp8_gemm_ahead  # noqa: E402
-from workers.layers.kernels.fp8.gemm_wide import fp8_gemm_wide  # noqa: E402
-from workers.layers.kernels.fp8.rows import (  # noqa: E402
-    FP8,
-    GROUP,
-    Fp8Rows,
-    dequantized_rows,
-    quantize_rows,
-    quantize_rows_reference,
-)
-from workers.layers.kernels.fp8.tiles import (  # noqa: E402
+from workers.ops.activation import silu_mul  # noqa: E402
+from workers.ops.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
+from workers.ops.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm  # noqa: E402
+from workers.ops.fp8.gemm_wide_triton import fp8_gemm_wide  # noqa: E402
+from workers.ops.fp8.rows import FP8, GROUP, Fp8Rows, dequantized_rows  # noqa: E402
+from workers.ops.fp8.rows import quantize_rows as quantize_rows_operation  # noqa: E402
+from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
+from workers.ops.fp8.tiles import (  # noqa: E402
     MAX_AHEAD_ROWS,
     MAX_ROWS,
     SCALE_ROWS,
@@ -30,10 +26,10 @@ from workers.layers.kernels.fp8.tiles import (  # noqa: E402
     fp8_wide_tiles,
     fp8_workspace_size,
 )
-from workers.layers.kernels.skinny_gemm import MULTIPROCESSORS, SHARED_BYTES, Workspace  # noqa: E402
-from workers.ops.activation import silu_mul  # noqa: E402
+from workers.ops.gemm.skinny_triton import MULTIPROCESSORS, SHARED_BYTES, Workspace  # noqa: E402
 
 pytestmark = MARKS
+quantize_rows_in_torch = quantize_rows_operation.reference
 OUT = torch.float32 if INTERPRETED else torch.bfloat16
 SHAPES = [(96, 512), (70, 384)] if INTERPRETED else [(6144, 4096), (4096, 14336), (2112, 7168), (28672, 4096)]
 
@@ -64,7 +60,7 @@ def test_rows_are_rounded_to_the_nearest(by_group: bool) -> None:
     """Which number is nearest may change with the last bit of a quotient: one in a thousand here."""
     x = rows_of(5, 1408, torch.Generator().manual_seed(0))
     x[1], x[2, :GROUP], x[3, 7] = 0.0, 1e-20, 3e4
-    expected = quantize_rows_reference(x, by_group)
+    expected = quantize_rows_in_torch(x, by_group)
     for rows_together in (False, True):
         ours = quantize_rows(x, by_group, rows_together)
         torch.testing.assert_close(ours.scales, expected.scales, rtol=1e-6, atol=0.0)
@@ -77,7 +73,7 @@ def test_rows_are_rounded_to_the_nearest(by_group: bool) -> None:
 
 def test_gates_are_rounded_as_by_themselves() -> None:
     x = rows_of(3, 2 * 256, torch.Generator().manual_seed(1))
-    ours, expected = quantize_rows(x, True, gated=True), quantize_rows_reference(silu_mul.reference(x), True)
+    ours, expected = quantize_rows(x, True, gated=True), quantize_rows_in_torch(x, True, gated=True)
     assert difference(dequantized_rows(ours), dequantized_rows(expected).double()) < 2e-3
 
 

@@ -20,14 +20,17 @@ from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa:
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
 from workers.layers.gemm import GEMMOptions  # noqa: E402
-from workers.layers.kernels.fp8.gemm import fp8_gemm  # noqa: E402
-from workers.layers.kernels.fp8.norm import fp8_rms_norm  # noqa: E402
-from workers.layers.kernels.fp8.rows import (  # noqa: E402
-    Fp8Rows,
-    dequantized_rows,
-    quantize_rows,
-)
-from workers.layers.kernels.fp8.tiles import (  # noqa: E402
+from workers.layers.latent_attention import LatentAttention  # noqa: E402
+from workers.layers.linear import LinearBase  # noqa: E402
+from workers.layers.linear_method import LinearShape, UnquantizedLinearMethod  # noqa: E402
+from workers.layers.mlp import GatedMLP  # noqa: E402
+from workers.layers.norm import RMSNorm  # noqa: E402
+from workers.ops.activation import silu_mul  # noqa: E402
+from workers.ops.fp8.gemm_triton import fp8_gemm  # noqa: E402
+from workers.ops.fp8.norm_triton import fp8_rms_norm  # noqa: E402
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, dequantized_rows
+from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
+from workers.ops.fp8.tiles import (  # noqa: E402
     MAX_ROUNDING_ROWS,
     MAX_ROWS,
     Fp8Matrix,
@@ -36,20 +39,15 @@ from workers.layers.kernels.fp8.tiles import (  # noqa: E402
     fp8_workspace_size,
     rounding_columns,
 )
-from workers.layers.kernels.latent import normed_latents  # noqa: E402
-from workers.layers.kernels.skinny_gemm import Workspace  # noqa: E402
-from workers.layers.latent_attention import LatentAttention  # noqa: E402
-from workers.layers.linear import LinearBase  # noqa: E402
-from workers.layers.linear_method import Fp8Inputs, LinearShape, Span, UnquantizedLinearMethod  # noqa: E402
-from workers.layers.mlp import GatedMLP  # noqa: E402
-from workers.layers.norm import RMSNorm  # noqa: E402
-from workers.layers.quantization.block_fp8 import BlockFp8  # noqa: E402
-from workers.layers.quantization.channel_fp8 import ChannelFp8  # noqa: E402
-from workers.layers.quantization.fp8_linear import Fp8Linear  # noqa: E402
-from workers.layers.quantization.quant_method import QuantMethod  # noqa: E402
-from workers.layers.rotary import Angles  # noqa: E402
-from workers.ops.activation import silu_mul  # noqa: E402
+from workers.ops.gemm.skinny_triton import Workspace  # noqa: E402
+from workers.ops.latent.normed_latents_triton import normed_latents  # noqa: E402
 from workers.ops.norm_triton import add_rms_norm, rms_norm  # noqa: E402
+from workers.ops.rotary import Angles  # noqa: E402
+from workers.quantization.block_fp8 import BlockFp8  # noqa: E402
+from workers.quantization.channel_fp8 import ChannelFp8  # noqa: E402
+from workers.quantization.fp8_linear import Fp8Linear  # noqa: E402
+from workers.quantization.quant_method import QuantMethod  # noqa: E402
+from workers.span import Span  # noqa: E402
 
 pytestmark = MARKS
 TYPE = torch.float32 if INTERPRETED else torch.bfloat16

@@ -23,8 +23,10 @@ import triton.language as tl  # noqa: E402
 
 from attention.backend import NewUnderCaptureError  # noqa: E402
 from tests.support.triton_driver import Hopper  # noqa: E402
-from workers.layers.kernels import argmax, skinny_gemm, topk  # noqa: E402
 from workers.ops import norm_triton  # noqa: E402
+from workers.ops.gemm import skinny_triton as skinny_gemm  # noqa: E402
+from workers.ops.vocabulary import largest_triton as argmax  # noqa: E402
+from workers.ops.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
 from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, Outcome, compile_job  # noqa: E402
 from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new, report_compilations  # noqa: E402
 
@@ -113,7 +115,7 @@ def test_a_kernel_that_a_step_waits_for_is_reported(driver: Hopper, caplog: pyte
 def launch_kernels() -> None:
     """Of a round, with what tells kernels apart: tensor maps, constants that are None, options, early launch."""
     logits = torch.zeros(2, 5000, dtype=torch.bfloat16)
-    argmax.largest(logits, 0)
+    argmax.largest(logits)
     topk.topk_log_softmax(logits, 3)
     row = torch.zeros(4, 1024, dtype=torch.bfloat16)
     norm_triton._add_norm[(4,)](

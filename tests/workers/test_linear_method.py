@@ -18,11 +18,11 @@ from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
-from workers.layers.quantization.quant_method import QuantMethod
-from workers.layers.quantization.table import QUANT_METHODS
 from workers.layers.weighted import WrongTensorError, check_shape
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
+from workers.quantization.quant_method import QuantMethod
+from workers.quantization.table import QUANT_METHODS
 
 CPU = torch.device("cpu")
 WHOLE = 1 << 30  # columns of a block that is as long as its row

@@ -8,10 +8,11 @@ from tests.support.slots import enter
 from tests.support.thread_group import on_ranks
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.vocab import VocabShard
+from workers.ops.sampling.masks import FREE
 from workers.sampling.sampler import CAPTURED_NEEDS, Rows, Sampler, SamplingNeeds
 from workers.scheduling.plan import SamplingParams, SlotInit
 from workers.slots.slot_table import SlotTable
-from workers.structured_output.mask_table import FREE, MaskTable
+from workers.structured_output.mask_table import MaskTable
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH = 75, 3

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, region_bytes  # noqa: E402
-from workers.distributed.kernels import one_shot_all_reduce as kernels  # noqa: E402
+from workers.ops.collectives import one_shot_all_reduce_triton as kernels  # noqa: E402
 
 WIDTH = 70  # 35 words, in blocks of 64
 LIMITS = Limits(one_shot=4 * WIDTH * 2, two_shot=0)

@@ -10,14 +10,16 @@ from scipy import stats
 from tests.support.slots import enter
 from workers.distributed.tp_group import SOLO
 from workers.layers.vocab import VocabShard
-from workers.sampling.filters import DROPPED, gap_limits, gaps
+from workers.ops.sampling.draft_scores import DROPPED
+from workers.ops.sampling.filters import MAX_GAP, find_limits, gap_limits, gaps
+from workers.ops.sampling.gumbel import gumbel_noise
+from workers.ops.sampling.penalties import apply_penalties
 from workers.sampling.sampler import (
     CAPTURED_NEEDS,
     MAX_LOGPROBS,
     Rows,
     Sampler,
     SamplingNeeds,
-    gumbel_noise,
     logprobs_of,
 )
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
@@ -166,10 +168,11 @@ def test_drafts_keep_whole_levels(filters: tuple[int, float, float], temperature
 
 
 def test_filters_of_a_greedy_request_change_nothing() -> None:
-    sampler, _, _ = sampler_with(SamplingParams(1, 0.0, top_k=1, top_p=0.1, min_p=0.9), SamplingParams(1, 1.0))
+    _, slots, _ = sampler_with(SamplingParams(1, 0.0, top_k=1, top_p=0.1, min_p=0.9), SamplingParams(1, 1.0))
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8))
     rows = Rows(torch.tensor([0, 1]), torch.zeros(2, 1, dtype=torch.int64))
-    assert torch.equal(sampler._filter(logits, rows), logits)
+    limits = find_limits(logits, rows.slots, slots.filters)
+    assert limits.gaps.tolist() == [MAX_GAP, MAX_GAP]
 
 
 @pytest.mark.parametrize(
@@ -226,11 +229,11 @@ def test_penalties_follow_their_definitions() -> None:
     sampling = SamplingParams(
         9, 0.0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, logit_bias={4: 2.0, 5: -100.0}
     )
-    sampler, _, needs = sampler_with(sampling, prompt=prompt, output=output)
+    _, slots, needs = sampler_with(sampling, prompt=prompt, output=output)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
     path = torch.tensor([[[False, False], [False, True]]])  # the second row has node 1 (token 3) on its path
-    rows = Rows(torch.tensor([0]), torch.tensor([[9, 10]]), path, torch.tensor([[3, 3]]))
-    shaped = sampler._shape(logits.expand(1, 2, -1).clone(), rows)[0]
+    who, positions, tokens = torch.tensor([0]), torch.tensor([[9, 10]]), torch.tensor([[3, 3]])
+    shaped = apply_penalties(logits.expand(2, -1), who, positions, slots.penalty_tables, path, tokens)
     for row, counts in enumerate(({2: 1, 3: 3}, {2: 1, 3: 4})):
         for token in range(VOCAB):
             value = logits[token].item()

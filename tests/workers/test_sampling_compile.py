@@ -9,9 +9,14 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from tests.attention import test_triton_compile as compiling  # noqa: E402
-from workers.layers.kernels import argmax  # noqa: E402
-from workers.layers.vocab import NOT_FINITE  # noqa: E402
-from workers.sampling.kernels import choose, draft_scores, filters, logprobs, masks, penalties  # noqa: E402
+from workers.ops.sampling import choose_triton as choose  # noqa: E402
+from workers.ops.sampling import draft_scores_triton as draft_scores  # noqa: E402
+from workers.ops.sampling import filters_triton as filters  # noqa: E402
+from workers.ops.sampling import logprobs_triton as logprobs  # noqa: E402
+from workers.ops.sampling import masks_triton as masks  # noqa: E402
+from workers.ops.sampling import penalties_triton as penalties  # noqa: E402
+from workers.ops.vocabulary import largest_triton as largest  # noqa: E402
+from workers.ops.vocabulary.largest import NOT_FINITE  # noqa: E402
 
 pytestmark = compiling.pytestmark
 
@@ -52,10 +57,10 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (draft_scores._perturb, {"FILTERED": True, "PARTS": 8, "BLOCK": draft_scores.BLOCK}, 4),
     (draft_scores._perturb, {"FILTERED": True, "PARTS": 64, "BLOCK": draft_scores.BLOCK}, 4),
     (masks._apply_masks, {"FREE": -1, "BLOCK": masks.BLOCK}, 4),
-    (penalties._shape, {"STOPS": 64, "BLOCK": penalties.BLOCK}, 4),
+    (penalties._apply_penalties, {"STOPS": 64, "BLOCK": penalties.BLOCK}, 4),
     (logprobs._summarize, {"PART": logprobs.PART, "BLOCK": logprobs.BLOCK}, 4),
-    (argmax._partial, {"BLOCK": argmax.BLOCK}, 8),
-    (argmax._combine, {"BROKEN": NOT_FINITE, "PARTS": 128}, 1),
+    (largest._partial, {"BLOCK": largest.BLOCK}, 8),
+    (largest._combine, {"BROKEN": NOT_FINITE, "PARTS": 128}, 1),
 ]
 
 

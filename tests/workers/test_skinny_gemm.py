@@ -7,7 +7,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.layers.kernels.skinny_gemm import (  # noqa: E402
+from workers.ops.activation import silu_mul  # noqa: E402
+from workers.ops.gemm.skinny_triton import (  # noqa: E402
     MAX_GATED_ROWS,
     MAX_ROWS,
     Workspace,
@@ -17,7 +18,6 @@ from workers.layers.kernels.skinny_gemm import (  # noqa: E402
     skinny_gemm_gated,
     skinny_gemm_tiles,
 )
-from workers.ops.activation import silu_mul  # noqa: E402
 
 pytestmark = MARKS
 

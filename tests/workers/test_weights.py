@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
-from workers.layers.linear_method import Span
 from workers.layers.norm import RMSNorm
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.models.name_map import NameMap
 from workers.models.weights import CheckpointTensor, fill_dummy, load_weights
+from workers.span import Span
 
 NUM_EXPERTS, HIDDEN, WIDTH = 3, 6, 4
 

@@ -22,9 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Method(Enum):
-    """ONE_SHOT: `workers.distributed.kernels.one_shot_all_reduce`, which sums in float32 in rank order. TWO_SHOT: each
-    rank sums its share of the numbers and hands it to the others (symm_mem.two_shot_all_reduce). Both give the same
-    bits on every rank."""
+    """How a sum is computed. ONE_SHOT and TWO_SHOT give the same bits on every rank.
+
+    ONE_SHOT: `workers.ops.collectives.one_shot_all_reduce_triton`, which sums in float32 in rank order.
+    TWO_SHOT: each rank sums its share of the numbers and sends it to the others (symm_mem.two_shot_all_reduce).
+    """
 
     ONE_SHOT = "one-shot"
     TWO_SHOT = "two-shot"
@@ -132,7 +134,7 @@ class CustomAllReduce:
         return out
 
     def _one_shot(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> None:
-        from workers.distributed.kernels.one_shot_all_reduce import one_shot_all_reduce
+        from workers.ops.collectives.one_shot_all_reduce_triton import one_shot_all_reduce
 
         if self._inbox is None:
             pairs = x.shape[1] // 2

@@ -4,13 +4,12 @@ The room knows ranks and attention backends, but neither models' configurations 
 linear           column- and row-parallel linear layers; `finish_weights`, which makes loaded layers ready to run
 linear_method    `LinearMethod`: how a linear layer keeps, loads and multiplies by its weight
 moe              a mixture of experts: `routing` says who is chosen, `experts` keeps and multiplies them
-quantization     `QuantMethod`: which method a checkpoint's layers get; FP8 with scales of blocks or of channels
-gemm             which GEMM runs for weights of 16 and 32 bits; `kernels.skinny_gemm` for few rows on GPUs
+gemm             which GEMM runs for weights of 16 and 32 bits
 weighted         `WeightedModule`: what the loader of weights knows of any layer
 decoder_layer    the pre-norm block, and the interfaces of its attention and its MLP
 attention, mlp   grouped-query attention over a `ForwardContext`; the gated MLP
 latent_attention multi-head latent attention, absorbed
-forward_context  what the layers of one pass may see: positions, where KV goes, who attends to what
-rotary, norm, activation, vocab (embedding, logits and reductions over vocabulary shards), log_softmax
-kernels          Triton kernels of the above, each with its torch reference; imported on GPUs only
+forward_context  what the layers of one pass may see: positions, where KV goes, which rows attend to what
+rotary, norm     rotary angles; RMSNorm, with the residual's addition
+vocab            embedding, logits and reductions over vocabulary shards
 """

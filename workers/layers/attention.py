@@ -1,19 +1,14 @@
 """Grouped-query attention over a `ForwardContext`."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear
-from workers.layers.linear_method import Fp8Inputs
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Angles
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.rotary import Angles
 
 
 class Attention(AttentionLayer):
@@ -48,16 +43,16 @@ class Attention(AttentionLayer):
     def fp8_inputs(self) -> Fp8Inputs | None:
         return self.qkv.method.fp8_inputs
 
-    def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
+    def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
         q, k, v = self._heads(x)
         out = context.attend(self.layer, q, (k, v), angles, self.scale)
         return self.o_proj.partial(out.flatten(1))
 
-    def keep(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> None:
+    def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         q, k, v = self._heads(x)
         context.keep(self.layer, q, (k, v), angles)
 
-    def _heads(self, x: "Tensor | Fp8Rows") -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, Tensor, Tensor]:
         """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], not yet turned."""
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))
         qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]

@@ -2,19 +2,15 @@
 and its MLP; neither is known here."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
-from workers.layers.linear_method import Fp8Inputs
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Angles
-from workers.layers.routing import TokenSlots
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
+from workers.ops.experts.route import TokenSlots
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.rotary import Angles
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -26,12 +22,12 @@ class AttentionLayer(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
+    def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
         """This rank's part of the output [n, hidden_size], as `RowParallelLinear.partial` gives it, of the rows that
         attend; x: [rows, input size]. Writes all rows' KV into the context's pool."""
 
     @abstractmethod
-    def keep(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> None:
+    def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         """`partial` of which no output is wanted: writes the rows' KV and nothing else."""
 
 
@@ -44,7 +40,7 @@ class FeedForward(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def partial(self, x: "Tensor | Fp8Rows", live: TokenSlots | None = None) -> Tensor:
+    def partial(self, x: Tensor | Fp8Rows, live: TokenSlots | None = None) -> Tensor:
         """This rank's part of the output [rows, hidden_size], as `RowParallelLinear.partial` gives it. x: rows in the
         model's type, or as `fp8_inputs` says. live: which rows are padding, whose output nobody reads."""
 
@@ -63,7 +59,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, normed: "Tensor | Fp8Rows", residual: Tensor, angles: Angles, context: ForwardContext
+        self, normed: Tensor | Fp8Rows, residual: Tensor, angles: Angles, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """From the residual stream [rows, hidden] and its input norm, in the model's type or of the attention's
         `fp8_inputs`: this rank's part of what the MLP adds to the stream, and the stream before that, both of the rows

@@ -13,22 +13,15 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import TPGroup
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear import rank_span
-from workers.layers.linear_method import (
-    Fp8Inputs,
-    LinearMethod,
-    LinearShape,
-    Part,
-    Span,
-    UnquantizedLinearMethod,
-    check_plain,
-)
-from workers.layers.routing import RouterLogits
+from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.ops.activation import silu_mul
+from workers.ops.experts.route import RouterLogits
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.span import Span
 
 if TYPE_CHECKING:
     from workers.layers.fused_experts import FusedExperts
-    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 _ALIGNMENT = 16  # bytes; of the rows of what torch's grouped products read
 
@@ -118,7 +111,7 @@ class ExpertsMethod(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
         """[rows, hidden_size] this rank's part of the weighted sum of each row's experts, and of what was joined, for x
         [rows, hidden_size], in the model's type or as `fp8_inputs` says; in the memory `out` if it is given. Rows do
         not touch each other."""
@@ -145,7 +138,7 @@ class DenseExperts(ExpertsMethod):
         if options.workspace is None:
             return
         from workers.layers.fused_experts import FusedExperts, fuses
-        from workers.layers.kernels.experts.weights import ExpertWeights
+        from workers.ops.experts.weights import ExpertWeights
 
         fits = fuses(self.shape.size, self.shape.width, options)
         assert fits or not options.deterministic, "refused at start"
@@ -159,7 +152,7 @@ class DenseExperts(ExpertsMethod):
     def fp8_inputs(self) -> Fp8Inputs | None:
         return None if self._fused is None else self._fused.inputs
 
-    def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
         if self._fused is not None:
             return self._fused.multiply(x, router, out)
         assert isinstance(x, Tensor), "asked for no other form"

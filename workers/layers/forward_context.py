@@ -12,8 +12,8 @@ from attention.expansion import ExpandedChunks
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.slot_mapping import row_places
-from workers.layers.rotary import Angles
-from workers.layers.routing import TokenSlots
+from workers.ops.experts.route import TokenSlots
+from workers.ops.rotary import Angles
 
 
 @dataclass(frozen=True)

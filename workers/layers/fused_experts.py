@@ -1,5 +1,5 @@
 """Experts by kernels of ours, on GPUs: which of them multiply how many rows. Called by `workers.layers.experts` and
-`workers.layers.quantization.fp8_experts`; importing it needs no triton."""
+`workers.quantization.fp8_experts`; importing it needs no triton."""
 
 import math
 import sys
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from workers.layers.gemm import GEMMOptions
-from workers.layers.linear_method import Fp8Inputs, Span
-from workers.layers.routing import RouterLogits
+from workers.ops.experts.route import RouterLogits
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.span import Span
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.experts.weights import ExpertWeights
-    from workers.layers.kernels.fp8.rows import Fp8Rows
-    from workers.layers.kernels.skinny_gemm import Workspace
+    from workers.ops.experts.weights import ExpertWeights
+    from workers.ops.gemm.skinny_triton import Workspace
 
 
 def fuses(size: int, width: int, options: GEMMOptions) -> bool:
     """Whether the kernels multiply by experts of `width` on a rank, whose rows have `size` numbers."""
     if options.workspace is None or not options.fp8:  # they need tensor maps too, which the same devices have
         return False
-    from workers.layers.kernels.experts.weights import fits_kernels
+    from workers.ops.experts.weights import fits_kernels
 
     return fits_kernels(size, width)
 
@@ -31,7 +31,7 @@ def fuses(size: int, width: int, options: GEMMOptions) -> bool:
 def workspace_size(held: Span, num_shared: int, experts_per_token: int, size: int, width: int) -> tuple[int, int]:
     """Float32 cells and tickets of a `Workspace` for weights of any type, shared experts joined or not. held: of the
     experts that rows are routed to."""
-    from workers.layers.kernels.experts.weights import ExpertSizes, fits_kernels, workspace_size
+    from workers.ops.experts.weights import ExpertSizes, fits_kernels, workspace_size
 
     if not fits_kernels(size, width):
         return 0, 0
@@ -91,12 +91,12 @@ class FusedExperts:
         """Rows in FP8, and in the model's type for the router; None where weights are in the latter."""
         return Fp8Inputs(self.weights.by_group, sys.maxsize, plain=True) if self.weights.in_fp8 else None
 
-    def multiply(self, x: "Tensor | Fp8Rows", router: RouterLogits, out: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:
         """See `ExpertsMethod.multiply`; x may be in FP8 already where the weights are."""
-        from workers.layers.kernels.experts.few_rows import few_row_experts
-        from workers.layers.kernels.experts.route import route
-        from workers.layers.kernels.experts.weights import few_row_tiles
-        from workers.layers.kernels.fp8.rows import quantize_rows
+        from workers.ops.experts.few_rows_triton import few_row_experts
+        from workers.ops.experts.route_triton import route
+        from workers.ops.experts.weights import few_row_tiles
+        from workers.ops.fp8.rows import quantize_rows
 
         weights = self.weights
         if isinstance(x, Tensor) and weights.in_fp8:
@@ -109,7 +109,7 @@ class FusedExperts:
         if routed.used is not None:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)
-        from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles
+        from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
 
         tiles = many_row_tiles(rows, weights.sizes(slots), self.deterministic)
         return many_row_experts(x, routed, weights, tiles, out)

@@ -3,7 +3,7 @@
 On a CPU, oneDNN multiplies few rows by a weight in its own blocked layout 1.6 times faster than MKL does by a plain
 one (float32, 1792 x 512, 4 rows: 0.54 against 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13), so weights are
 packed once after loading. These operators are what torch.compile uses for frozen weights on a CPU. On a GPU the few
-rows of a round go through kernels of ours (`workers.layers.kernels.skinny_gemm`).
+rows of a round go through kernels of ours (`workers.ops.gemm.skinny_triton`).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor
 from workers.ops.activation import silu_mul
 
 if TYPE_CHECKING:
-    from workers.layers.kernels.skinny_gemm import Workspace
+    from workers.ops.gemm.skinny_triton import Workspace
 
 _FP8_MAJORS = (9, 10)  # compute capabilities whose matrix units multiply FP8 in our kernels
 _ROWS_HINT = 4  # the row count oneDNN chooses its layout for: a round's
@@ -69,7 +69,7 @@ class FixedRowsGEMM(TorchGEMM):
     workspace: "Workspace"
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        from workers.layers.kernels.skinny_gemm import fixed_rows
+        from workers.ops.gemm.skinny_triton import fixed_rows
 
         return fixed_rows(x, self.weight, bias, self.workspace, out)
 
@@ -81,7 +81,7 @@ class SkinnyGEMM(TorchGEMM):
     workspace: "Workspace"
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        from workers.layers.kernels.skinny_gemm import skinny_gemm, skinny_gemm_tiles
+        from workers.ops.gemm.skinny_triton import skinny_gemm, skinny_gemm_tiles
 
         tiles = skinny_gemm_tiles(x.shape[0], *self.weight.shape)
         if tiles is None:
@@ -89,7 +89,7 @@ class SkinnyGEMM(TorchGEMM):
         return skinny_gemm(x, self.weight, bias, self.workspace, tiles, out)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
-        from workers.layers.kernels.skinny_gemm import gated_tiles, skinny_gemm_gated
+        from workers.ops.gemm.skinny_triton import gated_tiles, skinny_gemm_gated
 
         tiles = gated_tiles(x.shape[0], *self.weight.shape)
         if tiles is None:
@@ -100,7 +100,7 @@ class SkinnyGEMM(TorchGEMM):
 def choose_gemm(weight: Tensor, options: GEMMOptions) -> TorchGEMM:
     """How to multiply by a final weight [out, in], which stays where it is."""
     if options.workspace is not None:
-        from workers.layers.kernels.skinny_gemm import skinny_gemm_tiles
+        from workers.ops.gemm.skinny_triton import skinny_gemm_tiles
 
         fits = skinny_gemm_tiles(1, *weight.shape) is not None
         assert fits or not options.deterministic, "refused at start"

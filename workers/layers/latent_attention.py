@@ -2,7 +2,6 @@
 rows themselves, for which the up-projection of keys is multiplied into q, and that of values into what comes out."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.gemm import GEMMOptions
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
-from workers.layers.linear_method import DenseLinearMethod, Fp8Inputs, Span
+from workers.layers.linear_method import DenseLinearMethod
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Angles
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.rotary import Angles
+from workers.span import Span
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
@@ -99,7 +97,7 @@ class LatentAttention(AttentionLayer):
     def fp8_inputs(self) -> Fp8Inputs | None:
         return self.qkv_a.method.fp8_inputs
 
-    def partial(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> Tensor:
+    def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
         # the norms of latents can add parts up; a q that has no norm is read as the product leaves it
         parts = None if self.q_a_layernorm is None else self.qkv_a.method.multiply_apart(x)
         if parts is not None:
@@ -107,13 +105,13 @@ class LatentAttention(AttentionLayer):
         both = self.qkv_a(x)
         return (self._partial_fused if both.is_cuda else self._partial_in_torch)(both, angles, context)
 
-    def keep(self, x: "Tensor | Fp8Rows", angles: Angles, context: ForwardContext) -> None:
+    def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         both = self.qkv_a(x)
         if not both.is_cuda:
             no_heads = both.new_empty(both.shape[0], 0, self.row_dim)
             context.keep(self.layer, no_heads, (self._normed_rows(both),), angles)
             return
-        from workers.layers.kernels.latent import normed_latents
+        from workers.ops.latent.normed_latents_triton import normed_latents
 
         kv, slots = context.pool.layer(self.layer), context.slot_mapping
         normed_latents(both, None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
@@ -136,8 +134,8 @@ class LatentAttention(AttentionLayer):
 
     def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """The same in fewer launches. both: or its parts, as of `LinearMethod.multiply_apart`."""
-        from workers.layers.kernels.head_products import head_products
-        from workers.layers.kernels.latent import normed_latents
+        from workers.ops.latent.head_products_triton import head_products
+        from workers.ops.latent.normed_latents_triton import normed_latents
 
         rows, heads, dtype = both.shape[-2], self.num_heads, self.qkv_a.method.dtype
         expanded = context.expanded if self._can_expand else None
@@ -173,12 +171,12 @@ class LatentAttention(AttentionLayer):
         self._attend_expanded(by_head[num_absorbed:], of_chunks, context, expanded, values[num_absorbed:])
         return self.o_proj.partial(values.flatten(1))
 
-    def _values(self, out: Tensor) -> "Tensor | Fp8Rows":
+    def _values(self, out: Tensor) -> Tensor | Fp8Rows:
         """[rows, heads * value_dim] of weighted sums of latent rows [rows, heads, latent], in the form that the output
         projection takes if a head's values are a group of it."""
-        from workers.layers.kernels.fp8.rows import GROUP, Fp8Rows
-        from workers.layers.kernels.head_products import head_products
-        from workers.layers.kernels.latent_values import fits_values, latent_values
+        from workers.ops.fp8.rows import GROUP, Fp8Rows
+        from workers.ops.latent.head_products_triton import head_products
+        from workers.ops.latent.latent_values_triton import fits_values, latent_values
 
         rows, wanted, up = out.shape[0], self.o_proj.method.fp8_inputs, self.kv_b_proj
         if wanted is not None and wanted.by_group and self.value_dim == GROUP:
@@ -196,7 +194,7 @@ class LatentAttention(AttentionLayer):
     ) -> None:
         """out [rows of chunks, heads, value_dim], of q that is not turned yet."""
         from attention.ops.attend.expanded_prefill_triton import ExpandedKV
-        from workers.layers.kernels.latent_expansion import expand_latents
+        from workers.ops.latent.expand_latents_triton import expand_latents
 
         rows, up = context.pool.layer(self.layer).rows, self.kv_b_proj
         kv, turned = expand_latents(rows, expanded.tokens, expanded.ends, up.keys_and_values)

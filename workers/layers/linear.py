@@ -2,25 +2,16 @@
 cut, and the ranks' outputs are summed. How weights are kept and multiplied by is their `LinearMethod`'s."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup, shard_size
 from workers.layers.gemm import GEMMOptions, multiplies_fp8
-from workers.layers.linear_method import (
-    Fp8Inputs,
-    LinearMethod,
-    LinearShape,
-    Span,
-    UnquantizedLinearMethod,
-    check_plain,
-)
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.span import Span
 
 
 class LinearBase(WeightedModule):
@@ -72,7 +63,7 @@ class ReplicatedLinear(LinearBase):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(LinearShape.stacked([("", Span.whole(out_features))], Span.whole(in_features)), bias)
 
-    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         return self.method.multiply(x, self.bias)
 
 
@@ -85,7 +76,7 @@ class ColumnParallelLinear(LinearBase):
     def __init__(self, in_features: int, parts: Mapping[str, Span], bias: bool = False) -> None:
         super().__init__(LinearShape.stacked(parts.items(), Span.whole(in_features)), bias)
 
-    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         return self.method.multiply(x, self.bias)
 
 
@@ -110,12 +101,12 @@ class GateUpParallelLinear(ColumnParallelLinear):
         span = rank_span(out_features, group, what)
         super().__init__(in_features, {"gate_proj": span, "up_proj": span})
 
-    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         out = self.for_product(x, None)
         assert isinstance(out, Tensor)
         return out
 
-    def for_product(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None) -> "Tensor | Fp8Rows":
+    def for_product(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None) -> Tensor | Fp8Rows:
         """The same in the form that the product after it takes, see `LinearMethod.multiply_gated`."""
         return self.method.multiply_gated(x, wanted)
 
@@ -129,10 +120,10 @@ class RowParallelLinear(LinearBase):
         super().__init__(LinearShape.stacked([("", Span.whole(out_features))], columns), bias)
         self.group = group
 
-    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         return self.group.all_reduce(self.partial(x))
 
-    def partial(self, x: "Tensor | Fp8Rows") -> Tensor:
+    def partial(self, x: Tensor | Fp8Rows) -> Tensor:
         """This rank's part of y, for whoever sums the parts at once (`RMSNorm.add`): it may lie in a buffer that the
         next row-parallel layer overwrites. The bias is in rank 0's part."""
         bias = self.bias if self.group.rank == 0 else None
@@ -180,8 +171,8 @@ def gemm_options(
     """For the layers of one model, which run one after another on one stream. others: that may share the workspace."""
     if device.type != "cuda" or methods[0].dtype.itemsize != 2:
         return GEMMOptions()
-    from workers.layers.kernels.fp8.tiles import fp8_workspace_size
-    from workers.layers.kernels.skinny_gemm import Workspace, workspace_size
+    from workers.ops.fp8.tiles import fp8_workspace_size
+    from workers.ops.gemm.skinny_triton import Workspace, workspace_size
 
     shapes = [(method.shape.out_features, method.shape.in_features) for method in methods]
     fp8 = multiplies_fp8(device)

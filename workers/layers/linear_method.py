@@ -2,13 +2,12 @@
 
 A layer (`workers.layers.linear`) knows which rows and columns of which of the checkpoint's matrices this rank has; its
 method knows in which tensors they are kept (a weight; a weight and scales), and computes. Which method a layer gets is
-decided by the checkpoint's `QuantMethod` (`workers.layers.quantization.table`).
+decided by the checkpoint's `QuantMethod` (`workers.quantization.table`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,32 +15,10 @@ from torch import Tensor, nn
 from workers.layers.gemm import GEMMOptions, TorchGEMM, choose_gemm
 from workers.layers.weighted import WrongTensorError, check_shape
 from workers.ops.activation import silu_mul
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.span import Span
 
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Span:
-    """[first, end) of `total` rows or columns of a checkpoint's matrix."""
-
-    first: int
-    end: int
-    total: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.first
-
-    @staticmethod
-    def whole(total: int) -> "Span":
-        return Span(0, total, total)
-
-    def times(self, size: int) -> "Span":
-        """Of things that are `size` rows each, for instance heads: the span of their rows."""
-        return Span(self.first * size, self.end * size, self.total * size)
 
 
 @dataclass(frozen=True)
@@ -94,27 +71,6 @@ def check_plain(full: Tensor) -> None:
         raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not tell")
 
 
-@dataclass(frozen=True)
-class Fp8Inputs:
-    """In which form of FP8 a layer takes its rows beside the model's type, for whoever makes them.
-
-    by_group: with scales of groups of columns, else of whole rows. many: of more rows than this the scales of one group
-    lie side by side. plain: whether the rows are wanted in the model's type too.
-    """
-
-    by_group: bool
-    many: int
-    plain: bool = False
-
-    def empty(self, x: Tensor) -> "Fp8Rows":
-        """Rows to be written, as many and as wide as those of x [rows, size]."""
-        from workers.layers.kernels.fp8.rows import Fp8Rows
-
-        rows, size = x.shape
-        out = Fp8Rows.empty(rows, size, self.by_group, rows > self.many, x.device)
-        return Fp8Rows(out.values, out.scales, torch.empty_like(x)) if self.plain else out
-
-
 class LinearMethod(nn.Module, ABC):
     """One layer's weights and what is done with them. Made while torch's default type is the model's; parameters of any
     other type say so. Raises ValueError, when it is made, if it cannot hold `shape` (for instance parts that cut a
@@ -158,16 +114,16 @@ class LinearMethod(nn.Module, ABC):
         ValueError if the method cannot do what `options.deterministic` asks for."""
 
     @abstractmethod
-    def multiply(self, x: "Tensor | Fp8Rows", bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[rows, out_features] x W^T + bias for x [rows, in_features], which is of `fp8_inputs` or of the model's type;
         in the memory `out` if it is given."""
 
-    def multiply_apart(self, x: "Tensor | Fp8Rows") -> Tensor | None:
+    def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
         """Float32 [parts, rows, out_features], whose sum in their order is x W^T, for a reader that adds them up, so
         that programs which share a sum need not wait for each other. None where `multiply` is to be called instead."""
         return None
 
-    def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
+    def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
         """[rows, out_features / 2], silu of the first half of x W^T times the second, for x as of `multiply`. wanted:
         by the layer after; None and the model's type if it takes no other."""
         return silu_mul(self.multiply(x, None))
@@ -189,12 +145,12 @@ class DenseLinearMethod(LinearMethod):
     def finish(self, options: GEMMOptions) -> None:
         self._gemm = choose_gemm(self.dense_weight(), options)
 
-    def multiply(self, x: "Tensor | Fp8Rows", bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         assert self._gemm is not None, "finish comes first"
         assert isinstance(x, Tensor), "was not asked for"
         return self._gemm.multiply(x, bias, out)
 
-    def multiply_gated(self, x: "Tensor | Fp8Rows", wanted: Fp8Inputs | None = None) -> "Tensor | Fp8Rows":
+    def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
         assert self._gemm is not None, "finish comes first"
         assert isinstance(x, Tensor), "was not asked for"
         return self._gemm.multiply_gated(x)

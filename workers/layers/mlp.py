@@ -1,17 +1,12 @@
 """The gated MLP."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.linear import GateUpParallelLinear, RowParallelLinear
-from workers.layers.linear_method import Fp8Inputs
-from workers.layers.routing import TokenSlots
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
+from workers.ops.experts.route import TokenSlots
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 
 
 class GatedMLP(FeedForward):
@@ -26,8 +21,8 @@ class GatedMLP(FeedForward):
     def fp8_inputs(self) -> Fp8Inputs | None:
         return self.gate_up.method.fp8_inputs
 
-    def forward(self, x: "Tensor | Fp8Rows") -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         return self.down_proj.group.all_reduce(self.partial(x))
 
-    def partial(self, x: "Tensor | Fp8Rows", live: TokenSlots | None = None) -> Tensor:
+    def partial(self, x: Tensor | Fp8Rows, live: TokenSlots | None = None) -> Tensor:
         return self.down_proj.partial(self.gate_up.for_product(x, self.down_proj.method.fp8_inputs))

@@ -1,7 +1,5 @@
 """A mixture of experts: each row through the experts that a router chooses, and through shared experts if there are."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -9,13 +7,11 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.experts import Experts
 from workers.layers.gemm import GEMMOptions
-from workers.layers.linear_method import Fp8Inputs
 from workers.layers.mlp import GatedMLP
-from workers.layers.routing import Router, RouterLogits, Routing, TokenSlots
+from workers.layers.routing import Router
 from workers.layers.weighted import WeightedModule, WeightKey
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
+from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 
 
 class MixtureOfExperts(FeedForward, WeightedModule):
@@ -55,7 +51,7 @@ class MixtureOfExperts(FeedForward, WeightedModule):
             return None
         return Fp8Inputs(shared.by_group, shared.many, plain=True)
 
-    def partial(self, x: "Tensor | Fp8Rows", live: TokenSlots | None = None) -> Tensor:
+    def partial(self, x: Tensor | Fp8Rows, live: TokenSlots | None = None) -> Tensor:
         plain = x if isinstance(x, Tensor) else x.plain
         assert plain is not None, "the router computes in more than FP8"
         router: RouterLogits = self.router(plain, live)

@@ -1,17 +1,13 @@
 """RMSNorm (arXiv 1910.07467)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.linear_method import Fp8Inputs, check_plain
+from workers.layers.linear_method import check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.norm import add_rms_norm, rms_norm
-
-if TYPE_CHECKING:
-    from workers.layers.kernels.fp8.rows import Fp8Rows
 
 
 class RMSNorm(WeightedModule):
@@ -33,18 +29,18 @@ class RMSNorm(WeightedModule):
             return normed, residual
         return add_rms_norm(group.all_reduce(x), residual, self.weight, self.eps), residual
 
-    def for_product(self, x: Tensor, wanted: Fp8Inputs | None) -> "Tensor | Fp8Rows":
+    def for_product(self, x: Tensor, wanted: Fp8Inputs | None) -> Tensor | Fp8Rows:
         """The norm of x [rows, size], in the form that the product after it takes; None: as `forward`."""
         if wanted is None:
             return self(x)  # type: ignore[no-any-return]
-        from workers.layers.kernels.fp8.norm import fp8_rms_norm
+        from workers.ops.fp8.norm_triton import fp8_rms_norm
 
         x = x.contiguous()
         return fp8_rms_norm(x, None, self.weight, self.eps, wanted.empty(x))
 
     def add_for_product(
         self, x: Tensor, residual: Tensor, wanted: Fp8Inputs | None, group: TPGroup = SOLO
-    ) -> "tuple[Tensor | Fp8Rows, Tensor]":
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
         """`add`, whose norm is in the form that the product after it takes. Where ranks add and norm in one launch it
         is in the model's type all the same, which every product takes."""
         if wanted is None:
@@ -52,7 +48,7 @@ class RMSNorm(WeightedModule):
         normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)
         if normed is not None:
             return normed, residual
-        from workers.layers.kernels.fp8.norm import fp8_rms_norm
+        from workers.ops.fp8.norm_triton import fp8_rms_norm
 
         out = wanted.empty(x)
         return fp8_rms_norm(group.all_reduce(x), residual, self.weight, self.eps, out), residual

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.ops.rotary import Angles
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -25,15 +27,6 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     magnitude: float = 1.0
-
-
-@dataclass(frozen=True)
-class Angles:
-    """cos and sin of the rows of a pass: row i's are cos[index[i]], [head_dim / 2] float32; index: [rows] int64."""
-
-    cos: Tensor
-    sin: Tensor
-    index: Tensor
 
 
 class RotaryTable:

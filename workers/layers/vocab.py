@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import LinearBase
-from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part, Span, check_plain
-from workers.layers.log_softmax import finite
+from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
-
-NOT_FINITE = -(1 << 40)  # in the place of a token id, where a row's largest logit is NaN or plus infinity
+from workers.ops.vocabulary.largest import largest
+from workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
+from workers.span import Span
 
 
 class VocabShard:
@@ -48,7 +48,7 @@ class VocabShard:
         vocabulary, of logits [rows, size]; the same on every rank. One gather of 2 k + 1 numbers per row and rank."""
         k = min(k, self.vocab_size)
         local_k = min(k, logits.shape[-1])
-        best, index, norm = _topk_log_softmax(logits, local_k)
+        best, index, norm = topk_log_softmax(logits, local_k)
         if self.group.size == 1:
             return best, index
         value = best + norm.unsqueeze(-1)
@@ -139,35 +139,3 @@ class LMHead(LinearBase):
     def forward(self, hidden: Tensor) -> Tensor:
         """[rows, shard size] logits of hidden [rows, hidden_size]."""
         return self.shard.mask_padding(self.method.multiply(hidden, None))
-
-
-def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest of each row of logits [rows, n], [rows], and its column, [rows] int64.
-
-    checked: rows that have a NaN or plus infinity give NOT_FINITE for the column, and a value that no finite one
-    exceeds. Otherwise their column is any of the row.
-    """
-    if logits.is_cuda:
-        from workers.layers.kernels.argmax import largest as fast_largest
-
-        return fast_largest(logits, NOT_FINITE if checked else 0)
-    value, index = logits.max(-1)
-    return (value, finite_choice(value, index)) if checked else (value, index)
-
-
-def finite_choice(value: Tensor, index: Tensor) -> Tensor:
-    """index [rows] int64, NOT_FINITE where value [rows] is NaN or plus infinity."""
-    return torch.where(value < float("inf"), index, NOT_FINITE)
-
-
-def _topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of log_softmax(logits) [rows, k] float32, best first, their columns, and logsumexp [rows]; of rows
-    that are all minus infinity both are that."""
-    if logits.is_cuda:
-        from workers.layers.kernels.topk import MAX_K, topk_log_softmax
-
-        if k <= MAX_K:
-            return topk_log_softmax(logits, k)
-    norm = torch.logsumexp(logits.float(), -1)
-    value, index = logits.float().topk(k, -1)
-    return value - finite(norm).unsqueeze(-1), index, norm

@@ -14,9 +14,9 @@ from attention.kv_cache.layout import LayerGroup
 from attention.limits import DeviceKind
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
-from workers.layers.quantization.quant_method import QuantMethod
 from workers.layers.rotary import RopeConfig, yarn_magnitude
 from workers.models.config_fields import MAX_POSITIONS, number_of, section_of, size_of
+from workers.quantization.quant_method import QuantMethod
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
-from workers.layers.linear_method import Fp8Inputs
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.models.config import ModelConfig
+from workers.ops.fp8.rows import Fp8Inputs
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.latent_attention import LatentAttention
 from workers.layers.mlp import GatedMLP
 from workers.layers.moe import MixtureOfExperts
-from workers.layers.quantization.table import read_quant_method
 from workers.layers.rotary import RopeConfig, RotaryTable, yarn_magnitude
-from workers.layers.routing import Routing
 from workers.models.config import ModelConfig, dtype_of, mscale_of, rope_of, rope_scaling_of
 from workers.models.config_fields import (
     MAX_EXPERTS,
@@ -31,6 +29,8 @@ from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
+from workers.ops.experts.route import Routing
+from workers.quantization.table import read_quant_method
 
 
 @dataclass(frozen=True, kw_only=True)

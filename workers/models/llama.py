@@ -12,7 +12,6 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.attention import Attention
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.mlp import GatedMLP
-from workers.layers.quantization.table import read_quant_method
 from workers.layers.rotary import RopeConfig, RotaryTable
 from workers.models.config import ModelConfig, dtype_of, rope_of
 from workers.models.config_fields import (
@@ -27,6 +26,7 @@ from workers.models.config_fields import (
 from workers.models.decoder import Decoder
 from workers.models.family import ModelFamily
 from workers.models.name_map import NameMap
+from workers.quantization.table import read_quant_method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
-from workers.layers.quantization.quant_method import QuantMethod
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.config_fields import architecture_of
 from workers.models.decoder import Decoder
@@ -23,6 +22,7 @@ from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_of
 from workers.models.weights import Advance, checkpoint_tensors, counted, fill_dummy, load_weights
+from workers.quantization.quant_method import QuantMethod
 
 logger = logging.getLogger(__name__)
 

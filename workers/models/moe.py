@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from attention.limits import DeviceKind
-from workers.layers.routing import Routing
 from workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
+from workers.ops.experts.route import Routing
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _GROUPED_MAJORS = (9, 10)  # compute capabilities whose grouped products (torch 2.13) wait for nothing

@@ -10,7 +10,6 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.moe import MixtureOfExperts
 from workers.layers.rotary import RotaryTable
-from workers.layers.routing import Routing
 from workers.models import llama
 from workers.models.config_fields import flag_of, ids_of, size_of
 from workers.models.decoder import Decoder
@@ -18,6 +17,7 @@ from workers.models.family import ModelFamily
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
 from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules, num_experts_of
 from workers.models.name_map import NameMap
+from workers.ops.experts.route import Routing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from workers.layers.latent_attention import LatentUpProjection
-from workers.layers.quantization.fp8_experts import Fp8Experts
-from workers.layers.quantization.fp8_linear import Fp8Linear
-from workers.layers.quantization.fp8_weight import FP8, unreadable
-from workers.layers.quantization.quant_method import QuantMethod
 from workers.models.loading import allocate
 from workers.models.name_map import NameMap
+from workers.quantization.fp8_experts import Fp8Experts
+from workers.quantization.fp8_linear import Fp8Linear
+from workers.quantization.fp8_weight import FP8, unreadable
+from workers.quantization.quant_method import QuantMethod
 
 META = torch.device("meta")
 

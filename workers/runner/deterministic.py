@@ -3,7 +3,7 @@
 On a GPU the logits of a token are then a function of the tokens before it alone, to the bit: GEMMs, experts and
 attention of the target compute a row by the same operations in the same order whatever else is in the batch, whether
 the row is part of a prompt, of a plain round or of a tree, and however prompts are cut
-(`workers.layers.kernels.skinny_gemm.fixed_rows`, `workers.layers.kernels.experts.many_rows`,
+(`workers.ops.gemm.skinny_triton.fixed_rows`, `workers.ops.experts.many_rows_triton`,
 `attention.backends.triton_backend.fixed_span`); norms, rotation, gates and the choice of tokens are row-wise in any
 case. So an answer, greedy or sampled with a seed, is the same with
 speculation and without, alone and beside others, with a prefix from the cache and after a preemption, on GPUs of one
@@ -19,7 +19,7 @@ from workers.config import WorkerConfig
 from workers.models.config import ModelConfig
 
 MAX_RANKS = 2  # a + b = b + a; of more, libraries choose the order of a sum by its size
-GEMM_INPUTS = 128  # see `workers.layers.kernels.skinny_gemm.skinny_gemm_tiles`
+GEMM_INPUTS = 128  # see `workers.ops.gemm.skinny_triton.skinny_gemm_tiles`
 
 
 def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:

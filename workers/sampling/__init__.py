@@ -1,7 +1,5 @@
-"""Which token comes next, for every row of a pass, the same on every rank.
+"""Which token comes next, for every row of a pass, the same on every rank. In terms of `workers.ops.sampling`.
 
-sampler  penalties, temperature, filters, Gumbel noise, argmax; log-probabilities
-filters  what top-k, top-p and min-p keep, in torch
-masks    what a grammar does not allow
-kernels  the same on GPUs (Triton)
+sampler          penalties, temperature, filters, Gumbel noise, argmax; log-probabilities of what was chosen
+prompt_logprobs  log-probabilities of prompt tokens, in blocks of rows
 """

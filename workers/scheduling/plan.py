@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     temperature 0, top_k 1 and top_p 0 are greedy: the most likely token, of equals the lowest id. top_k 0, top_p 1 and
     min_p 0 switch those filters off; they apply in that order after temperature, top_p and min_p on the distribution
-    that top_k left, and keep what ties with the last one they keep (`workers.sampling.filters`). seed: 64 bits; the
+    that top_k left, and keep what ties with the last one they keep (`workers.ops.sampling.filters`). seed: 64 bits; the
     token at a position depends on (seed, position, logits) alone, so it is the same with and without speculation.
     Penalties follow OpenAI's and (for `repetition_penalty`, over prompt and output) Hugging Face's definitions.
     logit_bias: token id -> bias. stop_token_ids end the request and include the model's end-of-sequence ids unless the

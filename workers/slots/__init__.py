@@ -2,5 +2,4 @@
 
 slot_table   one row per slot: lengths, page tables, sampling parameters; commits
 upload       what a step brings from the host, in one copy
-kernels      the commit, in one launch
 """

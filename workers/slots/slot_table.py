@@ -6,26 +6,24 @@ device from the host, except that per-slot facts the host already knows (from `S
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.ops.sampling.filters import Filters
+from workers.ops.sampling.penalties import PenaltyTables
+from workers.ops.slots.commit import CommitTables, commit
 from workers.scheduling.plan import (
-    FINISH_LENGTH,
-    FINISH_NOT_FINITE,
-    FINISH_STOP,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
     SlotInit,
     StepPlan,
     unpack_i32,
 )
-
-if TYPE_CHECKING:
-    from workers.slots.kernels.commit import CommitTables
 
 NO_TOKEN = -1
 
@@ -101,11 +99,9 @@ class SlotTable:
         tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids)
         return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
 
-    @property
-    def commit_tables(self) -> "CommitTables":
-        """What the kernels of a commit change; importing them needs triton."""
-        from workers.slots.kernels.commit import CommitTables
-
+    @cached_property
+    def commit_tables(self) -> CommitTables:
+        """The columns that a commit reads and writes."""
         return CommitTables(
             self.seq_len,
             self.bonus,
@@ -115,6 +111,22 @@ class SlotTable:
             self.stop_ids,
             self.output_counts,
         )
+
+    @cached_property
+    def penalty_tables(self) -> PenaltyTables:
+        return PenaltyTables(
+            self.output_counts,
+            self.in_prompt,
+            self.bias,
+            self.penalties,
+            self.min_len,
+            self.stop_ids,
+            self.shapes_logits,
+        )
+
+    @cached_property
+    def filters(self) -> Filters:
+        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
         """What `enter` needs of the plan on the device; empty if it brings no request and no page."""
@@ -156,44 +168,9 @@ class SlotTable:
         self.bias[slot].zero_().scatter_(0, biased, bias)
 
     def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
-        """Append tokens [B, M] int64, of which counts [B] int64 (>= 1) are valid, to slots [B] int64.
-
-        The root's KV and that of all but the last token must be in the pool. Cuts at the first stop token (kept) and
-        at the length limit, marks slots finished, and does nothing to those that already were. Counts the tokens of
-        requests that shape logits. A last token below 0 is none: the request ends with FINISH_NOT_FINITE, and what is
-        returned has 0 there (on a GPU `tokens` too, if it has one column). The reference of the kernels that do this
-        on a GPU.
-        """
-        if tokens.is_cuda and tokens.shape[1] == 1:
-            from workers.slots.kernels.commit import commit_one
-
-            return Commit(tokens, *commit_one(slots, tokens, self.commit_tables))
-        length = self.seq_len[slots].long()
-        column = torch.arange(tokens.shape[1], device=tokens.device)
-        counts = torch.minimum(counts, self.max_len[slots] - length - 1)
-        is_stop = (tokens.unsqueeze(-1) == self.stop_ids[slots].unsqueeze(1)).any(-1)
-        first_stop = torch.where(is_stop, column, tokens.shape[1]).amin(-1)
-        stopped = first_stop < counts
-        counts = torch.where(stopped, first_stop + 1, counts)
-        was_finished = self.finished[slots]
-        counts = torch.where(was_finished, 0, counts)
-        new_length = length + counts
-        at_limit = new_length + 1 >= self.max_len[slots]
-        finish = torch.where(stopped, FINISH_STOP, torch.where(at_limit, FINISH_LENGTH, 0))
-        last = tokens.gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
-        broken = (last < 0) & (counts > 0)
-        last, tokens = last.clamp_min(0), tokens.clamp_min(0)
-        counts = torch.where(broken, counts - 1, counts)
-        new_length = length + counts
-        finish = torch.where(broken, FINISH_NOT_FINITE, finish)
-        finish = torch.where(was_finished, 0, finish)
-        self.seq_len[slots] = new_length.int()
-        self.bonus[slots] = torch.where(was_finished, self.bonus[slots], last)
-        self.finished[slots] = was_finished | (finish > 0)
-        valid = (column < counts.unsqueeze(1)) & self.shapes_logits[slots].unsqueeze(1)
-        place = slots.unsqueeze(1) * self.vocab_size + tokens
-        self.output_counts.view(-1).scatter_add_(0, place.flatten(), valid.int().flatten())
-        return Commit(tokens, counts, finish)
+        """Append tokens [B, M] int64, of which counts [B] int64 (>= 1) are valid, to slots [B] int64; see
+        `workers.ops.slots.commit`. The root's KV and that of all but the last token must be in the pool."""
+        return Commit(tokens, *commit(slots, tokens, counts, self.commit_tables))
 
 
 def _init_columns(inits: Sequence[SlotInit]) -> dict[str, npt.NDArray[Any]]:

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.ops.sampling.masks import FREE
 from workers.structured_output.guide_table import NOWHERE, GuideTable, block_size
 
 logger = logging.getLogger(__name__)
 
-FREE = -1  # in the index: this slot's tokens follow no grammar
 HELD = -2  # in the index: this slot's mask is not there, and it emits nothing in this step
 NUM_SPARE = 4  # masks of a slot for places behind its tree
 MAX_RUNNING = 256  # requests whose masks are being filled, after the table in shared memory

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
+from workers.ops.sampling.masks import FREE
 from workers.scheduling.plan import FINISH_NONE, Failure, Grammar, StepPlan, pack_i32, unpack_i32
 from workers.structured_output.guide_table import NOWHERE
 from workers.structured_output.host_link import HostLink
 from workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Order
-from workers.structured_output.mask_table import FREE, HELD, MaskTable
+from workers.structured_output.mask_table import HELD, MaskTable
 
 GUIDED_NODES = 256  # of a step: each takes some 20 us of the host, which the target's pass must hide
 LEAST_GUIDED = 4  # of each tree

@@ -19,20 +19,20 @@ from torch import Tensor
 
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
-from workers.layers.kernels.experts.few_rows import few_row_experts
-from workers.layers.kernels.experts.many_rows import many_row_experts, many_row_tiles
-from workers.layers.kernels.experts.route import Routed, route
-from workers.layers.kernels.experts.router_gemm import router_gemm
-from workers.layers.kernels.experts.weights import (
+from workers.ops.experts.few_rows_triton import few_row_experts
+from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
+from workers.ops.experts.route import RouterLogits, Routing
+from workers.ops.experts.route_triton import Routed, route
+from workers.ops.experts.router_gemm_triton import router_gemm
+from workers.ops.experts.weights import (
     FP8,
     MAX_FEW_ROWS,
     ExpertWeights,
     few_row_tiles,
     partial_sizes,
 )
-from workers.layers.kernels.fp8.rows import quantize_rows
-from workers.layers.kernels.skinny_gemm import Workspace
-from workers.layers.routing import RouterLogits, Routing
+from workers.ops.fp8.rows_triton import quantize_rows
+from workers.ops.gemm.skinny_triton import Workspace
 
 ROWS = (1, 4, 8, 32, 64, 256, 512, 2048, 8192)
 

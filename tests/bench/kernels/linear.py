@@ -18,9 +18,10 @@ from deploy.bench.table import table
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 from workers.layers.gemm import GEMMOptions
-from workers.layers.kernels.skinny_gemm import Workspace
-from workers.layers.linear_method import LinearMethod, LinearShape, Span, UnquantizedLinearMethod
-from workers.layers.quantization.block_fp8 import BlockFp8
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from workers.ops.gemm.skinny_triton import Workspace
+from workers.quantization.block_fp8 import BlockFp8
+from workers.span import Span
 
 ROWS = (1, 4, 8, 32, 64, 128, 256, 512)
 APART_BYTES = 400 << 20  # of weights, between two products with the same one

@@ -32,8 +32,8 @@ from speculative.training.deepseek_layers import Experts, Router, routers
 from tests.speculative.training.conftest import run
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
-from workers.layers.routing import Routing
 from workers.models.loading import load_target, read_target_config
+from workers.ops.experts.route import Routing
 
 CPU = torch.device("cpu")
 LENGTH, NUM_STEPS, PAGE_SIZE, NUM_PAGES = 19, 4, 4, 9

@@ -1,0 +1,35 @@
+"""Rows in FP8: groups and whole rows, of zeros, tiny and huge numbers; alone and gated."""
+
+from typing import Any
+
+import torch
+
+from tests.ops.case import TYPES, Case
+from tests.ops.norm_cases import rows
+from workers.ops.fp8.rows import GROUP, dequantized_rows, quantize_rows
+
+
+def _rows(
+    count: int, size: int, dtype: torch.dtype, by_group: bool, together: bool, gated: bool, device: torch.device
+) -> tuple[Any, ...]:
+    x = rows(count, size * (1 + gated), dtype=dtype, device=device)
+    x[1 % count, :GROUP], x[2 % count], x[3 % count, 7] = 1e-20, 0.0, 3e4
+    return x, by_group, together, gated
+
+
+CASES = tuple(
+    Case(
+        quantize_rows,
+        f"{count}x{size}-{by_group}-{together}-{gated}-{dtype}",
+        lambda device, given=(count, size, dtype, by_group, together, gated): _rows(*given, device),
+        # which number of eight bits is nearest may change with the last bit of a quotient: by one in 16 of a number
+        tolerance=2.0**-4,
+        seen=lambda arguments, result: (dequantized_rows(result), result.scales),
+        slow=count > 5,
+    )
+    for count, size in ((5, 1408), (1, 128), (130, 512))
+    for dtype in TYPES
+    for by_group in (True, False)
+    for together in (False, True)
+    for gated in (False, True)
+)

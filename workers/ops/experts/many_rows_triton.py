@@ -1,0 +1,270 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Experts for many rows: those of batches that verify, and of prompts. Rows are ordered by expert into blocks
+(`order`); a program multiplies a block by some of its expert's columns. Four or five launches: one or two for
+the order; gates and what they gate of gathered rows; down-projections, each weighted and written to its row's place;
+their sums. For very many rows the last two go over the columns in several spans, so that what is summed stays small.
+
+With the same kind of blocks and the same block_n of gates a row's result is a function of that row: its sums have one
+order whatever the other tiles, and are not split.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
+from workers.ops.experts.order_triton import ExpertOrder, bins_of, order_by_expert
+from workers.ops.experts.route_triton import Routed
+from workers.ops.experts.short_blocks_triton import down_of_short_blocks, gate_up_of_short_blocks
+from workers.ops.experts.tall_blocks_triton import MIN_ROWS as TALL
+from workers.ops.experts.tall_blocks_triton import down_of_tall_blocks, gate_up_of_tall_blocks
+from workers.ops.experts.weights import (
+    ExpertSizes,
+    ExpertTiles,
+    ExpertWeights,
+    InnerRows,
+    ProductTiles,
+    block_of,
+)
+from workers.ops.fp8.rows import Fp8Rows
+from workers.ops.gemm.skinny_triton import MULTIPROCESSORS, SHARED_BYTES
+
+_PARTS_BYTES = 1 << 28  # of the results of each row's each expert that are written at once
+_MAX_HELD = 4  # steps of a down-projection that a program keeps its rows for
+_FEWEST_BLOCKS, _MOST_BLOCKS = 8, 28  # of columns, for which it keeps them, if its own are short
+_BEGINNING = 2.5  # of such a program, in blocks
+_MOST_AT_ONCE = 5  # such programs on a multiprocessor, by their registers
+_SUM_COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["number"])
+def _sum_slots(
+    part_ptr,
+    chosen_ptr,
+    out_ptr,
+    number,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The columns of span `number`, which part_ptr has, of [rows, SIZE]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, parts = column < SPAN, part_ptr + row * SLOTS * SPAN + column
+    acc = tl.zeros([BLOCK], tl.float32)
+    if PARTLY:
+        for slot in tl.static_range(SLOTS):
+            is_there = inside & (tl.load(chosen_ptr + row * SLOTS + slot) >= 0)
+            acc += tl.load(parts + slot * SPAN, mask=is_there, other=0.0).to(tl.float32)
+    else:
+        # A row goes to all its experts, or, padding, to none. Of padding is read what nobody wrote, and not used, so
+        # that no part waits for `chosen`. Read once, parts make no room in the cache for themselves: it has the last
+        # that were written.
+        is_live = tl.load(chosen_ptr + row * SLOTS) >= 0
+        for slot in tl.static_range(SLOTS):
+            part = tl.load(parts + slot * SPAN, mask=inside, other=0.0, eviction_policy="evict_first")
+            acc += tl.where(is_live, part.to(tl.float32), 0.0)
+    tl.store(out_ptr + row * SIZE + number * SPAN + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
+    """Blocks of as many rows as an expert has when rows choose evenly. deterministic: those with which a row's result
+    is the same for any number of rows. Set by a sweep on an H200; `tests.bench experts` measures it."""
+    each = rows * sizes.share
+    block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
+    holds = sizes.width // 64 <= _MAX_HELD
+    product = ProductTiles(64, 1, stages=3, warps=4)
+    if block_m < TALL:
+        gate_up = replace(product, stages=5) if block_m == 16 else product
+        if not holds:
+            return ExpertTiles(block_m, gate_up, ProductTiles(128, 1, stages=3, warps=8))
+        blocks = _blocks_in_whole_waves(rows, block_m, sizes, product)
+        return ExpertTiles(block_m, gate_up, replace(product, blocks=blocks))
+    blocks = next(n for n in range(8, 0, -1) if sizes.size // product.block_n % n == 0) if holds else 1
+    return ExpertTiles(block_m, product, replace(product, blocks=blocks))
+
+
+def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: ProductTiles) -> int:
+    """How many blocks of columns a program of down-projections has, for which the last of them ends soonest: a program
+    takes a block's time for each and `_BEGINNING` more, and as many run at once as shared memory has room for. In the
+    order of what the sweep measured for 24 to 512 rows of DeepSeek-V3 on one of eight ranks."""
+    columns, weight_bytes = sizes.size // down.block_n, 128 // sizes.step
+    shared = (down.stages * down.block_n + block_m) * sizes.width * weight_bytes + (2 << 10)
+    at_once = MULTIPROCESSORS * min(_MOST_AT_ONCE, SHARED_BYTES // shared)
+    row_blocks = sizes.used(rows) + sizes.num_shared * (-(-rows // block_m) - 1)
+
+    def time(blocks: int) -> float:
+        return math.ceil(row_blocks * columns / blocks / at_once) * (blocks + _BEGINNING)
+
+    numbers = [n for n in range(1, _MOST_BLOCKS + 1) if columns % n == 0]
+    # fewer were not measured to be faster, and each number is a kernel of its own
+    return min([n for n in numbers if n >= _FEWEST_BLOCKS] or numbers[-1:], key=time)
+
+
+def many_row_experts(
+    x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, tiles: ExpertTiles, out: Tensor
+) -> Tensor:
+    """out [rows, size] = the weighted sum of each row's experts, zeros for those that go to none, for
+    instance padding rows; contiguous.
+
+    x: as `workers.ops.experts.few_rows_triton.few_row_experts` takes it, scales in any order.
+    routed: of `workers.ops.experts.route_triton`. tiles: any of `many_row_tiles`. Memory beside x: rows * slots
+    results in out's type, or as many columns of them as fit 256 MB; and as many inner activations, and those of the
+    free places in experts' last blocks.
+
+    Reference: `workers.layers.experts.experts_one_by_one`.
+    """
+    rows, slots = routed.chosen.shape
+    if rows == 0:
+        return out
+    assert out.shape == (rows, weights.size) and out.is_contiguous()
+    try:
+        order = order_by_expert(routed, weights.num_experts, tiles.block_m, weights.num_shared)
+        inner = inner_rows(x, order, weights, tiles, slots)
+    except BaseException:  # no memory, as a rule; the engine goes on without this step
+        routed.forget()
+        raise
+    return down_projected(inner, routed, order, weights, tiles, out)
+
+
+def down_projected(
+    inner: InnerRows,
+    routed: Routed,
+    order: ExpertOrder,
+    weights: ExpertWeights,
+    tiles: ExpertTiles,
+    out: Tensor,
+) -> Tensor:
+    """out [rows, size]: their down-projections, weighted and summed."""
+    rows, slots = routed.chosen.shape
+    span = columns_at_once(rows * slots * out.element_size(), weights.size, tiles)
+    for first in range(0, weights.size, span):
+        parts = torch.empty((rows * slots, span), dtype=out.dtype, device=out.device)
+        down_projections(inner, routed.weight, order, weights, tiles, first, parts)
+        _sum_slots[(rows, triton.cdiv(span, _SUM_COLUMNS))](
+            parts,
+            routed.chosen,
+            out,
+            first // span,
+            SIZE=weights.size,
+            SPAN=span,
+            SLOTS=slots,
+            BLOCK=_SUM_COLUMNS,
+            PARTLY=weights.held is not None,
+            num_warps=4,
+            **pdl_wait(out.device),
+        )
+    return out
+
+
+def columns_at_once(bytes_of_column: int, size: int, tiles: ExpertTiles) -> int:
+    """The most columns whose results fit the memory that they may have, at least those of a program."""
+    if tiles.block_m < TALL:
+        return size
+    programs = size // (tiles.down.block_n * tiles.down.blocks)
+    fitting = (n for n in range(1, programs + 1) if programs % n == 0 and bytes_of_column * size // n <= _PARTS_BYTES)
+    return size // next(fitting, programs)
+
+
+def inner_rows(
+    x: Tensor | Fp8Rows, order: ExpertOrder, weights: ExpertWeights, tiles: ExpertTiles, slots: int
+) -> InnerRows:
+    """Of each expert's rows."""
+    values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    assert values.dtype == weights.gate_up.dtype and values.shape[1] == weights.size and values.is_contiguous()
+    assert tiles.gate_up.splits == 1
+    width, block_m, gate_up = weights.width, tiles.block_m, tiles.gate_up
+    num_blocks, blocks = order.experts.shape[0], width // gate_up.block_n
+    hidden = torch.empty((num_blocks * block_m, width), dtype=values.dtype, device=values.device)
+    factors = torch.empty((num_blocks, blocks, block_m), dtype=torch.float32, device=values.device)
+    kernel = gate_up_of_short_blocks if block_m < TALL else gate_up_of_tall_blocks
+    kernel[(blocks, num_blocks)](
+        values,
+        TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, weights.step]),
+        x_scales,
+        weights.gate_up_scales,
+        hidden,
+        factors,
+        order.pairs,
+        order.experts,
+        order.count,
+        order.shared,
+        order.stride,
+        0 if x_scales is None else x_scales.stride(0),
+        0 if x_scales is None else x_scales.stride(1),
+        EXPERTS=weights.num_experts,
+        BINS=bins_of(weights.num_experts),
+        WIDTH=width,
+        SIZE=weights.size,
+        SLOTS=slots,
+        BLOCK_M=block_m,
+        BLOCK_N=gate_up.block_n,
+        STEP=weights.step,
+        IN_FP8=weights.in_fp8,
+        BY_GROUP=weights.by_group,
+        INTERPRETED=INTERPRETED,
+        num_warps=gate_up.warps,
+        num_stages=gate_up.stages,
+        **pdl_wait(values.device),
+    )
+    return InnerRows(hidden, factors)
+
+
+def down_projections(
+    inner: InnerRows,
+    weight: Tensor,
+    order: ExpertOrder,
+    weights: ExpertWeights,
+    tiles: ExpertTiles,
+    first: int,
+    parts: Tensor,
+) -> None:
+    """parts [rows * slots, span]: each row's each expert's, weighted, from column `first` on; of blocks that are not
+    tall all columns."""
+    size, width, block_m, down, span = weights.size, weights.width, tiles.block_m, tiles.down, parts.shape[1]
+    step = tiles.inner_step(weights.in_fp8)
+    common = {
+        "WIDTH": width,
+        "SIZE": size,
+        "BLOCK_M": block_m,
+        "BLOCK_N": down.block_n,
+        "BLOCKS": down.blocks,
+        "HOLDS": width // step <= _MAX_HELD,
+        "STEP": step,
+        "IN_FP8": weights.in_fp8,
+        "BY_GROUP": weights.by_group,
+        "INTERPRETED": INTERPRETED,
+        "num_warps": down.warps,
+        "num_stages": down.stages,
+        **pdl_wait(parts.device),
+    }
+    tensors = (
+        TensorDescriptor.from_tensor(inner.values, [block_m, step]),
+        TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, step]),
+        inner.factors,
+        weights.down_scales,
+        parts,
+        weight,
+        order.pairs,
+        order.experts,
+        order.shared,
+        order.stride,
+    )
+    assert down.splits == 1 and span % (down.block_n * down.blocks) == 0
+    grid = (span // (down.block_n * down.blocks), order.experts.shape[0])
+    if block_m < TALL:
+        assert span == size
+        down_of_short_blocks[grid](*tensors, **common)
+    else:
+        down_of_tall_blocks[grid](*tensors, first, SPAN=span, **common)

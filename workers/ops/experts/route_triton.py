@@ -1,0 +1,283 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Which experts a row goes to, in one launch after the router's product. For few rows it also lists the experts that
+are used; for more it counts each expert's rows. Reference: `workers.ops.experts.route.route`.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.ops.pdl import pdl_wait
+from workers.ops.experts.route import RouterLogits
+from workers.span import Span
+
+NOBODY = -1  # in place of an expert: of padding rows, and where another rank has it
+MAX_LISTED = 16  # rows whose experts are listed
+
+
+LEAST = tl.constexpr(-(1 << 31))  # before all that `_ordered` gives but for a NaN's
+
+
+@triton.jit
+def _ordered(x):
+    """Integers in the order of x float32, equal ones for both zeros: the maximum over a warp of integers is one
+    instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unordered(bits):
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
+    """Writes which experts one row uses, ascending: each stands where as many are smaller."""
+    there = (slot < slots) & (chosen >= 0)
+    number, other = chosen[:, None], chosen[None, :]
+    twice = (number == other) & (slot[None, :] < slot[:, None]) & there[None, :]  # only of logits that are NaN
+    found = tl.where(there & (tl.max(twice.to(tl.int32), 1) == 0), chosen, -1)
+    smaller = (found[None, :] >= 0) & (found[None, :] < number)
+    num_used = tl.sum((found >= 0).to(tl.int32), 0)
+    tl.store(used_ptr + tl.sum(smaller.to(tl.int32), 1), chosen, mask=found >= 0)
+    tl.store(used_ptr + slot, -1, mask=(slot >= num_used) & (slot < most))
+    tl.store(num_used_ptr, num_used)
+
+
+@triton.jit
+def _logits(first_ptr, there, step, PARTS: tl.constexpr):
+    """Of the experts at first_ptr, minus infinity where there are none; parts are `step` apart."""
+    logits = tl.load(first_ptr, mask=there, other=float("-inf"))
+    for part in tl.static_range(1, PARTS):
+        logits += tl.load(first_ptr + part * step.to(tl.int64), mask=there, other=0.0)
+    return logits
+
+
+@triton.jit(do_not_specialize=["rows", "most", "first_slot"])
+def _route(
+    logit_ptr,
+    bias_ptr,
+    token_slot_ptr,
+    chosen_ptr,
+    weight_ptr,
+    used_ptr,
+    num_used_ptr,
+    ticket_ptr,
+    rank_ptr,
+    count_ptr,
+    rows,
+    most,
+    first_slot,
+    scale,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+    BEST_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    SLOTS_PADDED: tl.constexpr,
+    LIST: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    BINS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    size: tl.constexpr = EXPERTS // GROUPS
+    slots: tl.constexpr = K + SHARED
+    row = tl.program_id(0)
+    group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)
+    expert = group[:, None] * size + member[None, :]
+    there = (group < GROUPS)[:, None] & (member < size)[None, :]
+    logits = _logits(logit_ptr + row.to(tl.int64) * EXPERTS + expert, there, rows * EXPERTS, PARTS)
+    if SOFTMAX:
+        top = tl.max(tl.max(logits, 1), 0)
+        scores = tl.exp(logits - top)
+        norm = tl.sum(tl.sum(scores, 1), 0)
+        scores = scores / norm
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    preference = scores
+    if HAS_BIAS:
+        preference += tl.load(bias_ptr + expert, mask=there, other=0.0)
+    preference = tl.where(there, preference, float("-inf"))
+    left = _ordered(preference)
+    if BEST_GROUPS < GROUPS:
+        rest, worth = left, tl.zeros([GROUPS_PADDED], tl.float32)
+        for _ in tl.static_range(BEST_OF_GROUP):
+            best = tl.max(rest, 1)
+            place = tl.min(tl.where(rest == best[:, None], member[None, :], SIZE_PADDED), 1)
+            worth += _unordered(best)
+            rest = tl.where(member[None, :] == place[:, None], LEAST, rest)
+        kept = tl.zeros([GROUPS_PADDED], tl.int32)
+        for _ in tl.static_range(BEST_GROUPS):
+            place = tl.argmax(worth, 0)
+            kept = tl.where(group == place, 1, kept)
+            worth = tl.where(group == place, float("-inf"), worth)
+        left = tl.where(kept[:, None] > 0, left, LEAST)
+    left = tl.reshape(left, [GROUPS_PADDED * SIZE_PADDED])
+    numbers = tl.reshape(expert, [GROUPS_PADDED * SIZE_PADDED])
+    slot = tl.arange(0, SLOTS_PADDED)
+    chosen = HELD + slot - K  # shared experts stand after the others
+    for i in tl.static_range(K):
+        mine = tl.min(tl.where(left == tl.max(left, 0), numbers, EXPERTS - 1), 0)
+        left = tl.where(numbers == mine, LEAST, left)
+        chosen = tl.where(slot == i, mine, chosen)
+    logit = _logits(logit_ptr + row.to(tl.int64) * EXPERTS + chosen, slot < K, rows * EXPERTS, PARTS)
+    weight = tl.exp(logit - top) / norm if SOFTMAX else 1.0 / (1.0 + tl.exp(-logit))
+    weight = tl.where(slot < K, weight, 0.0)
+    total = tl.sum(weight, 0)
+    factor = scale
+    if NORMALISE:
+        factor = scale / (total + 1e-20)
+    weight = tl.where(slot < K, weight * factor, 1.0)
+    if HELD < EXPERTS:
+        elsewhere = (slot < K) & ((chosen < FIRST) | (chosen >= FIRST + HELD))
+        chosen = tl.where(slot < K, chosen - FIRST, chosen)
+        chosen = tl.where(elsewhere, -1, chosen)
+        weight = tl.where(elsewhere, 0.0, weight)
+    if HAS_LIVE:
+        alive = tl.load(token_slot_ptr + row) >= first_slot
+        chosen = tl.where(alive, chosen, -1)
+        weight = tl.where(alive, weight, 0.0)
+    tl.store(chosen_ptr + row * slots + slot, chosen, mask=slot < slots)
+    tl.store(weight_ptr + row * slots + slot, weight, mask=slot < slots)
+    if not LIST:
+        pair, there = row * slots + slot, (slot < slots) & (chosen >= 0)
+        tl.store(rank_ptr + pair, tl.atomic_add(count_ptr + chosen, 1, mask=there, sem="relaxed"), mask=there)
+    if LIST and ROWS_PADDED == 1:
+        _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots)
+    elif LIST:
+        # The program that ends last sees what all have chosen.
+        tl.debug_barrier()
+        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == rows - 1:
+            tl.store(ticket_ptr, 0)
+            pair = tl.arange(0, ROWS_PADDED)[:, None] * slots + slot[None, :]
+            inside = (tl.arange(0, ROWS_PADDED) < rows)[:, None] & (slot < slots)[None, :]
+            all_chosen = tl.load(chosen_ptr + pair, mask=inside, other=-1, cache_modifier=".cg")
+            found = tl.where(all_chosen < 0, BINS - 1, all_chosen)
+            counts = tl.histogram(tl.reshape(found, [ROWS_PADDED * SLOTS_PADDED]), BINS)
+            number = tl.arange(0, BINS)
+            is_used = ((counts > 0) & (number < HELD + SHARED)).to(tl.int32)
+            num_used = tl.sum(is_used, 0)
+            tl.store(used_ptr + tl.cumsum(is_used, 0) - 1, number, mask=is_used > 0)
+            tl.store(used_ptr + number, -1, mask=(number >= num_used) & (number < most))
+            tl.store(num_used_ptr, num_used)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where rows go.
+
+    chosen: [rows, slots] int32, experts of each row as this rank numbers them, the shared ones (numbered after the
+        others) last; NOBODY for padding rows, and where another rank has the expert.
+    weight: [rows, slots] float32, 1 for shared experts, 0 for nobody.
+    used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None where they are not listed.
+    num_used: [1] int32, how many those are.
+    rank: [rows, slots] int32, of each row among those of its expert, in no order that can be relied on; undefined for
+        nobody. None where experts are listed.
+    count: [experts] int32, rows that each has; to be zero again before the next launch. None as `rank`.
+    """
+
+    chosen: Tensor
+    weight: Tensor
+    used: Tensor | None = None
+    num_used: Tensor | None = None
+    rank: Tensor | None = None
+    count: Tensor | None = None
+
+    def forget(self) -> None:
+        """Puts zeros into `count` where nobody will order the rows: ranks of the next launch, which go on from what is
+        there, would be beyond the places that there are."""
+        if self.count is not None:
+            with contextlib.suppress(RuntimeError):  # of a capture that has failed, in which nothing was counted
+                self.count.zero_()
+
+
+def route(
+    router: RouterLogits, num_shared: int, tickets: Tensor, list_used: bool = True, held: Span | None = None
+) -> Routed:
+    """num_shared: experts that every row goes to. tickets: int32, zero between launches, one for each expert that this
+    rank has. list_used: of at most MAX_LISTED rows list the experts that are used, in place of counting rows. Without
+    it any number of rows is computed alike, so that a row's result is a function of that row. held: the routed experts
+    that this rank has; None if all.
+
+    Rows are counted in `tickets`: they are zero again once the experts' first product has begun (`ExpertOrder.count`),
+    or after `Routed.forget`.
+
+    Of equal preferences the lowest number is chosen.
+
+    Reference: `workers.ops.experts.route.route`.
+    """
+    logits, bias, routing, live = router.values, router.bias, router.routing, router.live
+    rows, experts = logits.shape[-2:]
+    assert logits.is_contiguous() and logits.dtype == torch.float32 and experts == routing.num_experts
+    assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
+    slots, listed = routing.experts_per_token + num_shared, list_used and rows <= MAX_LISTED
+    chosen = torch.empty((rows, slots), dtype=torch.int32, device=logits.device)
+    weight = torch.empty((rows, slots), dtype=torch.float32, device=logits.device)
+    held = held or Span.whole(experts)
+    assert held.total == experts
+    most = min(held.size, rows * routing.experts_per_token) + num_shared
+    used = num_used = rank = count = None
+    if listed:
+        used = torch.empty(most, dtype=torch.int32, device=logits.device)
+        num_used = torch.empty(1, dtype=torch.int32, device=logits.device)
+    else:
+        rank, count = torch.empty_like(chosen), tickets[: held.size + num_shared]
+    if rows == 0:
+        return Routed(chosen, weight, used, num_used, rank, count)
+    size = experts // routing.num_groups
+    _route[(rows,)](
+        logits,
+        bias,
+        None if live is None else live.slots,
+        chosen,
+        weight,
+        used,
+        num_used,
+        tickets,
+        rank,
+        count,
+        rows,
+        most,
+        0 if live is None else live.first,
+        routing.scale,
+        PARTS=logits.shape[0] if logits.dim() == 3 else 1,
+        EXPERTS=experts,
+        FIRST=held.first,
+        HELD=held.size,
+        K=routing.experts_per_token,
+        SHARED=num_shared,
+        GROUPS=routing.num_groups,
+        GROUPS_PADDED=triton.next_power_of_2(routing.num_groups),
+        SIZE_PADDED=triton.next_power_of_2(size),
+        BEST_GROUPS=routing.groups_per_token,
+        BEST_OF_GROUP=routing.best_of_group,
+        SOFTMAX=routing.scoring == "softmax",
+        NORMALISE=routing.normalise,
+        HAS_BIAS=bias is not None,
+        HAS_LIVE=live is not None,
+        SLOTS_PADDED=triton.next_power_of_2(slots),
+        LIST=listed,
+        ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
+        BINS=triton.next_power_of_2(held.size + num_shared + 1),
+        num_warps=4 if listed and rows > 8 else 1,
+        **pdl_wait(logits.device),
+    )
+    return Routed(chosen, weight, used, num_used, rank, count)

@@ -1,0 +1,46 @@
+"""A router's logits: a product of rows and a weight of 16 bits, summed and kept in float32."""
+
+import torch
+import triton
+from torch import Tensor
+
+from workers.ops.gemm.skinny_triton import (
+    FIXED_ROWS,
+    MAX_ROWS,
+    MULTIPROCESSORS,
+    SkinnyGemmTiles,
+    Workspace,
+    skinny_gemm,
+)
+
+_MOST_ROWS = 512  # beyond them the library multiplies
+_BLOCK_N, _BLOCK_K = 64, 128
+_MOST_SPLITS = 16
+
+
+def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
+    """Routers are low and long: their columns are split as often as fills the device. Of few rows each program reads
+    all of its part before the wait."""
+    block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
+    whole = triton.next_power_of_2(triton.cdiv(k, _MOST_SPLITS))
+    if block_m == 16 and k % whole == 0 and 128 <= whole <= 512:
+        return SkinnyGemmTiles(block_m, _BLOCK_N, whole, k // whole, True, stages=1, warps=4)
+    steps, tiles = k // _BLOCK_K, triton.cdiv(n, _BLOCK_N) * triton.cdiv(rows, block_m)
+    splits = max(d for d in range(1, _MOST_SPLITS + 1) if steps % d == 0 and (d == 1 or d * tiles <= MULTIPROCESSORS))
+    ahead = block_m == 16 and steps > splits
+    return SkinnyGemmTiles(block_m, _BLOCK_N, _BLOCK_K, splits, ahead, stages=4, warps=4)
+
+
+def router_gemm(x: Tensor, weight: Tensor, workspace: Workspace, deterministic: bool) -> Tensor:
+    """x W^T for x [rows, K], last stride 1, and W [N, K] contiguous, of one 16-bit type: float32 [rows, N], or
+    [parts, rows, N], which `route` adds up in their order: that spares these programs to wait for each other.
+    deterministic: a row's result must not depend on how many there are.
+
+    Reference: `torch.nn.functional.linear` of both in float32.
+    """
+    rows, n = x.shape[0], weight.shape[0]
+    if rows > _MOST_ROWS and not deterministic:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    tiles = router_tiles(FIXED_ROWS if deterministic else rows, *weight.shape)
+    out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
+    return skinny_gemm(x, weight, None, workspace, tiles, out)

@@ -1,0 +1,319 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""y = x W^T, or silu(x G^T) * (x U^T), for rows and a weight W in FP8; called on GPUs by
+`workers.quantization.fp8_linear`.
+
+For few rows this is `skinny_gemm` with half the bytes: W's tile is the matrix unit's first operand, tiles come through
+tensor maps, K is cut into splits whose last program adds them in their order. Every 128 columns the matrix unit gives a
+sum that is scaled and added to the others in float32, since it adds eight-bit products with less precision
+(arXiv 2412.19437, section 3.3.2), and since W has a scale for each 128 columns.
+
+A launch that only rounds rows costs a round as much as a norm, and each product has rows of its own, so there are none
+where it can be helped: what makes rows rounds them (`fp8.norm`, `latent`, a gated product for the one after it), and of
+the fewest rows a product's programs round their columns themselves, each all of them, and write the same bits to the
+same place.
+
+A row's result depends on the other rows only by which of the table's sizes they fill; `fp8_fixed_rows` computes any
+number of rows by one size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
+from workers.ops.fp8.rows import GROUP, Fp8Rows
+from workers.ops.fp8.rows_triton import scale_of, to_fp8
+from workers.ops.fp8.tiles import (
+    Fp8GemmTiles,
+    Fp8Matrix,
+    fp8_gemm_tiles,
+    rounding_columns,
+    rounding_rows,
+)
+from workers.ops.gemm.skinny_triton import FIXED_ROWS, Workspace
+from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+
+
+@triton.jit
+def _round_columns(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    x_stride,
+    first,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FENCE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Rounds SPAN groups of columns of x from group `first` on, for this program to read when it returns; other
+    programs may write the same."""
+    m = tl.arange(0, ROWS)
+    row = m.to(tl.int64)[:, None]
+    for start in tl.static_range(0, SPAN * 128, COLUMNS):
+        column, group = start + tl.arange(0, COLUMNS), start // 128 + tl.arange(0, COLUMNS // 128)
+        inside = (m < rows)[:, None] & (column < SPAN * 128)[None, :]
+        x = tl.load(x_ptr + row * x_stride + first * 128 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        tiles = tl.reshape(x, [ROWS, COLUMNS // 128, 128])
+        scale = scale_of(tiles, 2)
+        x = to_fp8(tl.reshape(tiles / scale[:, :, None], [ROWS, COLUMNS]), INTERPRETED)
+        tl.store(values_ptr + row * (GROUPS * 128) + first * 128 + column[None, :], x, mask=inside)
+        live = (m < rows)[:, None] & (group < SPAN)[None, :]
+        tl.store(scales_ptr + row * GROUPS + first + group[None, :], scale, mask=live)
+    if FENCE:
+        # Tensor maps read through another proxy than stores write through (PTX ISA, fence.proxy).
+        zeros = tl.zeros([128], tl.int32)  # one of each thread
+        tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r", [zeros], tl.int32, False, 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _used_here(x, INTERPRETED: tl.constexpr):
+    """x of eight bits, which was loaded before and is in registers. The compiler would put what the matrix unit reads
+    into shared memory where it is loaded, and wait for it there."""
+    if not INTERPRETED:
+        bits = x.to(tl.int8, bitcast=True)
+        bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int8, False, 4)
+        x = bits.to(tl.float8e4nv, bitcast=True)
+    return x
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8_gemm(
+    x_desc,
+    w_desc,
+    x_ptr,
+    values_ptr,
+    w_ptr,
+    x_scales_ptr,
+    w_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    out_scales_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    x_stride,
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RESULT: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    first = split * SPAN
+    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    k = tl.arange(0, 128)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w_ahead = ()
+    up_ahead = ()
+    for group in tl.static_range(AHEAD):
+        w_rows = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * (GROUPS * 128)
+        w_tile = w_rows + ((first + group) * 128 + k)[None, :]
+        w_ahead = w_ahead + (tl.load(w_tile),)
+        if GATED:
+            up_ahead = up_ahead + (tl.load(w_tile + N * (GROUPS * 128)),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if ROWS > 0:
+        _round_columns(
+            x_ptr,
+            values_ptr,
+            x_scales_ptr,
+            rows,
+            x_stride,
+            first,
+            GROUPS,
+            SPAN,
+            ROWS,
+            COLUMNS,
+            PDL,
+            INTERPRETED,
+        )
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if GATED:
+        acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    x_scales = x_scales_ptr + m * GROUPS + first
+    w_scales = w_scales_ptr + tl.minimum(n, N - 1) // 64 * GROUPS + first
+    up_scales = w_scales_ptr + (N + tl.minimum(n, N - 1)) // 64 * GROUPS + first
+    # on their way while the loop's first tiles are too; multiplied last
+    x_ahead = ()
+    for group in tl.static_range(AHEAD):
+        x_tile = values_ptr + m.to(tl.int64)[:, None] * (GROUPS * 128) + (first + group) * 128 + k[None, :]
+        x_ahead = x_ahead + (tl.load(x_tile, mask=(m < rows)[:, None]),)
+    if BY_GROUP:
+        # read one step ahead of their use
+        x_scale = tl.load(x_scales + AHEAD, mask=m < rows, other=0.0)
+        w_scale = tl.load(w_scales + AHEAD)
+        if GATED:
+            up_scale = tl.load(up_scales + AHEAD)
+    for step in range(AHEAD, SPAN):
+        weights = w_desc.load([tile * BLOCK_N, (first + step) * 128])
+        inputs = x_desc.load([0, (first + step) * 128])
+        if GATED:
+            weights_up = w_desc.load([N + tile * BLOCK_N, (first + step) * 128])
+        part = tl.dot(weights, tl.trans(inputs))
+        if GATED:
+            part_up = tl.dot(weights_up, tl.trans(inputs))
+        if BY_GROUP:
+            more = step + 1 < SPAN
+            next_x_scale = tl.load(x_scales + step + 1, mask=(m < rows) & more, other=0.0)
+            next_w_scale = tl.load(w_scales + step + 1, mask=more, other=0.0)
+            acc += part * (w_scale[:, None] * x_scale[None, :])
+            if GATED:
+                acc_up += part_up * (up_scale[:, None] * x_scale[None, :])
+                up_scale = tl.load(up_scales + step + 1, mask=more, other=0.0)
+            x_scale, w_scale = next_x_scale, next_w_scale
+        else:
+            acc += part
+            if GATED:
+                acc_up += part_up
+    for group in tl.static_range(AHEAD):
+        inputs = tl.trans(_used_here(x_ahead[group], INTERPRETED))
+        part = tl.dot(_used_here(w_ahead[group], INTERPRETED), inputs)
+        if GATED:
+            part_up = tl.dot(_used_here(up_ahead[group], INTERPRETED), inputs)
+        if BY_GROUP:
+            x_scale = tl.load(x_scales + group, mask=m < rows, other=0.0)
+            acc += part * (tl.load(w_scales + group)[:, None] * x_scale[None, :])
+            if GATED:
+                acc_up += part_up * (tl.load(up_scales + group)[:, None] * x_scale[None, :])
+        else:
+            acc += part
+            if GATED:
+                acc_up += part_up
+    if SPLITS > 1:
+        # outputs of a row lie side by side, and of rows that are not there nothing is written or read
+        there = (m < rows)[None, :]
+        cells = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
+        tl.store(cells + split * (BLOCK_N * BLOCK_M), acc, mask=there)
+        if not comes_last(ticket_ptr + tile, SPLITS):
+            return
+        acc = sum_of_splits(cells, there, BLOCK_N * BLOCK_M, SPLITS)
+    if not BY_GROUP:
+        x_scale = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)
+        acc *= tl.load(w_scales_ptr + n, mask=n < N, other=0.0)[:, None] * x_scale[None, :]
+        if GATED:
+            acc_up *= tl.load(w_scales_ptr + N + n, mask=n < N, other=0.0)[:, None] * x_scale[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        # each rounded where the product alone and `silu_mul` round
+        acc = acc.to(RESULT).to(tl.float32)
+        acc = (acc / (1.0 + tl.exp(-acc))).to(RESULT).to(tl.float32)
+        acc *= acc_up.to(RESULT).to(tl.float32)
+    out = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    live = (n < N)[:, None] & (m < rows)[None, :]
+    if out_scales_ptr is not None:
+        # a program's rows of W are the group that is rounded together
+        tl.static_assert(BLOCK_N == 128)
+        acc = acc.to(RESULT).to(tl.float32)
+        scale = scale_of(acc, 0)
+        tl.store(out_scales_ptr + m * (N // 128) + tile, scale, mask=m < rows)
+        tl.store(out, to_fp8(acc / scale[None, :], INTERPRETED), mask=live)
+    else:
+        tl.store(out, acc.to(RESULT), mask=live)
+
+
+TL_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def fp8_gemm(
+    x: Fp8Rows | Tensor,
+    weight: Fp8Matrix,
+    bias: Tensor | None,
+    workspace: Workspace,
+    tiles: Fp8GemmTiles,
+    out: Tensor | Fp8Rows,
+    gated: bool = False,
+    result: torch.dtype | None = None,
+) -> None:
+    """out [rows, N] = x W^T + b, in out's type of 16 or 32 bits, contiguous. gated: W is gates above what they gate
+    [2 N, K], and out is silu(x G^T) * (x U^T).
+
+    x: of `quantize_rows`, with scales of groups if W has such, else of whole rows. Or as they were before, last stride
+        1, where `rounding_columns` says that programs can round so many themselves.
+    tiles: of `fp8_gemm_tiles`, or of `fp8_gated_tiles`, for at least as many rows.
+    workspace: as large as `fp8_workspace_size` says for this shape.
+    out: or rows of `Fp8Rows.empty` with scales of groups, for tiles of `fp8_gated_tiles` that are `for_fp8`; the
+        product is rounded to `result` before.
+
+    Reference: `torch.nn.functional.linear` of what both mean.
+    """
+    values = out if isinstance(out, Tensor) else out.values
+    (rows, n), k = values.shape, weight.values.shape[1]
+    assert rows <= tiles.block_m and values.is_contiguous()
+    assert weight.values.shape[0] == (2 * n if gated else n)
+    if rows == 0:
+        return
+    raw, columns = None, 0
+    if isinstance(x, Tensor):
+        raw, x = x, Fp8Rows.empty(rows, k, True, False, x.device)
+        columns = rounding_columns(rows, weight, tiles)
+        assert columns > 0 and raw.shape == (rows, k) and raw.stride(1) == 1
+    assert x.values.shape == (rows, k) and x.values.is_contiguous() and x.scales.is_contiguous()
+    assert weight.by_group == (x.scales.shape[1] == k // GROUP) or k == GROUP
+    out_scales = None if isinstance(out, Tensor) else out.scales
+    assert out_scales is None or (gated and out_scales.is_contiguous() and out_scales.shape == (rows, n // GROUP))
+    dtype = result or values.dtype
+    _fp8_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits)](
+        TensorDescriptor.from_tensor(x.values, [tiles.block_m, GROUP]),
+        TensorDescriptor.from_tensor(weight.values, [tiles.block_n, GROUP]),
+        raw,
+        x.values,
+        weight.values,
+        x.scales,
+        weight.scales,
+        bias,
+        values,
+        out_scales,
+        workspace.part,
+        workspace.tickets,
+        rows,
+        0 if raw is None else raw.stride(0),
+        N=n,
+        GROUPS=k // GROUP,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        SPLITS=tiles.splits,
+        SPAN=tiles.span(k),
+        AHEAD=tiles.ahead,
+        ROWS=0 if raw is None else rounding_rows(rows),
+        COLUMNS=columns,
+        GATED=gated,
+        BY_GROUP=weight.by_group,
+        HAS_BIAS=bias is not None,
+        RESULT=TL_TYPES[dtype],
+        INTERPRETED=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **pdl_wait(x.values.device),
+    )
+
+
+def fp8_fixed_rows(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, out: Tensor) -> Tensor:
+    """The same for any number of rows, FIXED_ROWS in a launch and always in the tiles of so many: a row's bits are a
+    function of that row."""
+    tiles = fp8_gemm_tiles(FIXED_ROWS, *weight.values.shape)
+    assert tiles is not None
+    for first in range(0, out.shape[0], FIXED_ROWS):
+        rows = slice(first, first + FIXED_ROWS)
+        fp8_gemm(Fp8Rows(x.values[rows], x.scales[rows]), weight, bias, workspace, tiles, out[rows])
+    return out

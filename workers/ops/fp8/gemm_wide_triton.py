@@ -1,0 +1,131 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""y = x W^T for many rows and a weight W in FP8, where multiplying is most of the work: prompts. Rows are the matrix
+unit's first operand; see `fp8_gemm` for how sums are scaled."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.ops.pdl import pdl_wait
+from workers.ops.fp8.rows import GROUP, Fp8Rows
+from workers.ops.fp8.tiles import Fp8Matrix, Fp8WideTiles
+from workers.ops.gemm.skinny_triton import Workspace
+from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+
+_TOGETHER = 8  # tiles of rows that run beside each other, so that W's tiles are found in L2
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8_gemm_wide(
+    x_desc,
+    w_desc,
+    x_scales_ptr,
+    w_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    row_step,
+    group_step,
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    span: tl.constexpr = GROUPS // SPLITS
+    program, split = tl.program_id(0), tl.program_id(1)
+    first_group = split * span
+    band = program // (TOGETHER * tiles_n)
+    inside = program - band * (TOGETHER * tiles_n)
+    height = tl.minimum(tl.cdiv(rows, BLOCK_M) - band * TOGETHER, TOGETHER)
+    first_m, first_n = (band * TOGETHER + inside % height) * BLOCK_M, inside // height * BLOCK_N
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x_scales = x_scales_ptr + m * row_step + first_group * group_step
+    # two scales for a tile of W of 128; as a vector they would take a register for each column
+    upper = w_scales_ptr + first_n // 64 * GROUPS + first_group
+    lower = w_scales_ptr + tl.minimum(first_n + 64, N - 1) // 64 * GROUPS + first_group
+    in_upper = tl.arange(0, BLOCK_N) < 64
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if BY_GROUP:
+        x_scale = tl.load(x_scales, mask=m < rows, other=0.0)
+    for group in range(span):
+        inputs = x_desc.load([first_m, (first_group + group) * 128])
+        weights = w_desc.load([first_n, (first_group + group) * 128])
+        part = tl.dot(inputs, tl.trans(weights))
+        if BY_GROUP:
+            more = group + 1 < span
+            next_x_scale = tl.load(x_scales + (group + 1) * group_step, mask=(m < rows) & more, other=0.0)
+            if BLOCK_N == 64:
+                acc += part * (x_scale * tl.load(upper + group))[:, None]
+            else:
+                w_scale = tl.where(in_upper, tl.load(upper + group), tl.load(lower + group))
+                acc += part * (x_scale[:, None] * w_scale[None, :])
+            x_scale = next_x_scale
+        else:
+            acc += part
+    if SPLITS > 1:
+        tile = first_m // BLOCK_M * tiles_n + first_n // BLOCK_N
+        there = (m < rows)[:, None]
+        cells = part_ptr + tile * (SPLITS * BLOCK_M * BLOCK_N)
+        cells += tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(cells + split * (BLOCK_M * BLOCK_N), acc, mask=there)
+        if not comes_last(ticket_ptr + tile, SPLITS):
+            return
+        acc = sum_of_splits(cells, there, BLOCK_M * BLOCK_N, SPLITS)
+    if not BY_GROUP:
+        acc *= tl.load(x_scales_ptr + m * row_step, mask=m < rows, other=0.0)[:, None]
+        acc *= tl.load(w_scales_ptr + n, mask=n < N, other=0.0)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+
+
+def fp8_gemm_wide(
+    x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, tiles: Fp8WideTiles, out: Tensor
+) -> Tensor:
+    """out [rows, N] = x W^T + b in out's type, contiguous; x's scales in any order. tiles: of `fp8_wide_tiles`.
+    workspace: as large as `fp8_workspace_size` says.
+
+    Reference: `torch.nn.functional.linear` of what both mean.
+    """
+    (rows, n), k = out.shape, weight.values.shape[1]
+    assert x.values.shape == (rows, k) and weight.values.shape[0] == n and out.is_contiguous()
+    if rows == 0:
+        return out
+    _fp8_gemm_wide[(tiles.count(rows, n), tiles.splits)](
+        TensorDescriptor.from_tensor(x.values, [tiles.block_m, GROUP]),
+        TensorDescriptor.from_tensor(weight.values, [tiles.block_n, GROUP]),
+        x.scales,
+        weight.scales,
+        bias,
+        out,
+        workspace.part,
+        workspace.tickets,
+        rows,
+        x.scales.stride(0),
+        x.scales.stride(1),
+        N=n,
+        GROUPS=k // GROUP,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        SPLITS=tiles.splits,
+        TOGETHER=_TOGETHER,
+        BY_GROUP=weight.by_group,
+        HAS_BIAS=bias is not None,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **pdl_wait(x.values.device),
+    )
+    return out

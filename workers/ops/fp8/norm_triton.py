@@ -1,0 +1,89 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""RMSNorm, with the residual add, whose rows come in FP8: what the products after it read, without a launch between.
+Each number is that of `workers.ops.norm` and then `fp8.rows`, to the bit. One program per row."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
+from workers.ops.fp8.rows import Fp8Rows
+from workers.ops.fp8.rows_triton import store_fp8
+from workers.ops.norm_triton import normed, num_warps
+
+
+@triton.jit
+def _fp8_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    plain_ptr,
+    out_ptr,
+    scales_ptr,
+    eps,
+    row_step,
+    group_step,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        x = (x + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * SIZE + column, x, mask=inside)
+        x = x.to(tl.float32)
+    rounded = normed(x, weight, SIZE, eps, x_ptr.dtype.element_ty).to(x_ptr.dtype.element_ty)
+    if PLAIN:
+        tl.store(plain_ptr + row * SIZE + column, rounded, mask=inside)
+    values, scales = out_ptr + row * SIZE, scales_ptr + row * row_step
+    store_fp8(rounded.to(tl.float32), values, scales, 0, group_step, SIZE, BLOCK, BY_GROUP, INTERPRETED)
+
+
+def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
+    """x / rms(x) * weight in FP8, in `out`; with a residual, residual += x in place, and that is normed.
+
+    x, residual: [rows, size], contiguous and of one type of 16 or 32 bits. out: of `Fp8Rows.empty`, whose `plain`
+    [rows, size] of that type, if there is one, gets the same before it is rounded to FP8.
+
+    Reference: `quantize_rows_reference` of `workers.ops.norm.rms_norm` or `add_rms_norm`.
+    """
+    rows, size = out.values.shape
+    assert x.is_contiguous() and weight.is_contiguous() and x.shape == (rows, size) and weight.shape == (size,)
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype)
+    assert out.plain is None or (out.plain.is_contiguous() and out.plain.dtype == x.dtype)
+    if rows == 0:
+        return out
+    block = triton.next_power_of_2(size)
+    _fp8_norm[(rows,)](
+        x,
+        residual,
+        weight,
+        out.plain,
+        out.values,
+        out.scales,
+        eps,
+        out.scales.stride(0),
+        out.scales.stride(1),
+        SIZE=size,
+        BLOCK=block,
+        HAS_RESIDUAL=residual is not None,
+        PLAIN=out.plain is not None,
+        BY_GROUP=out.scales.shape[1] > 1 or size == 128,
+        INTERPRETED=INTERPRETED,
+        num_warps=num_warps(block),
+        **pdl_wait(x.device),
+    )
+    return out

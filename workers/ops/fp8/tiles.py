@@ -1,0 +1,230 @@
+# mypy: disable-error-code="no-untyped-call"
+"""How products of few FP8 rows are cut into programs (`fp8_gemm`), and their weight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import triton
+from torch import Tensor
+
+from workers.ops.fp8.rows import GROUP
+from workers.ops.gemm.skinny_triton import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
+
+MAX_ROWS = 128  # of `workers.ops.fp8.gemm_triton`
+MIN_WIDE_ROWS = 65  # from them on `workers.ops.fp8.gemm_wide_triton` is faster, where columns have scales
+SCALE_ROWS = 64  # of W, that share a scale; the checkpoint's blocks of 128 have two
+MAX_ROUNDING_ROWS = 8  # that a product's programs round themselves
+MAX_AHEAD_ROWS = 8  # of `workers.ops.fp8.gemm_ahead_triton`
+_ROUNDED = 8192  # numbers that a program rounds at once: 64 of each thread
+
+
+@dataclass(frozen=True)
+class Fp8GemmTiles:
+    """How up to block_m rows are multiplied.
+
+    block_n: rows of W of a program; of a gated product rows of gates, and as many that they gate.
+    splits: programs that share the columns of a tile.
+    ahead: groups of columns of W that are read before the wait.
+    stages, warps: Triton's.
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    ahead: int
+    stages: int
+    warps: int
+
+    def span(self, k: int) -> int:
+        """Groups of columns of a program."""
+        return k // GROUP // self.splits
+
+    @property
+    def for_fp8(self) -> bool:
+        """Whether a program has a whole group of the columns of what comes out."""
+        return self.block_n == GROUP
+
+
+@dataclass(frozen=True)
+class Fp8AheadTiles:
+    """How up to `rows` rows are multiplied by a weight that is read before the wait, SCALE_ROWS of its rows in a
+    program. together: groups of columns of one load and one product, a power of two. splits: programs that share the
+    columns of a tile."""
+
+    rows: int
+    together: int
+    splits: int
+
+    def span(self, k: int) -> int:
+        """Groups of columns of a program."""
+        return k // GROUP // self.splits
+
+    def shared_bytes(self, k: int) -> int:
+        """Of a program: W, x as it is laid out, and what the device keeps for itself."""
+        columns = self.rows * self.together
+        return (self.span(k) * SCALE_ROWS + self.together * columns) * GROUP + 1024
+
+
+@dataclass(frozen=True)
+class Fp8WideTiles:
+    """How many rows are multiplied: block_m of them by block_n rows of W in a program. splits: programs that share the
+    columns of a tile. stages, warps: Triton's."""
+
+    block_m: int
+    block_n: int
+    splits: int
+    stages: int
+    warps: int
+
+    def count(self, rows: int, n: int) -> int:
+        """Tiles of a product."""
+        return int(triton.cdiv(rows, self.block_m) * triton.cdiv(n, self.block_n))
+
+
+WIDE_TILES = Fp8WideTiles(64, 64, 1, 6, 4), Fp8WideTiles(128, 64, 1, 4, 4), Fp8WideTiles(128, 128, 1, 4, 8)
+
+
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """A weight as the kernels read it.
+
+    values: [N, K] float8_e4m3fn, contiguous, K a multiple of GROUP.
+    scales: float32 [ceil(N / SCALE_ROWS), K / GROUP], or [N, 1] with one for each output; contiguous.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def by_group(self) -> bool:
+        return self.scales.shape[0] != self.values.shape[0]
+
+
+def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
+    """For a weight [n, k]; None if it does not fit. As many bytes are on their way to a multiprocessor as with the
+    table of `skinny_gemm`, which was measured: tiles of half the bytes, twice as many stages, and before the wait twice
+    as many columns."""
+    if rows > MAX_ROWS or k % GROUP:
+        return None
+    block_m = max(16, triton.next_power_of_2(rows))
+    tiles, groups = triton.cdiv(n, 64), k // GROUP
+    if tiles > MULTIPROCESSORS:
+        ahead = _ahead(block_m, 128, groups)
+        stages, warps = (5 if ahead == 0 else 4, 4) if block_m <= 32 else (4, 8)  # two programs a multiprocessor
+        return Fp8GemmTiles(block_m, 128, 1, ahead, stages, warps)
+    # Programs are doubled up to a whole wave; of few rows also where that gives some multiprocessors two of them,
+    # which is better than none for many.
+    doubled = int(0.6 * MULTIPROCESSORS) if block_m == 16 else MULTIPROCESSORS // 2
+    splits = 1
+    while splits * tiles <= doubled and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
+        splits *= 2
+    ahead = _ahead(block_m, 64, groups // splits)
+    # Of few rows two have room, since what they read ahead of the wait is read beside the product before. Of more each
+    # is alone: see `_split`.
+    stages = 10 if block_m == 16 else max(6, _stages_alone(block_m + 64))
+    return Fp8GemmTiles(block_m, 64, splits, ahead, stages, warps=4)
+
+
+def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
+    """For a weight [n, k] with scales of groups; None if the multiprocessors' shared memory does not hold it at once,
+    or there are more rows. As few splits as leave few loads: these follow each other."""
+    if rows > MAX_AHEAD_ROWS or k % GROUP:
+        return None
+    rows, groups = triton.next_power_of_2(max(rows, 1)), k // GROUP
+    for splits in (d for d in range(1, MAX_SPLITS + 1) if groups % d == 0):
+        span = groups // splits
+        together = min(span & -span, _together(rows))
+        tiles = Fp8AheadTiles(max(rows, 16 // together), together, splits)  # the matrix unit's 16 columns
+        programs = MULTIPROCESSORS * (SHARED_BYTES // tiles.shared_bytes(k))
+        if span <= 4 * together and splits * triton.cdiv(n, SCALE_ROWS) <= programs:
+            return tiles
+    return None
+
+
+def _together(rows: int) -> int:
+    """Groups that so many rows (a power of two) have beside each other, in 32 columns and 32 kB at most."""
+    return 16 if rows == 1 else 8 if rows <= 4 else 32 // rows
+
+
+def _ahead(block_m: int, rows_of_w: int, span: int) -> int:
+    """32 kB of W, as `skinny_gemm` reads ahead and where it does."""
+    ahead = 256 // rows_of_w
+    return ahead if block_m == 16 and span >= 2 * ahead else 0
+
+
+def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8GemmTiles | None:
+    """The same for gates and what they gate in one weight [n, k]: a program has 64 rows of each; None where there are
+    so few that the columns would have to be split. for_fp8: it has 128 of each, a group of what comes out; None too
+    where such programs do not fill the device once, or rows do not fit into registers."""
+    tiles = fp8_gemm_tiles(rows, n, k)
+    if tiles is None or tiles.block_n < 128 or n // 2 % SCALE_ROWS:
+        return None
+    block_m, groups = tiles.block_m, k // GROUP
+    if not for_fp8:
+        warps = 4 if block_m <= 64 else 8
+        return Fp8GemmTiles(block_m, 64, 1, _ahead(block_m, 128, groups), tiles.stages, warps)
+    programs = n // 2 / GROUP
+    if not 0.75 * MULTIPROCESSORS <= programs <= MULTIPROCESSORS or programs % 1 or block_m > 64:
+        return None
+    return Fp8GemmTiles(block_m, GROUP, 1, _ahead(block_m, 256, groups), stages=4, warps=8)
+
+
+def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
+    """For a weight [n, k], k a multiple of GROUP. Set by a sweep on an H200, where programs of 64 outputs fit a
+    multiprocessor twice; `tests.bench linear` measures it."""
+    small, narrow, wide = WIDE_TILES
+    twice = 2 * MULTIPROCESSORS
+    if small.count(rows, n) <= twice and (rows <= MAX_ROWS or small.count(rows, n) > MULTIPROCESSORS and rows <= 256):
+        return _split(small, rows, n, k, twice)
+    fewer_waves = triton.cdiv(narrow.count(rows, n), twice) < triton.cdiv(wide.count(rows, n), MULTIPROCESSORS)
+    return _split(narrow, rows, n, k, MULTIPROCESSORS) if rows <= 512 or fewer_waves else wide
+
+
+def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
+    """Columns are shared while there are no more programs than that, each with ten steps at least.
+
+    Where there are then no more programs than multiprocessors, each has so many stages that no other has room beside
+    it. Programs begin where those of the kernel before have ended: were there room for two, some multiprocessors would
+    get two, and others, which end a little later, none."""
+    groups, splits, count, stages = k // GROUP, 1, tiles.count(rows, n), tiles.stages
+    while 2 * splits * count <= programs and groups % (2 * splits) == 0 and groups >= 20 * splits:
+        splits *= 2
+    if splits * count <= MULTIPROCESSORS:
+        stages = max(stages, _stages_alone(tiles.block_m + tiles.block_n))
+    return replace(tiles, splits=splits, stages=stages)
+
+
+def _stages_alone(rows: int) -> int:
+    """The fewest stages of GROUP columns of so many rows that leave no room for another such program."""
+    return SHARED_BYTES // 2 // (rows * GROUP) + 1
+
+
+def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
+    """How many columns a program that rounds its rows itself takes at once; 0 where it does not, because scales are of
+    whole rows, or because that would take longer than a launch of its own."""
+    span = tiles.span(weight.values.shape[1]) * GROUP
+    if not weight.by_group or rows > MAX_ROUNDING_ROWS or rows * span > 2 * _ROUNDED:
+        return 0
+    return min(int(triton.next_power_of_2(span)), _ROUNDED // rounding_rows(rows))
+
+
+def rounding_rows(rows: int) -> int:
+    """How many rows such a program has room for: of few sizes, since each is compiled."""
+    return 1 if rows == 1 else 4 if rows <= 4 else MAX_ROUNDING_ROWS
+
+
+def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Cells and tickets of a `Workspace` for weights of these shapes [N, K]."""
+    cells = num_tiles = 0
+    for n, k in shapes:
+        few = [fp8_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)]
+        fewest = [fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)]
+        sums = [(tiles.splits, tiles.block_n, tiles.block_m) for tiles in few if tiles is not None]
+        sums += [(tiles.splits, SCALE_ROWS, tiles.rows) for tiles in fewest if tiles is not None]
+        for splits, block_n, rows in sums:
+            if splits > 1:
+                tiles_of_w = triton.cdiv(n, block_n)
+                num_tiles = max(num_tiles, tiles_of_w)
+                cells = max(cells, tiles_of_w * splits * block_n * rows)
+    # of `_split` for any number of rows
+    return max(cells, 2 * MULTIPROCESSORS * 64 * 64), max(num_tiles, MULTIPROCESSORS)

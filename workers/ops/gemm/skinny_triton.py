@@ -1,0 +1,292 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading the weights is most of the work.
+Called by `workers.layers.gemm` on GPUs.
+
+Between two products of a library memory rests: the next one starts its reads when the kernel before it has ended, and
+waits a microsecond for the first of them. Here a program is launched while the kernels before still run (see
+`attention.ops.pdl`). For the fewest rows it brings the first columns of its rows of W into shared memory at
+once, since weights depend on nothing; then it waits for x. Both come through tensor maps, whose copies need no
+registers, so that a multiprocessor's whole shared memory can be on its way.
+
+The tile is W's, [BLOCK_N, BLOCK_K] times x^T of at least 16 rows, so that the matrix unit's 64 rows are W's. K is cut
+into splits that together fill the device; the program that finishes a tile last adds its splits in their order, so that
+equal inputs give equal bits. A row's result depends on the other rows only by which of the table's sizes they fill;
+`fixed_rows` computes any number of rows by one size, so that it depends on none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
+from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+
+MAX_ROWS = 128  # beyond them the library's products are faster, see tests/bench/RESULTS.md
+MAX_GATED_ROWS = 256  # of a gated product, which saves a kernel
+FIXED_ROWS = 64  # in a launch of `fixed_rows`
+MULTIPROCESSORS = 132  # of an H200
+SHARED_BYTES = 227 << 10  # memory of one, for all programs on it
+MAX_SPLITS = 16
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_gemm(
+    x_desc,
+    w_desc,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    part_step,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    APART: tl.constexpr,
+    SPAN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    first, first_row = split * SPAN, 0
+    if APART:
+        first_row = tl.program_id(2) * BLOCK_M
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD > 0:
+        w_ahead = w_desc.load([tile * BLOCK_N, first])
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if GATED:
+        acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # what lies outside x and W is read as zeros
+    for start in range(first + AHEAD, first + SPAN, BLOCK_K):
+        weights = w_desc.load([tile * BLOCK_N, start])
+        inputs = x_desc.load([first_row, start])
+        if UPCAST:
+            weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
+        acc = tl.dot(weights, tl.trans(inputs), acc)
+        if GATED:
+            weights = w_desc.load([N + tile * BLOCK_N, start])
+            acc_up = tl.dot(weights.to(tl.float32) if UPCAST else weights, tl.trans(inputs), acc_up)
+    if AHEAD > 0:
+        # last, so that the loop's reads start first
+        inputs = x_desc.load([first_row, first])
+        if UPCAST:
+            w_ahead, inputs = w_ahead.to(tl.float32), inputs.to(tl.float32)
+        acc = tl.dot(w_ahead, tl.trans(inputs), acc)
+    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), first_row + tl.arange(0, BLOCK_M)
+    if APART:
+        out_ptr += split.to(tl.int64) * part_step
+    elif SPLITS > 1:
+        part = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        tl.store(part + split * (BLOCK_N * BLOCK_M), acc)
+        if not comes_last(ticket_ptr + tile, SPLITS):
+            return
+        acc = sum_of_splits(part, None, BLOCK_N * BLOCK_M, SPLITS)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        # each rounded where the product alone and `silu_mul` round
+        acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+        acc = (acc / (1.0 + tl.exp(-acc))).to(out_ptr.dtype.element_ty).to(tl.float32)
+        acc *= acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
+    out = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
+
+
+@dataclass(frozen=True)
+class SkinnyGemmTiles:
+    """How up to block_m rows are multiplied.
+
+    block_n: rows of W of a program; of a gated product rows of gates, and as many that they gate.
+    block_k: columns of a step.
+    splits: programs that share the columns of a tile.
+    ahead: whether the first step's columns of W are read before the wait.
+    stages, warps: Triton's.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    ahead: bool
+    stages: int
+    warps: int
+
+    def span(self, k: int) -> int:
+        """Columns of a program."""
+        return k // self.splits
+
+    @property
+    def columns_ahead(self) -> int:
+        return self.block_k if self.ahead else 0
+
+
+def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
+    """The table, measured on an H200 (tests/bench/RESULTS.md), for a weight [n, k]; None if it does not fit."""
+    if rows > MAX_ROWS or k % 128:
+        return None
+    block_m = max(16, triton.next_power_of_2(rows))
+    tiles = triton.cdiv(n, 64)
+    if tiles > MULTIPROCESSORS:
+        # A long W hides the wait for its first columns by itself.
+        if block_m == 128:
+            stages = 3 if triton.cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs to a multiprocessor, or one
+            return SkinnyGemmTiles(block_m, 128, 64, 1, False, stages, warps=4)
+        return SkinnyGemmTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
+    # A program to a multiprocessor, with all of its shared memory.
+    block_k = 256 if block_m <= 32 and k % 256 == 0 else 128
+    splits = 1
+    while 2 * splits * tiles <= MULTIPROCESSORS and k % (2 * splits * block_k) == 0 and splits < MAX_SPLITS:
+        splits *= 2
+    if block_m == 128 and splits * tiles < 0.9 * MULTIPROCESSORS:
+        return None  # here multiplying counts, and each multiprocessor that has nothing to do
+    ahead = block_m == 16 and k // splits > block_k
+    return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """part: float32 partial sums. tickets: int32, zero between launches. Serves any number of products that run one
+    after another on one stream."""
+
+    part: Tensor
+    tickets: Tensor
+
+    @staticmethod
+    def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
+        """For weights of these shapes [N, K]."""
+        return Workspace.of_size(*workspace_size(shapes), device)
+
+    @staticmethod
+    def of_size(cells: int, tickets: int, device: torch.device) -> "Workspace":
+        return Workspace(
+            torch.empty(cells, dtype=torch.float32, device=device),
+            torch.zeros(tickets, dtype=torch.int32, device=device),
+        )
+
+
+def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Cells and tickets for weights of these shapes [N, K]."""
+    cells = num_tiles = 0
+    for n, k in shapes:
+        for tiles in (skinny_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
+            if tiles is not None and tiles.splits > 1:
+                tiles_of_w = triton.cdiv(n, tiles.block_n)
+                num_tiles = max(num_tiles, tiles_of_w)
+                cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
+    return cells, num_tiles
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: Workspace,
+    out: Tensor,
+    tiles: SkinnyGemmTiles,
+    gated: bool,
+) -> None:
+    (rows, n), k, apart = out.shape[-2:], weight.shape[1], out.dim() == 3
+    assert (apart or rows <= tiles.block_m) and x.shape == (rows, k)
+    assert weight.is_contiguous() and x.dtype == weight.dtype
+    assert out.dtype in (x.dtype, torch.float32) and (out[0] if apart else out).is_contiguous()
+    assert not apart or (out.shape[0] == tiles.splits and bias is None and not gated)
+    if rows == 0:
+        return  # a step that ends no prompt has no logits, and a tensor map no empty side
+    inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
+    weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
+    _skinny_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits, triton.cdiv(rows, tiles.block_m))](
+        inputs,
+        weights,
+        bias,
+        out,
+        workspace.part,
+        workspace.tickets,
+        rows,
+        out.stride(0) if apart else 0,
+        N=n,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        SPLITS=tiles.splits,
+        APART=apart,
+        SPAN=tiles.span(k),
+        AHEAD=tiles.columns_ahead,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        UPCAST=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **pdl_wait(x.device),
+    )
+
+
+def skinny_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: Workspace,
+    tiles: SkinnyGemmTiles,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[rows, N] x W^T + b in x's dtype, for x [rows, K], last stride 1, and W [N, K] contiguous, both of a 16-bit type;
+    x and its rows must start at multiples of 16 bytes. workspace: made for this shape. tiles: of `skinny_gemm_tiles`
+    for this shape and at least as many rows. out: contiguous, to write to instead of new memory; may be float32. Or
+    [splits, rows, N], of any number of rows, for what each split has: for who reads it to add up; there is no bias.
+
+    Reference: `torch.nn.functional.linear`.
+    """
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _multiply(x, weight, bias, workspace, out, tiles, gated=False)
+    return out
+
+
+def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
+    """The same for the gates and what they gate in one weight [n, k], up to MAX_GATED_ROWS: a program has 64 rows of
+    each; None where it would have fewer, since the matrix unit takes so many."""
+    tiles = skinny_gemm_tiles(min(rows, MAX_ROWS), n, k)
+    if rows > MAX_GATED_ROWS or tiles is None or tiles.block_n < 128:
+        return None
+    if rows > MAX_ROWS:
+        return SkinnyGemmTiles(MAX_GATED_ROWS, 64, 64, 1, False, stages=4, warps=8)
+    return replace(tiles, block_n=64, warps=4)
+
+
+def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: SkinnyGemmTiles) -> Tensor:
+    """[rows, N] silu(x G^T) * (x U^T) for x as in `skinny_gemm` and W [2 N, K], G above U. tiles: of `gated_tiles`.
+
+    Reference: `workers.ops.activation.silu_mul` of `torch.nn.functional.linear`.
+    """
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    _multiply(x, weight, None, workspace, out, tiles, gated=True)
+    return out
+
+
+def fixed_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
+) -> Tensor:
+    """The same for any number of rows, FIXED_ROWS in a launch and always in the tiles of so many: a row's bits are a
+    function of that row. W is read once for each launch, so that many rows take longer than a library's product."""
+    tiles = skinny_gemm_tiles(FIXED_ROWS, *weight.shape)
+    assert tiles is not None
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    for first in range(0, x.shape[0], FIXED_ROWS):
+        rows = slice(first, first + FIXED_ROWS)
+        skinny_gemm(x[rows], weight, bias, workspace, tiles, out[rows])
+    return out

@@ -1,0 +1,94 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Keys and values by heads of latent rows that pages hold, for chunks that attend in expanded form
+(`attention.expansion`). Called by `workers.layers.latent_attention` on GPUs.
+
+How many tokens the chunks look at only the device need know: as many programs as it has room for share the tiles of
+those, so that a captured step with room for many takes what its own chunks look at.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.ops.interpreter_triton import INTERPRETED
+from workers.ops.gemm.skinny_triton import MULTIPROCESSORS
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _expand_latents(
+    rows_ptr,
+    token_ptr,
+    end_ptr,
+    w_desc,
+    kv_ptr,
+    turned_ptr,
+    num_chunks,
+    N: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    num_tokens = tl.load(end_ptr + num_chunks)
+    k, column = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, ROTATED)[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M) * tiles_n, tl.num_programs(0)):
+        first_n = tile % tiles_n * BLOCK_N
+        m = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = (m < num_tokens)[:, None]
+        token = tl.load(token_ptr + m, mask=m < num_tokens, other=0)  # of the dummy page
+        row = rows_ptr + token[:, None] * (LATENT + ROTATED)
+        place = m.to(tl.int64)[:, None]
+        if first_n == 0:
+            tl.store(turned_ptr + place * ROTATED + column, tl.load(row + LATENT + column), mask=live)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, LATENT, BLOCK_K):
+            latent = tl.load(row + start + k)
+            weights = w_desc.load([first_n, start])
+            if UPCAST:
+                latent, weights = latent.to(tl.float32), weights.to(tl.float32)
+            acc = tl.dot(latent, tl.trans(weights), acc, input_precision="ieee")
+        n = first_n + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(kv_ptr + place * N + n, acc.to(kv_ptr.dtype.element_ty), mask=live & (n < N))
+
+
+def expand_latents(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the pool's tokens `tokens`: latent rows times `weight`, [T, N], and their rotated parts, [T, rotated], both of
+    the rows' type. Of tokens beyond the last of `ends` nothing is written.
+
+    rows: [pages, page, latent + rotated], contiguous; rotated a power of two, latent a multiple of 16.
+    tokens: [T] int64, indices into all pages' tokens. ends: of `ExpandedChunks`.
+    weight: [N, latent], contiguous.
+
+    Reference: `torch.nn.functional.linear`.
+    """
+    (n, latent), width = weight.shape, rows.shape[2]
+    assert rows.is_contiguous() and weight.is_contiguous() and rows.dtype == weight.dtype and latent % 16 == 0
+    kv = torch.empty((tokens.shape[0], n), dtype=rows.dtype, device=rows.device)
+    turned = torch.empty((tokens.shape[0], width - latent), dtype=rows.dtype, device=rows.device)
+    block_m, block_n, warps = (128, 128, 8) if rows.itemsize == 2 else (32, 32, 4)
+    block_k = min(64, latent & -latent)
+    tiles = triton.cdiv(n, block_n) * triton.cdiv(tokens.shape[0], block_m)
+    _expand_latents[(min(tiles, 2 * MULTIPROCESSORS),)](
+        rows,
+        tokens,
+        ends,
+        TensorDescriptor.from_tensor(weight, [block_n, block_k]),
+        kv,
+        turned,
+        ends.shape[0] - 1,
+        N=n,
+        LATENT=latent,
+        ROTATED=width - latent,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        UPCAST=INTERPRETED,
+        num_warps=warps,
+        num_stages=3,
+    )
+    return kv, turned

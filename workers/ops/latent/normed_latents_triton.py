@@ -1,0 +1,179 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""What multi-head latent attention does between its first projections and its products by heads, in one launch: the
+norms of both latents, the rotary embedding of keys and the write of latent rows. Called by
+`workers.layers.latent_attention` on GPUs.
+
+Rotary embedding turns neighbours, as DeepSeek's checkpoints have them (`attention.rotation.rotate_pairs`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.ops.interpreter_triton import INTERPRETED
+from attention.ops.pdl import pdl_wait
+from attention.rotation import rotate_pairs
+from attention.views import LatentKV
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.fp8.rows_triton import store_fp8
+from workers.ops.gemm.splits_triton import sum_of_splits
+from workers.ops.norm import rms_norm
+from workers.ops.norm_triton import normed, num_warps
+from workers.ops.rotary import Angles
+
+
+@triton.jit
+def _load(pointers, there, part_step, PARTS: tl.constexpr, KEPT: tl.constexpr):
+    """The sum of all parts as the product would have rounded it, to KEPT; float32."""
+    return sum_of_splits(pointers, there, part_step, PARTS).to(KEPT).to(tl.float32)
+
+
+@triton.jit
+def _normed_latents(
+    both_ptr,
+    q_weight_ptr,
+    row_weight_ptr,
+    q_ptr,
+    pool_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    q_scales_ptr,
+    both_row_stride,
+    part_step,
+    q_row_step,
+    q_group_step,
+    eps,
+    PARTS: tl.constexpr,
+    Q: tl.constexpr,
+    Q_NORMED: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    FENCE: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    row, is_latent = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
+    column, q_column = tl.arange(0, BLOCK_LATENT), tl.arange(0, BLOCK_Q)
+    inside, q_inside = column < LATENT, q_column < Q
+    weight = tl.load(row_weight_ptr + column, mask=inside & is_latent, other=0.0)
+    if Q_NORMED:
+        q_weight = tl.load(q_weight_ptr + q_column, mask=q_inside & (not is_latent), other=0.0)
+    if PDL:
+        if not FENCE:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if FENCE:  # for the kernels that the trigger starts, see `attention.ops.pdl`
+            tl.extra.cuda.gdc_launch_dependents()
+    both = both_ptr + row * both_row_stride
+    kept = pool_ptr.dtype.element_ty
+    if is_latent:
+        latent = _load(both + Q + column, inside, part_step, PARTS, kept)
+        pair = tl.arange(0, ROTATED // 2)
+        angle = tl.load(position_ptr + row) * (ROTATED // 2) + pair
+        cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+        x = _load(both + Q + LATENT + 2 * pair, None, part_step, PARTS, kept)
+        y = _load(both + Q + LATENT + 2 * pair + 1, None, part_step, PARTS, kept)
+        target = pool_ptr + tl.load(slot_ptr + row) * (LATENT + ROTATED)
+        tl.store(target + column, normed(latent, weight, LATENT, eps, kept).to(kept), mask=inside)
+        tl.store(target + LATENT + 2 * pair, (x * cos - y * sin).to(kept))
+        tl.store(target + LATENT + 2 * pair + 1, (y * cos + x * sin).to(kept))
+    elif Q_NORMED:
+        q = _load(both + q_column, q_inside, part_step, PARTS, kept)
+        q = normed(q, q_weight, Q, eps, kept).to(kept)
+        if q_scales_ptr is None:
+            tl.store(q_ptr + row * Q + q_column, q, mask=q_inside)
+        else:
+            scales = q_scales_ptr + row * q_row_step
+            store_fp8(q.to(tl.float32), q_ptr + row * Q, scales, 0, q_group_step, Q, BLOCK_Q, BY_GROUP, INTERPRETED)
+
+
+def normed_latents(
+    both: Tensor,
+    q_weight: Tensor | None,
+    row_weight: Tensor,
+    eps: float,
+    angles: Angles,
+    kv: LatentKV,
+    slot_mapping: Tensor,
+    wanted: Fp8Inputs | None = None,
+    fence: bool = True,
+) -> Tensor | Fp8Rows:
+    """Writes the latent rows of a pass to `kv`, their latent part normed and the rest turned; returns q's part of
+    `both`, normed if it has a norm, and then in the form that is wanted if any is.
+
+    both: [rows, q + latent + rotated], last stride 1, a projection's result; or, if q has a norm, float32 [parts, rows,
+        q + latent + rotated], contiguous, whose sum is that (`LinearMethod.multiply_apart`).
+    q_weight: [q], None if q is no latent. row_weight: [latent].
+    slot_mapping: [rows] int64 token indices; rows that share one (padding) leave any one of their values.
+    fence: as `Prepared.plan` says; without one the product of q's latent reads its weight earlier.
+
+    Returns [rows, q]. Reference: `normed_latents_reference`.
+    """
+    latent, width = kv.latent, kv.rows.shape[2]
+    parts = both if both.dim() == 3 else both.unsqueeze(0)
+    rows, q_size, rotated = parts.shape[1], parts.shape[2] - width, width - latent
+    assert parts.stride(2) == 1 and kv.rows.is_contiguous() and slot_mapping.is_contiguous()
+    assert angles.cos.dtype == torch.float32 and angles.cos.is_contiguous() and angles.sin.is_contiguous()
+    assert angles.cos.shape[-1] == rotated // 2 and angles.index.is_contiguous()
+    assert both.dim() == 2 or (q_weight is not None and both.is_contiguous() and both.dtype == torch.float32)
+    plain = parts[0, :, :q_size]
+    q: Tensor | Fp8Rows = plain
+    if q_weight is not None:
+        q = plain.new_empty(plain.shape, dtype=kv.rows.dtype) if wanted is None else wanted.empty(plain)
+    scales = None if isinstance(q, Tensor) else q.scales
+    block_q = 1 if q_weight is None else triton.next_power_of_2(q_size)
+    block_latent = triton.next_power_of_2(latent)
+    _normed_latents[(rows, 1 if q_weight is None else 2)](
+        both,
+        q_weight,
+        row_weight,
+        q if isinstance(q, Tensor) else q.values,
+        kv.rows,
+        angles.cos,
+        angles.sin,
+        angles.index,
+        slot_mapping,
+        scales,
+        parts.stride(1),
+        parts.stride(0) if parts.shape[0] > 1 else 0,
+        0 if scales is None else scales.stride(0),
+        0 if scales is None else scales.stride(1),
+        eps,
+        PARTS=parts.shape[0],
+        Q=q_size,
+        Q_NORMED=q_weight is not None,
+        LATENT=latent,
+        ROTATED=rotated,
+        BLOCK_Q=block_q,
+        BLOCK_LATENT=block_latent,
+        BY_GROUP=wanted is not None and wanted.by_group,
+        FENCE=fence,
+        INTERPRETED=INTERPRETED,
+        # parts are so many numbers more, and each warp's reads follow each other
+        num_warps=16 if parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
+        **pdl_wait(both.device),
+    )
+    return q
+
+
+def normed_latents_reference(
+    both: Tensor,
+    q_weight: Tensor | None,
+    row_weight: Tensor,
+    eps: float,
+    angles: Angles,
+    kv: LatentKV,
+    slot_mapping: Tensor,
+) -> Tensor:
+    width = kv.rows.shape[2]
+    q, row = both[:, :-width], both[:, -width:]
+    turned = rotate_pairs(row[:, kv.latent :].unsqueeze(1), angles.cos[angles.index], angles.sin[angles.index])
+    kept = torch.cat((rms_norm.reference(row[:, : kv.latent], row_weight, eps), turned.squeeze(1)), dim=-1)
+    kv.rows.view(-1, width).index_copy_(0, slot_mapping, kept)
+    return q if q_weight is None else rms_norm.reference(q, q_weight, eps)

@@ -1,0 +1,34 @@
+"""Draw one token of each row: filters, temperature, Gumbel noise, argmax.
+
+argmax(logits / temperature + Gumbel noise) is an exact draw from the softmax (the Gumbel-max trick).
+"""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+from workers.ops.sampling.filters import Limits, gaps
+from workers.ops.sampling.gumbel import Draws
+from workers.ops.vocabulary.largest import finite_choice
+
+
+@operation(Implementation("triton", "workers.ops.sampling.choose_triton:choose", on_gpu))
+def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
+    """Each row's noisy logit and column; greedy rows give their largest logit.
+
+    logits  [B * R, n], any floating type, last stride 1
+    first   token id of the first column
+    limits  what filters keep; None: everything
+    ->      [B * R] float32; [B * R] int64, the smallest column among equals; NOT_FINITE, and no finite value, where a
+            row has a NaN or plus infinity
+
+    The kernel takes logarithms in float32, this reference in float64: near ties they may draw differently.
+    """
+    logits = logits.float()
+    if limits is not None:
+        temperature = draws.temperature[draws.slots].repeat_interleave(draws.positions.shape[1])
+        gap = gaps(logits, torch.where(temperature > 0, temperature, 1.0), limits.peaks)
+        logits = logits.masked_fill(gap > limits.gaps.unsqueeze(1), float("-inf"))
+    ids = torch.arange(first, first + logits.shape[1], device=logits.device)
+    value, column = draws.perturbed(logits, ids).max(-1)
+    return value, finite_choice(value, column)

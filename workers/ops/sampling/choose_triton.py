@@ -1,0 +1,105 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The kernel of `workers.ops.sampling.choose`: one pass over the logits, nothing of which is written."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.ops.sampling.filters import Limits
+from workers.ops.sampling.filters_triton import gap_of
+from workers.ops.sampling.gumbel import Draws
+from workers.ops.sampling.gumbel_triton import draw_of_row, noisy
+from workers.ops.vocabulary.largest import NOT_FINITE
+from workers.ops.vocabulary.largest_triton import combine
+
+TILE = 1024
+
+
+@triton.jit(do_not_specialize=["width", "position_row", "position_column", "first"])
+def _choose(
+    x_ptr,
+    x_stride,
+    value_ptr,
+    index_ptr,
+    size,
+    first,
+    peak_ptr,
+    limit_ptr,
+    slot_ptr,
+    position_ptr,
+    position_row,
+    position_column,
+    width,
+    temperature_ptr,
+    temperature_stride,
+    seed_ptr,
+    seed_stride,
+    FILTERED: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, hashed = draw_of_row(
+        row,
+        slot_ptr,
+        position_ptr,
+        position_row,
+        position_column,
+        width,
+        temperature_ptr,
+        temperature_stride,
+        seed_ptr,
+        seed_stride,
+    )
+    lane = part * PART + tl.arange(0, TILE)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    index = tl.zeros([TILE], tl.int32) + size
+    if FILTERED:
+        peak, limit = tl.load(peak_ptr + row), tl.load(limit_ptr + row)
+    for start in range(0, PART, TILE):
+        column = lane + start
+        x = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
+        is_finite = x < float("inf")  # false of a NaN too
+        if temperature > 0:
+            score = noisy(x, tl.div_rn(1.0, temperature), hashed, (column + first).to(tl.int64))
+            if FILTERED:
+                score = tl.where(gap_of(x, peak, temperature) <= limit, score, float("-inf"))
+            x = score
+        # so that the largest, which is found among numbers alone, tells of it
+        x = tl.where(is_finite, x, float("inf"))
+        # of equals in a lane the earlier column stays
+        index = tl.where(x > best, column, index)
+        best = tl.maximum(best, x)
+    largest = tl.max(best, 0)
+    place = row * tl.num_programs(1) + part
+    tl.store(value_ptr + place, largest)
+    tl.store(index_ptr + place, tl.min(tl.where(best == largest, index, size), 0))
+
+
+def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
+    """`workers.ops.sampling.choose.choose`."""
+    assert logits.stride(1) == 1
+    rows, size = logits.shape
+    # a part's size changes no result; few rows need small ones to fill the device
+    part = 4 * TILE if rows > 8 else TILE
+    parts = triton.cdiv(size, part)
+    values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+    indices = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    peaks, gaps = (limits.peaks, limits.gaps) if limits is not None else (values, indices)
+    _choose[(rows, parts)](
+        logits,
+        logits.stride(0),
+        values,
+        indices,
+        size,
+        first,
+        peaks,
+        gaps,
+        *draws.arguments(),
+        FILTERED=limits is not None,
+        PART=part,
+        TILE=TILE,
+        num_warps=4,
+    )
+    return combine(values, indices, size, NOT_FINITE)

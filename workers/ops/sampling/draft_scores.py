@@ -1,0 +1,87 @@
+"""Logits as the draft sees them: with its request's noise, and below all others where a filter drops them.
+
+The draft then proposes the token that the target would draw. Its filters decide which tokens are proposed, never which
+are emitted, so they need not be exact and must be cheap: tokens are counted by level, the integer part of the scaled
+logit (log2 of the probability, up to a constant of the row). Top-k and top-p keep whole levels, and every token of a
+level weighs as much as its lowest may; min-p is exact.
+"""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+from workers.ops.sampling.filters import Filters
+from workers.ops.sampling.gumbel import Draws
+
+LEVELS = 32  # from the best token's down, to 2^-31 of its probability
+LOG2_E = 1.4426950408889634
+DROPPED = 1024.0  # subtracted from scores of dropped tokens: below all kept ones, and in an order of their own
+PART = 4096  # columns that are summarised together
+
+
+@operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:count_levels", on_gpu))
+def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
+    """Summaries of a shard's parts.
+
+    logits  [B * R, n], any floating type, last stride 1: R rows of each of B requests
+    slots   [B] int64
+    ->      [B * R, ceil(n / PART), 1 + LEVELS] float32: the part's largest scaled logit, then how many tokens are in
+            its level and in each of those below; undefined for rows without filters
+    """
+    rows, size = logits.shape
+    scaled = scaled_logits(logits.float(), filters.of_rows(slots, rows).temperature)
+    if size > PART:
+        scaled = torch.nn.functional.pad(scaled, (0, -size % PART), value=float("-inf"))
+    scaled = scaled.view(rows, -1, min(size, PART))
+    peak = scaled.amax(-1, keepdim=True)
+    below = (peak.floor() - scaled.floor()).nan_to_num(LEVELS).clamp_max(LEVELS).long()
+    counts = torch.zeros((*scaled.shape[:2], LEVELS + 1), device=scaled.device)
+    counts.scatter_add_(2, below, torch.ones_like(scaled))
+    return torch.cat((peak, counts[..., :LEVELS]), dim=2)
+
+
+@operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:perturb", on_gpu))
+def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
+    """Logits over temperature, plus the noise of their tokens; greedy rows unchanged.
+
+    logits   [B * R, n], any floating type, last stride 1
+    ids      [n] int64, contiguous: the columns' token ids
+    summary  [B * R, parts, 1 + LEVELS] float32 of the parts of all shards, to push what filters drop below all others;
+             None for no filters
+    ->       [B * R, n] float32
+    """
+    noisy = draws.perturbed(logits, ids)
+    if summary is None:
+        return noisy
+    by_row = filters.of_rows(draws.slots, logits.shape[0])
+    scaled = scaled_logits(logits.float(), by_row.temperature)
+    lowest = lowest_kept(summary, by_row.top_k, by_row.top_p, by_row.min_p)
+    random = filters.is_random(draws.slots, logits.shape[0])
+    return torch.where(random.unsqueeze(1) & (scaled < lowest.unsqueeze(1)), noisy - DROPPED, noisy)
+
+
+def scaled_logits(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[rows, n] float32: logits [rows, n] float32 at temperature [rows] float32 > 0, in units of a factor of two."""
+    return logits * (temperature.reciprocal() * LOG2_E).unsqueeze(1)
+
+
+def lowest_kept(summaries: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[rows] float32: the lowest scaled logit that is kept, of summaries [rows, parts, 1 + LEVELS] of a row's parts;
+    top_k int64, top_p and min_p float32 [rows], where 0, 1 and 0 switch off."""
+    peaks, counts = summaries[..., 0], summaries[..., 1:]
+    peak = peaks.amax(1)
+    level = torch.arange(LEVELS, device=summaries.device)
+    # a part's levels count from its own best token, which lies `lower` levels below the row's
+    lower = (peak.floor().unsqueeze(1) - peaks.floor()).clamp_max(LEVELS).long().unsqueeze(2)
+    place = level - lower
+    counts = torch.where(place >= 0, counts.gather(2, place.clamp_min(0)), 0.0).sum(1).long()
+    by_count = (counts.cumsum(1) < top_k.unsqueeze(1)).sum(1)
+    by_count = torch.where(top_k > 0, by_count, LEVELS)
+    # masses in units of 2^-31 of the best level's: integers, so that their sums do not depend on an order
+    mass = torch.where(level <= by_count.unsqueeze(1), counts, 0) << (LEVELS - 1 - level)
+    mass = mass.cumsum(1).float()
+    by_mass = (mass < top_p.unsqueeze(1) * mass[:, -1:]).sum(1)
+    by_mass = torch.where(top_p < 1, by_mass, LEVELS)
+    last = torch.minimum(by_count, by_mass)
+    lowest = torch.where(last < LEVELS, peak.floor() - last, float("-inf"))
+    return torch.maximum(lowest, peak + torch.log2(min_p))

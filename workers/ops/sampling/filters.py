@@ -1,0 +1,103 @@
+"""What top-k, top-p and min-p keep of a row of logits.
+
+A token's gap is its distance below the row's largest logit, in the softmax at the request's temperature: integers in
+units of 2^-18 nats, capped at 64 nats (a probability of 1e-28 relative to the best token's). A row keeps every token
+whose gap is at most its limit. So tokens of one gap stay or go together, whatever their order, and the best one stays.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+
+UNITS = 262144.0  # units of a gap per nat; a power of two, so that one rounding alone lies between logits and gaps
+MAX_GAP = (1 << 24) - 1  # exact in float32
+
+
+@dataclass(frozen=True)
+class Filters:
+    """By slot, where 0, 1 and 0 switch top-k, top-p and min-p off. Greedy slots (temperature 0) have no filters.
+
+    temperature, top_p, min_p  [S] float32, of one stride
+    top_k                      [S] int64, of any stride
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Pointers and strides, in the order in which kernels (`is_filtered`) take them."""
+        stride = self.temperature.stride(0)
+        assert self.top_p.stride(0) == stride and self.min_p.stride(0) == stride
+        return self.temperature, self.top_p, self.min_p, stride, self.top_k, self.top_k.stride(0)
+
+    def of_rows(self, slots: Tensor, rows: int) -> "Filters":
+        """By row, for `rows` rows of the requests in slots [B] int64; 1 in place of a temperature of 0."""
+        slots = slots.repeat_interleave(rows // slots.shape[0])
+        temperature = self.temperature[slots]
+        return Filters(
+            torch.where(temperature > 0, temperature, 1.0), self.top_k[slots], self.top_p[slots], self.min_p[slots]
+        )
+
+    def is_random(self, slots: Tensor, rows: int) -> Tensor:
+        """[rows] bool: which rows of the requests in slots [B] int64 draw at all."""
+        return self.temperature[slots].repeat_interleave(rows // slots.shape[0]) > 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What filters keep of each row.
+
+    peaks  [rows] float32: the largest logit; infinity may stand for a row that keeps everything
+    gaps   [rows] int32: a row keeps gaps up to this
+    """
+
+    peaks: Tensor
+    gaps: Tensor
+
+
+@operation(Implementation("triton", "workers.ops.sampling.filters_triton:find_limits", on_gpu))
+def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
+    """The limits of each row. A row's limits do not depend on the rows beside it.
+
+    logits  [B * R, vocab], any floating type, last stride 1: R rows of each of B requests
+    slots   [B] int64
+
+    The kernel sums masses in float32: where top-p cuts may differ by 1e-5 of the mass, and it may return a gap that no
+    token has between the last that is kept and the next.
+    """
+    rows, logits = logits.shape[0], logits.float()
+    by_row = filters.of_rows(slots, rows)
+    limits = gap_limits(gaps(logits, by_row.temperature), by_row.top_k, by_row.top_p, by_row.min_p)
+    return Limits(logits.amax(-1), torch.where(filters.is_random(slots, rows), limits, MAX_GAP))
+
+
+def gaps(logits: Tensor, temperature: Tensor, peaks: Tensor | None = None) -> Tensor:
+    """[rows, n] int32 gaps of logits [rows, n] float32 at temperature [rows] float32 > 0. peaks: [rows] float32, the
+    largest logits, where they are known."""
+    peak = logits.amax(-1, keepdim=True) if peaks is None else peaks.unsqueeze(1)
+    return ((peak - logits) * (UNITS / temperature).unsqueeze(1)).clamp_max(MAX_GAP).int()
+
+
+def gap_limits(gap: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[rows] int32: the largest gap that is kept, of gaps [rows, n] int32; top_k int64, top_p and min_p float32 [rows].
+
+    top-k keeps the smallest gaps that hold at least k tokens; top-p the smallest that hold at least top_p of the mass
+    that top-k left; min-p those of at least min_p times the best token's probability.
+    """
+    ordered = gap.sort(-1).values
+    last = torch.full_like(ordered[:, :1], MAX_GAP)
+    place = (top_k - 1).clamp(0, gap.shape[1] - 1).unsqueeze(1)
+    by_count = torch.where(top_k.unsqueeze(1) > 0, ordered.gather(1, place), last)
+    mass = torch.exp(ordered.double() / -UNITS).cumsum(-1)
+    kept = (ordered <= by_count).sum(-1, keepdim=True)
+    needed = top_p.double().unsqueeze(1) * mass.gather(1, kept - 1)
+    place = (mass < needed).sum(-1, keepdim=True).clamp_max(gap.shape[1] - 1)
+    by_mass = torch.where(top_p.unsqueeze(1) < 1, ordered.gather(1, place), last)
+    by_share = (-torch.log(min_p) * UNITS).clamp(0, MAX_GAP).int().unsqueeze(1)
+    return torch.minimum(torch.minimum(by_count, by_mass), by_share).squeeze(1)

@@ -1,0 +1,17 @@
+"""Log-probabilities of the most likely tokens of a whole vocabulary."""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+
+
+@operation(Implementation("triton", "workers.ops.sampling.logprobs_triton:norms_and_top", on_gpu))
+def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logsumexp, and the k largest logits, best first, with their columns.
+
+    logits  [rows, size], any floating type, last stride 1, size >= k
+    ->      [rows] float32; [rows, k] float32; [rows, k] int64
+    """
+    logits = logits.float()
+    return torch.logsumexp(logits, -1), *logits.topk(k, dim=-1)

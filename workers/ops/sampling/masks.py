@@ -1,0 +1,28 @@
+"""Tokens that a grammar does not allow."""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+
+FREE = -1  # in `index`: the slot's tokens follow no grammar
+
+
+@operation(Implementation("triton", "workers.ops.sampling.masks_triton:apply_masks", on_gpu))
+def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
+    """Set the logits of tokens that are not allowed to minus infinity.
+
+    logits  [B * R, n], any floating type, last stride 1, written: R rows of each of B requests
+    slots   [B] int64
+    index   [num_slots + 1] int32: each slot's first row of `words`, or FREE
+    words   [masks, w] int32: bit t % 32 of word t // 32 allows token t
+    first   token id of the first column; columns beyond 32 * w are left as they are
+    """
+    rows = logits.shape[0] // slots.shape[0]
+    base = index[slots]
+    for request in torch.nonzero(base != FREE).flatten().tolist():
+        mine = words[int(base[request]) :][:rows]
+        token = torch.arange(first, min(first + logits.shape[1], 32 * mine.shape[1]), device=logits.device)
+        allowed = (mine[:, token // 32] >> (token % 32) & 1).bool()
+        row = logits[request * rows : (request + 1) * rows, : token.shape[0]]
+        row.masked_fill_(~allowed, float("-inf"))

@@ -1,0 +1,31 @@
+"""The largest log-probabilities of each row of a vocabulary shard, and the sum that other shards need."""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+
+MAX_K = 16  # of the kernel, which finds them one after another
+
+
+@operation(
+    Implementation(
+        "triton",
+        "workers.ops.vocabulary.topk_log_softmax_triton:topk_log_softmax",
+        on_gpu,
+        serves=lambda logits, k: k <= MAX_K,
+        limits=f"k up to {MAX_K}",
+    )
+)
+def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest log-probabilities, best first, their columns, and logsumexp.
+
+    logits  [rows, size], any floating type, last stride 1, size >= k
+    ->      [rows, k] float32; [rows, k] int64; [rows] float32
+
+    A row of minus infinity alone (a shard that is all padding) stays minus infinity in all of them, never NaN. The
+    kernel puts the smallest of equal columns first, so that equal inputs give equal trees on every rank.
+    """
+    norm = torch.logsumexp(logits.float(), -1)
+    value, column = logits.float().topk(k, -1)
+    return value - norm.masked_fill(norm == float("-inf"), 0.0).unsqueeze(-1), column, norm

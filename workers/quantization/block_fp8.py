@@ -1,0 +1,49 @@
+"""Weights of eight bits with a scale for each block of rows and columns, as DeepSeek-V3 and Qwen3 publish them
+(arXiv 2412.19437, section 3.3): `quant_method: fp8` with `weight_block_size`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workers.quantization.fp8_quant import Fp8Quant
+from workers.quantization.fp8_weight import Block, Fp8Scheme
+from workers.quantization.quant_method import QuantMethod, list_of_names
+
+_KIND = "weight_scale_inv"
+_UNQUANTISED = ("lm_head", "eh_proj", "shared_head.head")  # which no list of a published checkpoint names
+
+
+@dataclass(frozen=True)
+class BlockFp8(Fp8Quant):
+    """block: rows and columns that share a scale. ignored: modules of the checkpoint that are left in bf16, and all in
+    them."""
+
+    block: Block
+    ignored: tuple[str, ...]
+
+    @property
+    def scheme(self) -> Fp8Scheme:
+        return Fp8Scheme(_KIND, self.block)
+
+    def ignores(self, name: str) -> bool:
+        """Whether an entry of the list is the module, holds it, or is a part of its name."""
+        return any(f".{entry}." in f".{name}." for entry in self.ignored)
+
+
+def read_block_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    """See `workers.quantization.table.QuantReader`."""
+    for key, only in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
+        value = quantization.get(key) or only
+        if value != only:
+            raise ValueError(f"{source}: quantization_config.{key}={value!r} is not supported; only {only!r} is")
+    block = quantization.get("weight_block_size")
+    if not block:
+        raise ValueError(
+            f"{source}: quantization_config has no weight_block_size; FP8 with other scales than those of blocks is "
+            "not supported; use the checkpoint in bf16 or fp16"
+        )
+    are_sizes = isinstance(block, list) and all(type(size) is int and size > 0 for size in block)
+    if not are_sizes or len(block) != 2:
+        raise ValueError(f"{source}: quantization_config.weight_block_size={block!r}: must be two sizes, as [128, 128]")
+    left = list_of_names(quantization, "modules_to_not_convert", source)
+    return BlockFp8((block[0], block[1]), (*_UNQUANTISED, *left))

@@ -1,0 +1,128 @@
+"""Stacked experts whose weights are FP8. Where the device multiplies FP8 and the kernels can read how scales lie,
+weights stay as they are, and rows are rounded to FP8 too; elsewhere `finish` makes what they mean, in the model's type,
+and blocks that ranks cut in two are no matter."""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.experts import DenseExperts, ExpertsShape
+from workers.layers.gemm import GEMMOptions
+from workers.layers.linear_method import LinearMethod, LinearShape, Part
+from workers.layers.weighted import check_shape
+from workers.quantization.fp8_linear import Fp8Linear
+from workers.quantization.fp8_weight import (
+    FP8,
+    Fp8Scheme,
+    checked,
+    dequantised,
+    dummy_scale,
+    empty,
+    fill_dummy,
+    kernel_scales,
+    rows_of,
+    unreadable,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Fp8Experts(DenseExperts):
+    """weights: gate_up and down of all experts, float8_e4m3fn; none once they are finished where nothing multiplies
+    FP8. scales: by matrix, of all experts, float32 [experts, scales of rows, scales of columns], until `finish`."""
+
+    def __init__(self, shape: ExpertsShape, scheme: Fp8Scheme) -> None:
+        super().__init__(shape)
+        self.kinds = ("weight", scheme.kind)
+        self.scheme, self._dtype = scheme, torch.get_default_dtype()
+        self.weights = nn.ParameterList(
+            nn.Parameter(shape.stacked(one, FP8), requires_grad=False) for one in (shape.gate_up, shape.down)
+        )
+        self.scales = nn.ParameterDict(
+            {part.name: empty(shape.num_experts, *scheme.num_scales(part), dtype=torch.float32) for part in shape.parts}
+        )
+        self._dense: tuple[Tensor, Tensor] | None = None
+        self._shared: tuple[Fp8Linear, Fp8Linear] | None = None
+
+    def dense_weights(self) -> tuple[Tensor, Tensor]:
+        assert self._dense is not None, "finish comes first, and FP8 is multiplied elsewhere"
+        return self._dense
+
+    def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
+        if kind == "weight":
+            mine = self.weights[0 if part in self.shape.gate_up.parts else 1]
+            rows_of(mine.data[expert], part).copy_(part.cut(checked(full)))
+        else:
+            check_shape(full, self.scheme.num_scales(part))
+            self.scales[part.name].data[expert].copy_(full)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        for weights in self.weights:
+            for expert in weights.data:
+                fill_dummy(expert, generator)
+        for part in self.shape.parts:
+            self.scales[part.name].data.fill_(dummy_scale(part.columns.total))
+
+    def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
+        if not isinstance(gate_up, Fp8Linear) or not isinstance(down, Fp8Linear):
+            return False
+        alike = self.scheme == gate_up.scheme == down.scheme
+        if alike and self.shape.num_shared and self._is_kept(options):
+            self._shared = gate_up, down
+        return self._shared is not None
+
+    def _is_kept(self, options: GEMMOptions) -> bool:
+        from workers.layers.fused_experts import fuses
+
+        shapes = (self.shape.gate_up, self.shape.down)
+        return fuses(self.shape.size, self.shape.width, options) and all(
+            unreadable(one.parts, self.scheme) is None for one in shapes
+        )
+
+    def finish(self, options: GEMMOptions) -> None:
+        if self._fused is not None:
+            return
+        if self._is_kept(options):
+            self._keep(options)
+            return
+        if self._dense is None:
+            if options.fp8:
+                size, width = self.shape.size, self.shape.width
+                logger.warning("experts of FP8 [%d, %d] are dequantised: blocks or sizes do not fit", size, width)
+            gate_up, down = self.weights
+            shape = self.shape
+            self._dense = self._all_dequantised(gate_up, shape.gate_up), self._all_dequantised(down, shape.down)
+            self.weights = nn.ParameterList()
+        super().finish(options)
+
+    def _keep(self, options: GEMMOptions) -> None:
+        from workers.layers.fused_experts import FusedExperts, shared_columns, shared_rows, with_shared
+        from workers.ops.experts.weights import ExpertWeights
+
+        assert options.workspace is not None, "comes with fp8"
+        shape = self.shape
+        scales = [
+            kernel_scales([self.scales[part.name].data for part in one.parts], one.parts, self.scheme)
+            for one in (shape.gate_up, shape.down)
+        ]
+        num_shared = shape.num_shared if self._shared is not None else 0
+        if self._shared is not None:
+            for i, (method, by_expert) in enumerate(zip(self._shared, (shared_rows, shared_columns), strict=True)):
+                weight, scale = method.weight_and_scales()
+                self.weights[i].data = with_shared(self.weights[i].data, by_expert(weight, num_shared))
+                scales[i] = with_shared(scales[i], by_expert(scale, num_shared))
+        gate_up, down = (weights.data for weights in self.weights)
+        weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
+        self._fused = FusedExperts(weights, options.workspace, options.deterministic, self._dtype)
+        self._shared, self.scales = None, nn.ParameterDict()
+
+    def _all_dequantised(self, weights: Tensor, shape: LinearShape) -> Tensor:
+        """Expert by expert: scales of all, as large as the weights, would take four times their memory."""
+        dense = torch.empty(weights.shape, dtype=self._dtype, device=weights.device)
+        for part in shape.parts:
+            block = self.scheme.block_of(part)
+            for expert in range(self.shape.num_experts):
+                mine, scale = rows_of(weights[expert], part), self.scales[part.name].data[expert]
+                rows_of(dense[expert], part).copy_(dequantised(mine, scale, part, block, self._dtype))
+        return dense

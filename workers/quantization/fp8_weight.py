@@ -1,0 +1,104 @@
+"""What all FP8 weights have in common: how their scales lie, what they mean, which of them the kernels can read."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from workers.layers.gemm import multiplies_fp8
+from workers.layers.linear_method import Part
+from workers.layers.weighted import WrongTensorError
+
+FP8 = torch.float8_e4m3fn
+Block = tuple[int, int]
+_SCALE_ROWS, _GROUP = 64, 128  # of the kernels: `workers.ops.fp8.gemm_triton`, `fp8.rows`
+_DUMMY_DEVIATION = 32.0
+DUMMY_SCALE = 0.02 / _DUMMY_DEVIATION
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """kind: the checkpoint's name of scales. block: rows and columns that share one; None for a scale for each row."""
+
+    kind: str
+    block: Block | None
+
+    def block_of(self, part: Part) -> Block:
+        return self.block or (1, part.columns.total)
+
+    def num_scales(self, part: Part) -> tuple[int, int]:
+        """Of the checkpoint's whole matrix, by rows and columns."""
+        rows, columns = self.block_of(part)
+        return -(-part.rows.total // rows), -(-part.columns.total // columns)
+
+
+def dequantised(weight: Tensor, scales: Tensor, part: Part, block: Block, dtype: torch.dtype) -> Tensor:
+    """What this rank's share `weight` [rows, columns] of a part means, in `dtype`. scales: of the whole matrix."""
+    rows = _scale_indices(part.rows.first, part.rows.end, block[0], scales)
+    columns = _scale_indices(part.columns.first, part.columns.end, block[1], scales)
+    return (weight.float() * scales.index_select(0, rows).index_select(1, columns)).to(dtype)
+
+
+def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Scheme) -> Tensor:
+    """Of this rank's parts one below the other, as kernels read them (`workers.ops.fp8.tiles.Fp8Matrix`).
+    scales: of each part's whole matrix; any dimensions before the last two stay."""
+    mine = []
+    for scale, part in zip(scales, parts, strict=True):
+        block = scheme.block_of(part)
+        step = 1 if scheme.block is None else _SCALE_ROWS
+        rows = _scale_indices(part.rows.first, part.rows.end, block[0], scale, step)
+        columns = _scale_indices(part.columns.first, part.columns.end, block[1], scale, _GROUP)
+        mine.append(scale.index_select(-2, rows).index_select(-1, columns[: 1 if scheme.block is None else None]))
+    return torch.cat(mine, -2).contiguous()
+
+
+def _scale_indices(first: int, end: int, size: int, scales: Tensor, step: int = 1) -> Tensor:
+    """Which scale the numbers first, first + step, ... before `end` have."""
+    return torch.arange(first, end, step, device=scales.device) // size
+
+
+def unreadable(parts: tuple[Part, ...], scheme: Fp8Scheme) -> str | None:
+    """Why the kernels cannot multiply by these parts one below the other; None if they can."""
+    columns = parts[0].columns
+    if columns.size % _GROUP:
+        return f"{columns.size} columns on a rank are no multiple of {_GROUP}"
+    if scheme.block is None:
+        return None
+    if scheme.block[0] % _SCALE_ROWS or scheme.block[1] != _GROUP:
+        return f"blocks of {scheme.block[0]} x {scheme.block[1]} are not of {_GROUP} columns"
+    if columns.first % _GROUP or any(part.offset % _SCALE_ROWS or part.rows.first % _SCALE_ROWS for part in parts):
+        return "ranks, or matrices that are multiplied together, cut blocks in two"
+    return None
+
+
+def fp8_fallback(device: torch.device) -> str | None:
+    """See `QuantMethod.fallback`."""
+    if multiplies_fp8(device):
+        return None
+    return "weights of FP8 are multiplied in the model's type (this device has no product of FP8)"
+
+
+def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def rows_of(weight: Tensor, part: Part) -> Tensor:
+    """A part of one layer's or one expert's weight [rows of all parts, columns]."""
+    return weight.detach()[part.offset : part.offset + part.rows.size]
+
+
+def checked(full: Tensor) -> Tensor:
+    if full.dtype != FP8:
+        raise WrongTensorError(f"is {full.dtype}, not {FP8}, which config.json's quantization_config tells")
+    return full
+
+
+def dummy_scale(fan_in: int) -> float:
+    """Of weights that `fill_dummy` fills, for results as large as their inputs."""
+    return float(fan_in**-0.5 / _DUMMY_DEVIATION)
+
+
+def fill_dummy(weight: Tensor, generator: torch.Generator) -> None:
+    """weight [rows, columns]: normal numbers, of which a bfloat16 copy is made."""
+    values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    weight.copy_(values.normal_(0.0, _DUMMY_DEVIATION, generator=generator).clamp_(-448.0, 448.0))

@@ -1,0 +1,48 @@
+"""The quantisations of checkpoints that we know, and the one that a config.json names.
+
+Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and a row in `QUANT_METHODS`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workers.quantization.quant_method import QuantMethod, Unquantized
+
+# From quantization_config and what it is of, for errors.
+QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
+
+
+def _block_fp8() -> QuantReader:
+    from workers.quantization.block_fp8 import read_block_fp8
+
+    return read_block_fp8
+
+
+def _channel_fp8() -> QuantReader:
+    from workers.quantization.channel_fp8 import read_channel_fp8
+
+    return read_channel_fp8
+
+
+# By quantization_config.quant_method; a row imports its reader when it is asked for.
+QUANT_METHODS: dict[str, Callable[[], QuantReader]] = {
+    "fp8": _block_fp8,
+    "compressed-tensors": _channel_fp8,
+}
+
+
+def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:
+    """Of a config.json; `source` names it in errors. Raises ValueError that lists what exists for any other."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return Unquantized()
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{source}: config.json: quantization_config={quantization!r}: must be an object")
+    name = quantization.get("quant_method")
+    if not isinstance(name, str) or name not in QUANT_METHODS:
+        known = ", ".join(sorted(QUANT_METHODS))
+        raise ValueError(
+            f"{source}: quantization_config.quant_method={name!r} is not supported; supported: {known}; "
+            "use the checkpoint in bf16 or fp16"
+        )
+    return QUANT_METHODS[name]()(quantization, source)
