@@ -2,6 +2,7 @@
 
 coordinator      the loop in a thread, driven from other threads
 loop             what the thread does, turn by turn
+model_check      whether the model still computes numbers, once a request has ended because it did not
 plan_timing      when the next plan leaves: just before the step that runs ends
 request_streams  clients: requests in, tokens and ends out
 queue_speed      how fast the queue is worked off, for who finds it full

@@ -11,6 +11,7 @@ from typing import Literal
 
 import zmq
 
+from cluster.coordinator.model_check import ModelCheck
 from cluster.coordinator.plan_timing import PlanTiming
 from cluster.coordinator.request_streams import RequestStreams
 from cluster.coordinator.stats import engine_stats
@@ -96,6 +97,7 @@ class CoordinatorLoop:
             settings.queue_timeout_s,
             self._fault,
         )
+        self._model_check = ModelCheck(scheduler)
         self._outputs: list[RequestOutput] = []
         self._worker_group: WorkerLinks | None = None
         self._last_epoch = 0
@@ -163,6 +165,7 @@ class CoordinatorLoop:
             self.status = "recovering"
         self._publish()
         self._tell_state()
+        self._model_check.reset()
         max_resumes = self._settings.max_resumes if self._settings.on_worker_loss == "resume" else 0
         blamed = self._scheduler.blamed()
         lost = self._scheduler.requeue_all(self._scheduler.epoch)
@@ -251,6 +254,7 @@ class CoordinatorLoop:
 
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, []
+        self._model_check.saw(outputs, self._last_turn_s)
         self.streams.publish(outputs)
 
     def _tell_state(self) -> None:
@@ -263,7 +267,7 @@ class CoordinatorLoop:
         if self._worker_group is None:
             return f"the engine is {self.status}" + (f": {self._detail}" if self._detail else "")
         now = self._clock()
-        return self._worker_group.silent_rank(now) or self._worker_group.hung_step(now)
+        return self._worker_group.silent_rank(now) or self._worker_group.hung_step(now) or self._model_check.fault
 
     def _worker_group_lost(self, reason: str) -> None:
         logger.error("worker group of epoch %d lost: %s", self._scheduler.epoch, reason)
@@ -275,6 +279,8 @@ class CoordinatorLoop:
         self.streams.check_waiting()
         self.streams.states.check_leases()
         self.streams.states.changed()  # told now and then whatever happens, so that silence means something
+        if self._worker_group is not None and self.status == "ready":
+            self._model_check.turn(now)
         if self._worker_group is not None:
             self._worker_group.check_heartbeats(now, self._settings.step_timeout_s)
         if self._worker_group is not None and self._scheduler.captures.graphs == GraphCount():

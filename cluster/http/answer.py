@@ -9,14 +9,18 @@ from cluster.http.prompt_scores import PromptScores
 from cluster.http.text.detokenizer import Detokenizer
 from cluster.http.text.stop_strings import StopMatcher
 from cluster.transport.messages import SpeculationStats, TokenDelta
-from workers.scheduling.plan import TokenLogprobs
+from workers.scheduling.plan import NOT_FINITE, TokenLogprobs
 
 EndReason = Literal["stop", "length"]
 _END_REASONS: dict[str | None, EndReason | None] = {None: None, "stop": "stop", "length": "length"}
 
 
 class EngineFailedError(Exception):
-    """The engine ended the answer before its time; the message is for the log."""
+    """The engine ended the answer before its time; the message is for the log. told: what of it a client may read."""
+
+    def __init__(self, message: str, told: str = "") -> None:
+        super().__init__(message)
+        self.told = told
 
 
 class RequestInvalidError(Exception):
@@ -89,7 +93,8 @@ class Answer:
         if delta.finish == "invalid":
             raise RequestInvalidError(delta.error or "it cannot be answered")
         if delta.finish not in _END_REASONS:
-            raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}")
+            told = NOT_FINITE.message if delta.error == NOT_FINITE.message else ""
+            raise EngineFailedError(f"{delta.finish}: {delta.error or 'no reason given'}", told)
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
             self.speculation = delta.speculation

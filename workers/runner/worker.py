@@ -27,6 +27,7 @@ from workers.sampling.sampler import Logprobs, SamplingNeeds
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import (
     FINISH_NOT_FINITE,
+    NOT_FINITE,
     Chunk,
     Failure,
     GraphCount,
@@ -42,9 +43,6 @@ from workers.slots.upload import upload
 from workers.structured_output.slot_grammars import News, SlotGrammars
 
 logger = logging.getLogger(__name__)
-
-
-NOT_FINITE = Failure("the model's logits for its next token are NaN or infinite")
 
 
 class RanksDisagreeError(RuntimeError):

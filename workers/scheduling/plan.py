@@ -221,6 +221,9 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     is_invalid: bool = False
 
 
+NOT_FINITE = Failure("the model's logits for its next token are NaN or infinite")  # FINISH_NOT_FINITE
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step emitted, in the order of `StepPlan.slots`, then of those chunks that were a prompt's last.
 

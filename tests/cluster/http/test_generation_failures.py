@@ -12,6 +12,7 @@ from cluster.http.engine_client import EngineRefused
 from cluster.transport.messages import Refusal, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, until
 from tests.support.fake_engine import FakeEngine, Step, chat_tokenizer, refuses, says, small_tokenizer
+from workers.scheduling.plan import NOT_FINITE
 
 
 def _tokens(text: str) -> tuple[int, ...]:
@@ -76,6 +77,14 @@ async def test_engine_failure_is_500_before_and_an_error_event_after_the_first_t
     assert _text(chunks[:-1]) == "ab"
     assert chunks[-1]["error"]["type"] == "server_error"
     assert "[DONE]" not in reply.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_logits_that_are_nan_are_500_with_that_reason(stream: bool) -> None:
+    nan = TokenDelta("", (), "error", error=NOT_FINITE.message)
+    async with in_process(FakeEngine(lambda p, s: [nan])) as client:
+        reply = await client.post(TEXT, json=PROMPT | {"stream": stream})
+    assert reply.status_code == 500 and reply.json()["error"]["message"].endswith(f": {NOT_FINITE.message}")
 
 
 async def test_stream_that_ends_without_a_last_delta_is_an_error() -> None:

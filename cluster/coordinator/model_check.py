@@ -1,0 +1,60 @@
+"""Whether the model still computes numbers. After a request ended because its logits were NaN or infinite, the engine
+asks the ranks for one token itself, until it gets one: so `/health` tells broken weights from one odd request."""
+
+import logging
+import math
+from collections.abc import Sequence
+
+from workers.scheduling.plan import NOT_FINITE, SamplingParams
+from workers.scheduling.request import Request, RequestOutput
+from workers.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 2.0  # between two checks of a model that has failed one
+PROMPT_TOKENS = 8
+SAMPLING = SamplingParams(1, 0.0, speculative=False, cache_salt=b"model check")  # computed anew each time
+FAULT = "the model's logits are NaN or infinite whatever it is asked: its weights are broken; restart the engine"
+
+
+class ModelCheck:
+    """The engine's own requests of one token. fault: why no request would be answered, or ""."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.fault = ""
+        self._scheduler = scheduler
+        self._due_s = math.inf
+        self._asked = ""  # id of the request that is under way
+        self._count = 0
+        self._good_prompt: Sequence[int] = range(PROMPT_TOKENS)  # what the model could answer before
+
+    def saw(self, outputs: Sequence[RequestOutput], now: float) -> None:
+        """Take note of what a step brought."""
+        for output in outputs:
+            if output.request.request_id == self._asked:
+                self._answered(output, now)
+            elif output.error == NOT_FINITE.message and not self._asked and self._due_s == math.inf:
+                self._due_s = now
+        if outputs and outputs[-1].tokens:
+            self._good_prompt = outputs[-1].request.prompt
+
+    def turn(self, now: float) -> None:
+        """Ask, if it is time to; to be called now and then while there are ranks."""
+        if now < self._due_s:
+            return
+        self._count += 1
+        self._asked, self._due_s = f"model-check-{self._count}", math.inf
+        self._scheduler.submit(Request(self._asked, list(self._good_prompt[:PROMPT_TOKENS]), SAMPLING), resumed=True)
+
+    def reset(self) -> None:
+        """The ranks are gone; others load the weights anew."""
+        if self._asked:
+            self._scheduler.abort(self._asked)
+        self.fault, self._asked, self._due_s = "", "", math.inf
+
+    def _answered(self, output: RequestOutput, now: float) -> None:
+        fault = FAULT if output.error == NOT_FINITE.message else ""
+        if fault != self.fault:
+            logger.error("%s", fault) if fault else logger.warning("the model computes numbers again")
+        self.fault, self._asked = fault, ""
+        self._due_s = now + RETRY_S if fault else math.inf
