@@ -119,7 +119,10 @@ class GenerationResponse(Response):
         try:
             with self._edge.admission.enter(len(self._request.choices), sum(map(len, self._request.prompts))):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
-        except ApiError as error:
+        except Exception as raised:
+            error = raised if isinstance(raised, ApiError) else internal(self._request_id)
+            if error is not raised:  # while a document or the usage was made, after the answer
+                logger.exception("request %s: unexpected", self._request_id)
             set_reason(scope, error.code)
             if self._started:
                 await send(_body(self._reply.error_event(error), more=False))

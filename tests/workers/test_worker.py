@@ -102,7 +102,7 @@ def test_slots_that_stay_the_same_are_the_same_tensor() -> None:
 def test_a_plan_is_one_copy_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, strategy, _ = worker(strict_device.DEVICE)
     with strict_device.strict_device(monkeypatch, upload) as copied:
-        rank._batch(first_plan(), (4,))
+        rank._batch(first_plan(), (4,), {})
         assert len(copied) == 1
         rank._batch(later_plan(1), (4,))
         assert len(copied) == 2

@@ -1,7 +1,7 @@
 """One rank: plans in, results out.
 
 worker          turns plans into batches, runs the strategy's step, turns tensors into results
-batch           a step's plan as tensors, and the layout of its rows
+batch           a step's plan as tensors, and the layout of its rows; chunk_tensors: its prompt chunks
 decoding        `DecodingStrategy`, and plain decoding
 graphs          any strategy's steps as CUDA graphs
 costs           what a step takes, measured at the start

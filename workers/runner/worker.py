@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attention.kv_cache.pool import KVPool
-from attention.metadata import ChunkLists, PrefillBatch
 from workers.distributed.tp_group import TPGroup
-from workers.runner.batch import PromptChunks, PromptTargets, StepBatch, StepTensors
+from workers.runner.batch import StepBatch, StepTensors
+from workers.runner.chunk_tensors import chunk_columns, in_order, prompt_chunks, prompt_targets
 from workers.runner.decoding import DecodingStrategy
 from workers.runner.graphs.emitted import Emitted
 from workers.sampling.prompt_logprobs import PromptRanking
@@ -32,6 +33,7 @@ from workers.scheduling.plan import (
     Failure,
     GraphCount,
     PromptLogprobs,
+    SamplingParams,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -70,6 +72,8 @@ class _Pending:
     num_logprobs: tuple[int, ...]  # per entry of the result, as its request asked; its slot may have a new owner by now
     started_s: float
     failed: dict[int, Failure]  # by entry
+    failed_requests: dict[int, Failure]  # by their number
+    asking: tuple[int, ...] = ()  # requests whose prompt chunks ask for log-probabilities, in the order of their rows
 
 
 class _SlotIds:
@@ -151,12 +155,13 @@ class Worker:
             assert not self._pending, "a capture was asked for while a step runs"
             if self._captures is not None:
                 self._captures.capture_next(self._group)
-            self._pending.append(_Pending(plan, None, (), started_s, {}))
+            self._pending.append(_Pending(plan, None, (), started_s, {}, {}))
             return
         if plan.grammars and self._captures is not None:
             self._captures.want_masked()
         entries = _entries(plan)
-        batch, failed = self._batch(plan, entries), dict[int, Failure]()
+        failed, failed_requests = dict[int, Failure](), dict[int, Failure]()
+        batch = self._batch(plan, entries, failed_requests)
         fill = functools.partial(self._fill_masks, plan, entries, failed) if batch.needs.masked else None
         tensors = self._strategy.step(batch, fill)
         if self._debug:
@@ -165,7 +170,8 @@ class Worker:
         emitted = Emitted.of(tensors)
         if self._grammars is not None and batch.needs.masked:
             self._grammars.ran(entries, emitted)
-        self._pending.append(_Pending(plan, emitted, num_logprobs, started_s, failed))
+        asking = tuple(self._slots.facts[chunk.slot].number for chunk in in_order(plan) if chunk.logprobs >= 0)
+        self._pending.append(_Pending(plan, emitted, num_logprobs, started_s, failed, failed_requests, asking))
 
     def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> None:
         """The masks of a step's rows onto the device; adds to `failed`. What has no mask emits nothing."""
@@ -191,6 +197,7 @@ class Worker:
         if FINISH_NOT_FINITE in finish:
             pending.failed.update((entry, NOT_FINITE) for entry, why in enumerate(finish) if why == FINISH_NOT_FINITE)
         logprobs = self._logprobs(pending, emitted.logprobs, counts)
+        prompt_logprobs = () if emitted.prompt is None else self._prompt_logprobs(pending, emitted.prompt)
         news = News() if self._grammars is None else self._grammars.news()
         return StepResult(
             epoch=pending.plan.epoch,
@@ -202,25 +209,26 @@ class Worker:
             logprobs=logprobs,
             failed=pending.failed,
             masks_ready=pack_i32(news.ready),
-            masks_failed=news.failed,
+            failed_requests=news.failed | pending.failed_requests,
             grammars_ready=pack_i32(news.compiled),
             elapsed_s=time.perf_counter() - pending.started_s,
             graphs=self.graphs,
-            prompt_logprobs=() if emitted.prompt is None else _prompt_logprobs(pending.plan, emitted.prompt),
+            prompt_logprobs=prompt_logprobs,
         )
 
-    def _batch(self, plan: StepPlan, entries: tuple[int, ...]) -> StepBatch:
+    def _batch(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
         """The plan's requests enter their slots, and what it runs as tensors: one copy to the device at most, for which
-        nothing waits."""
+        nothing waits. failed: by number, gets the requests that cannot enter as they are."""
         table, padding = self._slots, self._slots.padding_slot
         drafting = plan.drafting or bytes(len(entries))
         rounds = tuple(unpack_i32(plan.slots).tolist())
         drafts = tuple(slot if drafts else padding for slot, drafts in zip(entries, drafting, strict=True))
+        plan, entering = self._entering(plan, failed)
         columns = {
-            **table.columns(plan),
+            **entering,
             **self._round_slots.columns(rounds),
             **self._draft_slots.columns(drafts),
-            **(_chunk_columns(plan) if plan.chunks else {}),
+            **(chunk_columns(plan) if plan.chunks else {}),
         }
         if plan.cleared_pages:
             columns["cleared pages"] = unpack_i32(plan.cleared_pages).astype(np.int64)
@@ -237,10 +245,45 @@ class Worker:
             next_shape=plan.next_shape,
             draft_slots=self._draft_slots.on_device(drafts, sent),
             max_kv_len=plan.max_kv_len,
-            chunks=_prompt_chunks(plan, sent, table.page_table) if plan.chunks else None,
+            chunks=prompt_chunks(plan, sent, table.page_table) if plan.chunks else None,
             needs=SamplingNeeds.of([table.facts[slot] for slot in entries]),
-            prompt_targets=_prompt_targets(plan, sent),
+            prompt_targets=prompt_targets(plan, sent),
         )
+
+    def _entering(self, plan: StepPlan, failed: dict[int, Failure]) -> tuple[StepPlan, dict[str, npt.NDArray[Any]]]:
+        """The plan, and what its requests and pages are on the device. A request whose parameters raise is added to
+        `failed`, by number, and enters with none."""
+        try:
+            return plan, self._slots.columns(plan)
+        except Exception:
+            logger.exception("the requests of a plan could not enter together")
+        inits = []
+        for init in plan.inits:
+            try:
+                self._slots.columns(StepPlan(plan.epoch, plan.step, b"", 0, 0, inits=(init,)))
+            except Exception as error:
+                failed[init.number] = Failure(f"its parameters failed: {type(error).__name__}: {error}")
+                init = msgspec.structs.replace(init, sampling=SamplingParams(init.sampling.max_tokens))
+            inits.append(init)
+        plan = msgspec.structs.replace(plan, inits=tuple(inits))
+        return plan, self._slots.columns(plan)
+
+    def _prompt_logprobs(self, pending: _Pending, ranking: PromptRanking) -> tuple[PromptLogprobs, ...]:
+        """ranking: on the host, of the chunks that ask for it, in the order of `in_order`. What fails for one request
+        is added to the step's failures, and has no numbers."""
+        found, first = {}, 0
+        asking = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]
+        for chunk, number in zip(asking, pending.asking, strict=True):
+            rows = slice(first, first + chunk.num_logprobs)
+            first = rows.stop
+            try:
+                found[chunk.slot] = _scores_of(chunk, ranking, rows)
+            except Exception as error:
+                logger.exception("the log-probabilities of a prompt failed")
+                why = f"its prompt's log-probabilities failed: {type(error).__name__}: {error}"
+                pending.failed_requests[number] = Failure(why)
+                found[chunk.slot] = PromptLogprobs(chunk.start + 1, b"", b"")
+        return tuple(found[chunk.slot] for chunk in pending.plan.chunks if chunk.logprobs >= 0)
 
     def _logprobs(
         self, pending: _Pending, tensors: Logprobs | None, counts: list[int]
@@ -277,82 +320,15 @@ def _token_logprobs(tensors: Logprobs, entry: int, count: int, k: int) -> tuple[
     )
 
 
-def _in_order(plan: StepPlan) -> list[Chunk]:
-    """The plan's chunks, those that end their prompt first."""
-    return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
-
-
-def _chunk_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """What `_prompt_chunks` needs of the plan on the device."""
-    chunks = _in_order(plan)
-    ids = [unpack_i32(chunk.tokens) for chunk in chunks]
-    starts = np.array([chunk.start for chunk in chunks], np.int32)
-    counts = np.array([len(tokens) for tokens in ids], np.int32)
-    num_finals = sum(chunk.next_token < 0 for chunk in chunks)
-    return _target_columns(chunks, ids) | {
-        "chunk ids": np.concatenate(ids).astype(np.int64),
-        "chunk next ids": np.array([chunk.next_token for chunk in chunks], np.int64),
-        "chunk slots": np.array([chunk.slot for chunk in chunks], np.int64),
-        "chunk starts": starts,
-        "chunk indptr": np.concatenate(([0], counts)).cumsum().astype(np.int32),
-        "final lengths": (starts + counts - 1)[:num_finals],
-    }
-
-
-def _prompt_chunks(plan: StepPlan, columns: Mapping[str, Tensor], page_table: Tensor) -> PromptChunks:
-    """The plan's chunks on the device. columns: at least those of `_chunk_columns`. page_table: of all slots, with the
-    plan's changes."""
-    chunks = _in_order(plan)
-    counts = tuple(len(chunk.tokens) // 4 for chunk in chunks)
-    slots, final_lengths = columns["chunk slots"], columns["final lengths"]
-    return PromptChunks(
-        batch=PrefillBatch(
-            qo_indptr=columns["chunk indptr"],
-            starts=columns["chunk starts"],
-            page_table=page_table[slots],
-            num_rows=sum(counts),
-            lists=ChunkLists(tuple(chunk.start for chunk in chunks), counts),
-        ),
-        ids=columns["chunk ids"],
-        next_ids=columns["chunk next ids"],
-        final_slots=slots[: final_lengths.shape[0]],
-        final_lengths=final_lengths,
+def _scores_of(chunk: Chunk, ranking: PromptRanking, rows: slice) -> PromptLogprobs:
+    """A chunk's, which are these rows of the ranking."""
+    return PromptLogprobs(
+        start=chunk.start + 1,
+        logprobs=ranking.logprobs[rows].numpy().astype("<f4").tobytes(),
+        ranks=pack_i32(ranking.ranks[rows].numpy()),
+        top_ids=pack_i32(ranking.top_ids[rows, : chunk.logprobs].numpy()),
+        top_logprobs=ranking.top[rows, : chunk.logprobs].numpy().astype("<f4").tobytes(),
     )
-
-
-def _target_columns(chunks: list[Chunk], ids: list[npt.NDArray[np.int32]]) -> dict[str, npt.NDArray[Any]]:
-    """What `_prompt_targets` needs. ids: the tokens of the chunks."""
-    if all(chunk.logprobs < 0 for chunk in chunks):
-        return {}
-    rows, tokens, first = [], [], 0
-    for chunk, own in zip(chunks, ids, strict=True):
-        count = chunk.num_logprobs
-        rows.append(np.arange(first, first + count, dtype=np.int64))
-        tokens.append(np.append(own[1:], chunk.next_token)[:count].astype(np.int64))
-        first += len(own)
-    return {"target rows": np.concatenate(rows), "target tokens": np.concatenate(tokens)}
-
-
-def _prompt_targets(plan: StepPlan, columns: Mapping[str, Tensor]) -> PromptTargets | None:
-    num_top = max((chunk.logprobs for chunk in plan.chunks), default=-1)
-    return PromptTargets(columns["target rows"], columns["target tokens"], num_top) if num_top >= 0 else None
-
-
-def _prompt_logprobs(plan: StepPlan, ranking: PromptRanking) -> tuple[PromptLogprobs, ...]:
-    """ranking: on the host, of the chunks that ask for it, in the order of `_in_order`."""
-    found, first = {}, 0
-    for chunk in _in_order(plan):
-        if chunk.logprobs >= 0:
-            rows = slice(first, first + chunk.num_logprobs)
-            first = rows.stop
-            found[chunk.slot] = PromptLogprobs(
-                start=chunk.start + 1,
-                logprobs=ranking.logprobs[rows].numpy().astype("<f4").tobytes(),
-                ranks=pack_i32(ranking.ranks[rows].numpy()),
-                top_ids=pack_i32(ranking.top_ids[rows, : chunk.logprobs].numpy()),
-                top_logprobs=ranking.top[rows, : chunk.logprobs].numpy().astype("<f4").tobytes(),
-            )
-    return tuple(found[chunk.slot] for chunk in plan.chunks if chunk.logprobs >= 0)
 
 
 def _mask_invalid(tensors: StepTensors) -> Tensor:

@@ -236,7 +236,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     A request that had not ended and has no token here was late: its mask was not there in time, the same on all ranks.
     failed: entry index -> why that request ends here; nothing that it emitted may be shown.
     masks_ready: int32, numbers of late requests whose next mask is there now.
-    masks_failed: number of a late request -> why it will never have one.
+    failed_requests: number of a request, whether or not it has an entry here -> why it cannot go on.
     grammars_ready: int32, grammars that are compiled, by their number among all in the plans of this epoch.
     """
 
@@ -250,7 +250,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     elapsed_s: float = 0.0
     failed: dict[int, Failure] = {}
     masks_ready: bytes = b""
-    masks_failed: dict[int, Failure] = {}
+    failed_requests: dict[int, Failure] = {}
     grammars_ready: bytes = b""
     graphs: GraphCount = GraphCount()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()

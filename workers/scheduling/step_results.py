@@ -95,8 +95,8 @@ class StepResults:
     def _end_failed(self, step: InFlightStep, result: StepResult, now: float) -> list[RequestOutput]:
         """End the requests that cannot go on, whether or not they still have their slots."""
         queues, failed = self._queues, [(step.sequences[entry], why) for entry, why in result.failed.items()]
-        late = result.masks_failed | dict.fromkeys(queues.grammars.overdue(now), TOO_LATE)
-        for number, why in late.items():
+        others = result.failed_requests | dict.fromkeys(queues.grammars.overdue(now), TOO_LATE)
+        for number, why in others.items():
             if (sequence := queues.numbered(number)) is not None:
                 failed.append((sequence, why))
         if FINISH_NOT_FINITE in result.finish:

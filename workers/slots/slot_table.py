@@ -33,6 +33,7 @@ class SlotFacts:
     """What the host knows of the request in a slot: which parts of sampling it needs."""
 
     sampling: SamplingParams
+    number: int = -1  # of the request
 
     @property
     def is_random(self) -> bool:
@@ -153,7 +154,7 @@ class SlotTable:
             self._flags[slots] = columns["init flags"]
             self.stop_ids[slots] = columns["init stops"]
         for init in plan.inits:
-            self.facts[init.slot] = facts = SlotFacts(init.sampling)
+            self.facts[init.slot] = facts = SlotFacts(init.sampling, init.number)
             if facts.shapes_logits:
                 self._init_shaping(init.slot, columns)
         if plan.page_updates:

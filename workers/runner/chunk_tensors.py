@@ -1,0 +1,73 @@
+"""The prompt chunks of a plan as tensors. Used by `workers.runner.worker`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from attention.metadata import ChunkLists, PrefillBatch
+from workers.runner.batch import PromptChunks, PromptTargets
+from workers.scheduling.plan import Chunk, StepPlan, unpack_i32
+
+
+def in_order(plan: StepPlan) -> list[Chunk]:
+    """The plan's chunks, those that end their prompt first."""
+    return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
+
+
+def chunk_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+    """What `prompt_chunks` needs of the plan on the device."""
+    chunks = in_order(plan)
+    ids = [unpack_i32(chunk.tokens) for chunk in chunks]
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    counts = np.array([len(tokens) for tokens in ids], np.int32)
+    num_finals = sum(chunk.next_token < 0 for chunk in chunks)
+    return _target_columns(chunks, ids) | {
+        "chunk ids": np.concatenate(ids).astype(np.int64),
+        "chunk next ids": np.array([chunk.next_token for chunk in chunks], np.int64),
+        "chunk slots": np.array([chunk.slot for chunk in chunks], np.int64),
+        "chunk starts": starts,
+        "chunk indptr": np.concatenate(([0], counts)).cumsum().astype(np.int32),
+        "final lengths": (starts + counts - 1)[:num_finals],
+    }
+
+
+def prompt_chunks(plan: StepPlan, columns: Mapping[str, Tensor], page_table: Tensor) -> PromptChunks:
+    """The plan's chunks on the device. columns: at least those of `chunk_columns`. page_table: of all slots, with the
+    plan's changes."""
+    chunks = in_order(plan)
+    counts = tuple(len(chunk.tokens) // 4 for chunk in chunks)
+    slots, final_lengths = columns["chunk slots"], columns["final lengths"]
+    return PromptChunks(
+        batch=PrefillBatch(
+            qo_indptr=columns["chunk indptr"],
+            starts=columns["chunk starts"],
+            page_table=page_table[slots],
+            num_rows=sum(counts),
+            lists=ChunkLists(tuple(chunk.start for chunk in chunks), counts),
+        ),
+        ids=columns["chunk ids"],
+        next_ids=columns["chunk next ids"],
+        final_slots=slots[: final_lengths.shape[0]],
+        final_lengths=final_lengths,
+    )
+
+
+def _target_columns(chunks: list[Chunk], ids: list[npt.NDArray[np.int32]]) -> dict[str, npt.NDArray[Any]]:
+    """What `prompt_targets` needs. ids: the tokens of the chunks."""
+    if all(chunk.logprobs < 0 for chunk in chunks):
+        return {}
+    rows, tokens, first = [], [], 0
+    for chunk, own in zip(chunks, ids, strict=True):
+        count = chunk.num_logprobs
+        rows.append(np.arange(first, first + count, dtype=np.int64))
+        tokens.append(np.append(own[1:], chunk.next_token)[:count].astype(np.int64))
+        first += len(own)
+    return {"target rows": np.concatenate(rows), "target tokens": np.concatenate(tokens)}
+
+
+def prompt_targets(plan: StepPlan, columns: Mapping[str, Tensor]) -> PromptTargets | None:
+    num_top = max((chunk.logprobs for chunk in plan.chunks), default=-1)
+    return PromptTargets(columns["target rows"], columns["target tokens"], num_top) if num_top >= 0 else None
