@@ -104,9 +104,9 @@ def test_a_plan_is_one_copy_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatc
     with strict_device.strict_device(monkeypatch, upload) as copied:
         rank._batch(first_plan(), (4,), {})
         assert len(copied) == 1
-        rank._batch(later_plan(1), (4,))
+        rank._batch(later_plan(1), (4,), {})
         assert len(copied) == 2
-        rank._batch(StepPlan(0, 2, pack_i32([4]), 1, 20, next_shape=1, drafting=b"\0"), (4,))
+        rank._batch(StepPlan(0, 2, pack_i32([4]), 1, 20, next_shape=1, drafting=b"\0"), (4,), {})
         assert len(copied) == 2  # a round of the same requests brings nothing
 
 
