@@ -34,7 +34,7 @@ FILES = (
     "tests/attention/test_flashinfer_plan.py",
     "tests/attention/test_trtllm_latent.py",
     "tests/attention/test_pdl_gpu.py",
-    "tests/ops/test_conformance.py",
+    "tests/ops/test_implementations.py",
 )
 
 pytestmark = [

@@ -9,7 +9,7 @@ from speculative.tree.nodes import NO_TOKEN, Tree
 from tests.ops.case import Case
 from tests.support.random_trees import random_candidates
 from tests.support.slots import enter
-from workers.layers.vocab import NOT_FINITE
+from workers.ops.vocabulary.largest import NOT_FINITE
 from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
 from workers.slots.slot_table import SlotTable
 

@@ -6,7 +6,6 @@ device from the host, except that per-slot facts the host already knows (from `S
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -92,18 +91,7 @@ class SlotTable:
         self.output_counts = filled(0, torch.int32, vocab_size)
         self.in_prompt = filled(False, torch.bool, vocab_size)
         self.bias = filled(0.0, torch.float32, vocab_size)
-        self.facts: dict[int, SlotFacts] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all tables; of a table on the meta device, what it would take."""
-        tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids)
-        return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
-
-    @cached_property
-    def commit_tables(self) -> CommitTables:
-        """The columns that a commit reads and writes."""
-        return CommitTables(
+        self.commit_tables = CommitTables(
             self.seq_len,
             self.bonus,
             self.max_len,
@@ -112,10 +100,7 @@ class SlotTable:
             self.stop_ids,
             self.output_counts,
         )
-
-    @cached_property
-    def penalty_tables(self) -> PenaltyTables:
-        return PenaltyTables(
+        self.penalty_tables = PenaltyTables(
             self.output_counts,
             self.in_prompt,
             self.bias,
@@ -124,10 +109,14 @@ class SlotTable:
             self.stop_ids,
             self.shapes_logits,
         )
+        self.filters = Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+        self.facts: dict[int, SlotFacts] = {}
 
-    @cached_property
-    def filters(self) -> Filters:
-        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tables; of a table on the meta device, what it would take."""
+        tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids)
+        return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
 
     def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
         """What `enter` needs of the plan on the device; empty if it brings no request and no page."""
