@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -32,10 +31,9 @@ from speculative.training.samples import (
     write_samples,
 )
 from speculative.training.target import ChatData, build_target, build_tokenizer, save_target, train_target
-from speculative.training.trainer import FitOptions, check_output, checkpoints
+from speculative.training.trainer import FitArguments, check_output, checkpoints
 
 DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind}
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # A resume may change these: they change neither what a step computes nor which steps there are, except how many.
 _FREE_OPTIONS = (
     *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
@@ -45,7 +43,7 @@ _FREE_OPTIONS = (
 
 def run_train_target(arguments: argparse.Namespace) -> int:
     """Train tokenizer and model and save them; print losses and the answers to `--preview`. Returns 0."""
-    options = fit_options(arguments)
+    options = fit_arguments(arguments)
     heads, kv_heads = arguments.heads, arguments.kv_heads
     if arguments.hidden_size % (2 * heads) or heads % kv_heads:
         raise TrainingError(
@@ -69,10 +67,8 @@ def run_train_target(arguments: argparse.Namespace) -> int:
     tokenizer = build_tokenizer(train, arguments.vocab_size, arguments.max_positions)
     model = build_target(config, tokenizer, arguments.seed)
     data = ChatData(train, held, tokenizer, min(arguments.max_length, arguments.max_positions))
-    size = sum(parameter.numel() for parameter in model.parameters())
-    PartialState().print(f"target: {size:,} parameters, {len(train)} rows, {len(held)} held out")
     losses = train_target(data, model, options, dropout=arguments.dropout, prompt_weight=arguments.prompt_weight)
-    if PartialState().is_main_process:
+    if options.should_save:
         save_target(model, tokenizer, arguments.output)
         finish("target", arguments, losses)
         preview(arguments.output, arguments.preview, options.device)
@@ -82,7 +78,7 @@ def run_train_target(arguments: argparse.Namespace) -> int:
 def run_train_deepseek(arguments: argparse.Namespace) -> int:
     """Train a small model of DeepSeek-V3's shape with its module and save them; print losses and the use of experts.
     Returns 0."""
-    options = fit_options(arguments)
+    options = fit_arguments(arguments)
     train, held = split_rows(arguments)
     shape = SIZES[arguments.size]
     if arguments.tokenizer:
@@ -91,10 +87,8 @@ def run_train_deepseek(arguments: argparse.Namespace) -> int:
         tokenizer = build_tokenizer(train, shape["vocab_size"], shape["max_position_embeddings"])
     model = build_deepseek(shape, tokenizer, arguments.seed)
     data = ChatData(train, held, tokenizer, min(arguments.max_length, shape["max_position_embeddings"]))
-    size = sum(parameter.numel() for parameter in model.parameters())
-    PartialState().print(f"deepseek: {size:,} parameters, {len(train)} rows, {len(held)} held out")
     losses = train_deepseek(data, model, options, arguments)
-    if PartialState().is_main_process:
+    if options.should_save:
         save_deepseek(model, tokenizer, arguments.output)
         finish("deepseek", arguments, losses)
         preview(arguments.output, arguments.preview, options.device)
@@ -103,16 +97,18 @@ def run_train_deepseek(arguments: argparse.Namespace) -> int:
 
 def run_train_draft(arguments: argparse.Namespace) -> int:
     """Train and save a draft for `--target`; print its loss and its acceptance by depth. Returns 0."""
-    options = fit_options(arguments)
+    options = fit_arguments(arguments)
     train, held = split_rows(arguments)
-    tokenizer, target = load_target(arguments.target, options.device, options.dtype)
+    tokenizer, target = load_target(arguments.target, options.device, torch.bfloat16 if options.bf16 else torch.float32)
     draft = DRAFTS[arguments.method](arguments, target)
-    with PartialState().main_process_first():
-        samples = training_samples(arguments, target, tokenizer, train)
+    with options.main_process_first():
+        reuse = arguments.resume or not options.should_save
+        samples = training_samples(arguments, target, tokenizer, train, reuse)
     held_samples = greedy_answers(arguments, target, tokenizer, held)
     head, vocabulary = draft.build(samples, sorted(stop_tokens(target, tokenizer)))
-    covered = vocabulary.coverage(samples)
-    PartialState().print(f"draft: {len(samples)} answers; its vocabulary covers {covered:.2%} of their tokens")
+    if options.should_save:
+        covered = vocabulary.coverage(samples)
+        print(f"draft: {len(samples)} answers; its vocabulary covers {covered:.2%} of their tokens")
     losses = train_draft(
         head,
         target,
@@ -123,48 +119,51 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
         num_steps=arguments.ttt_length,
         step_decay=arguments.ttt_decay,
     )
-    if PartialState().is_main_process:
+    if options.should_save:
         draft.save(head, vocabulary, arguments.output)
         finish("draft", arguments, losses)
         measure_saved(arguments, draft, target, tokenizer, {"validation": held_samples})
     return 0
 
 
-def fit_options(arguments: argparse.Namespace) -> FitOptions:
-    """The trainer's options. Raises `TrainingError` for a device or an output that cannot be used."""
-    device = choose_device(arguments.device)
+def fit_arguments(arguments: argparse.Namespace) -> FitArguments:
+    """The trainer's arguments. Raises `TrainingError` for a device or an output that cannot be used."""
+    place = choose_device(arguments.device)
     check_output(arguments.output, arguments.resume)
-    given = vars(arguments)
-    settings = {name: value for name, value in given.items() if name not in _FREE_OPTIONS}
-    names = (
-        *("output", "epochs", "steps", "batch_tokens", "lr", "warmup_steps", "weight_decay", "seed"),
-        *("graphs", "checkpoint_every", "eval_every", "resume"),
-    )
-    default = "bfloat16" if device.type == "cuda" else "float32"
-    return FitOptions(
-        device=device,
-        dtype=_DTYPES[default if arguments.dtype == "auto" else arguments.dtype],
+    settings = {name: value for name, value in vars(arguments).items() if name not in _FREE_OPTIONS}
+    return FitArguments(
+        output_dir=str(arguments.output),
+        place=place,
+        bf16=arguments.dtype == "bfloat16" or (arguments.dtype == "auto" and place.type == "cuda"),
+        max_steps=arguments.steps or -1,
+        num_train_epochs=arguments.epochs,
+        batch_tokens=arguments.batch_tokens,
+        learning_rate=arguments.lr,
+        warmup_steps=arguments.warmup_steps,
+        weight_decay=arguments.weight_decay,
+        seed=arguments.seed,
+        graphs=arguments.graphs,
+        save_steps=arguments.checkpoint_every,
+        eval_steps=arguments.eval_every,
+        resume=arguments.resume,
         settings=json.loads(json.dumps(settings, default=str)),
-        **{name: given[name] for name in names},
     )
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name, with its index; `auto` is the GPU if there is one. Each process of `torchrun` has its
-    own. Raises `TrainingError` for an absent GPU."""
+    """The device of that name, with its index; `auto` is the GPU if there is one. Raises `TrainingError` for an absent
+    GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise TrainingError(f"device={name}: {str(error).splitlines()[0]}") from None
-    processes = PartialState(cpu=device.type == "cpu")
-    if device.type == "cpu":
+    if device.type != "cuda":
         return device
-    index = processes.local_process_index if processes.num_processes > 1 else device.index or 0
-    if index >= torch.cuda.device_count():
+    if (device.index or 0) >= torch.cuda.device_count():
         raise TrainingError(f"device={name}: no such CUDA device here; use --device cpu")
-    return torch.device("cuda", index)
+    return torch.device("cuda", device.index or 0)
 
 
 def split_rows(
@@ -190,13 +189,15 @@ def training_samples(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     train: Sequence[Conversation],
+    reuse: bool,
 ) -> list[Sample]:
-    """The rows' answers, or the target's own, which the output folder keeps for a resume and for other processes."""
+    """The rows' answers, or the target's own. The output folder keeps these; `reuse` reads them, for a resume and for
+    the processes after the first."""
     max_length = min(arguments.max_length, target.config.max_position_embeddings)
     if not arguments.regenerate:
         return encode_answers(train, tokenizer, max_length)
     path = arguments.output / "regenerated.jsonl"
-    if path.is_file() and (arguments.resume or not PartialState().is_main_process):
+    if reuse and path.is_file():
         return read_samples(path)
     prompts = answer_prompts(train, tokenizer)
     samples: list[Sample] = []

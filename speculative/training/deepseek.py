@@ -38,7 +38,7 @@ from speculative.training.eagle3 import BranchCache, RMSNorm, linear
 from speculative.training.eagle3_files import make_readable, token_ids
 from speculative.training.samples import Batch, Sample, collate, plan_batches
 from speculative.training.target import ChatData, answer_loss, fit_target
-from speculative.training.trainer import FitOptions
+from speculative.training.trainer import FitArguments
 from workers.layers.rotary import frequencies
 from workers.models.deepseek import DeepseekConfig, read_config
 from workers.models.weights import checkpoint_tensors
@@ -202,7 +202,7 @@ def expert_shares(
 
 
 def train_deepseek(
-    data: ChatData, model: DeepseekTarget, options: FitOptions, arguments: argparse.Namespace
+    data: ChatData, model: DeepseekTarget, options: FitArguments, arguments: argparse.Namespace
 ) -> list[float]:
     """Train the model in place and return the logged losses. arguments: `train-deepseek`'s."""
     steps = arguments.mtp_steps if arguments.mtp_weight > 0 else 0

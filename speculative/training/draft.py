@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from speculative.draft_models.eagle3_checkpoint import offsets
 from speculative.training.samples import Batch, Sample, causal_mask, collate, plan_batches
-from speculative.training.trainer import FitOptions, fit
+from speculative.training.trainer import FitArguments, fit
 
 
 class TrainedDraft(nn.Module, ABC):
@@ -159,7 +159,7 @@ def train_draft(
     vocabulary: DraftVocabulary,
     samples: Sequence[Sample],
     held: Sequence[Sample],
-    options: FitOptions,
+    options: FitArguments,
     *,
     num_steps: int,
     step_decay: float,

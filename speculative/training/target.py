@@ -28,7 +28,7 @@ from speculative.training import TrainingError
 from speculative.training.eagle3_files import make_readable, token_ids
 from speculative.training.rows import Conversation, Turn
 from speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_batches
-from speculative.training.trainer import FitOptions, LossOf, fit
+from speculative.training.trainer import FitArguments, LossOf, fit
 
 PAD, BOS, END = "<|pad|>", "<|bos|>", "<|end|>"
 ROLE_MARKS = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -174,7 +174,7 @@ def target_loss(model: nn.Module, batch: Batch, prompt_weight: float) -> Tensor:
 
 
 @torch.no_grad()
-def answer_loss(samples: Sequence[Sample], options: FitOptions, loss_of: Callable[[Batch], Tensor]) -> float:
+def answer_loss(samples: Sequence[Sample], options: FitArguments, loss_of: Callable[[Batch], Tensor]) -> float:
     """Mean loss of the samples' answer tokens, each counted once. loss_of: their mean in a batch."""
     total, count = 0.0, 0
     for indices in plan_batches([len(s.tokens) for s in samples], options.batch_tokens, 0):
@@ -188,7 +188,7 @@ def answer_loss(samples: Sequence[Sample], options: FitOptions, loss_of: Callabl
 def fit_target(
     model: nn.Module,
     data: ChatData,
-    options: FitOptions,
+    options: FitArguments,
     loss_of: LossOf,
     evaluate: Callable[[Sequence[Sample]], dict[str, float]],
     *,
@@ -203,6 +203,9 @@ def fit_target(
     samples = encode_answers(vary(data.train, options.seed), data.tokenizer, data.max_length)
     samples += plain_texts(data.train, data.tokenizer, 0.1, data.max_length, options.seed)
     held = encode_answers(data.held, data.tokenizer, data.max_length) if data.held else []
+    if options.should_save:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{title}: {size:,} parameters, {len(data.train)} rows, {len(data.held)} held out")
     model.to(options.device)
     add_dropout(model, dropout)
     return fit(
@@ -217,7 +220,7 @@ def fit_target(
 
 
 def train_target(
-    data: ChatData, model: LlamaForCausalLM, options: FitOptions, *, dropout: float, prompt_weight: float
+    data: ChatData, model: LlamaForCausalLM, options: FitArguments, *, dropout: float, prompt_weight: float
 ) -> list[float]:
     """Train the model in place and return the logged losses. prompt_weight: of a prompt's token; an answer's has 1."""
 

@@ -9,62 +9,78 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers.trainer_callback import ExportableState, PrinterCallback
 
 from speculative.training import TrainingError, TrainingInterrupted
-from speculative.training.graphs import GraphedStep
 from speculative.training.samples import Batch, Sample, collate, plan_steps
 from workers.interrupt import interrupts_between_steps
 
 LossOf = Callable[[nn.Module, Batch], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """How `fit` trains.
+@dataclass
+class FitArguments(TrainingArguments):  # type: ignore[misc]
+    """transformers' arguments with the defaults of our trainings, for one process on one device.
 
-    output: folder for the checkpoints.
-    steps: optimizer steps; None takes `epochs` passes over the samples.
-    batch_tokens: tokens of one process's batch, padding included.
-    lr: peak learning rate, after `warmup_steps`; it falls on a cosine to a hundredth of itself.
-    dtype: bfloat16 runs the model's forward under autocast; weights and optimizer stay float32.
-    graphs: replay each batch shape from a CUDA graph; one process only.
-    log_every: steps per logged loss, which is their mean. Reading a loss waits for the device.
-    resume: continue the newest checkpoint of `output`.
+    place: the device; under `torchrun` each GPU process has its own.
+    batch_tokens: tokens of a process's batch, padding included.
+    graphs: replay each batch shape from a CUDA graph; one process on a GPU only.
+    resume: continue the newest checkpoint of `output_dir`.
     settings: what a resume must repeat; kept in the checkpoint.
+
+    `max_steps` goes before `num_train_epochs`. `learning_rate` is the peak; it falls to a hundredth at the end.
     """
 
-    output: Path
-    device: torch.device
-    dtype: torch.dtype = torch.float32
-    epochs: float = 1.0
-    steps: int | None = None
-    batch_tokens: int
-    lr: float
-    warmup_steps: int
-    weight_decay: float = 0.1
-    seed: int = 0
+    place: torch.device = torch.device("cpu")
+    batch_tokens: int = 8192
     graphs: bool = False
-    checkpoint_every: int = 500
-    eval_every: int = 500
-    log_every: int = 20
     resume: bool = False
     progress: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    per_device_train_batch_size: int = 1
+    train_sampling_strategy: str = "sequential"
+    lr_scheduler_type: str = "cosine_with_min_lr"
+    lr_scheduler_kwargs: Any = field(default_factory=lambda: {"min_lr_rate": 0.01})
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.1
+    save_total_limit: int = 1
+    logging_steps: int = 20  # reading a loss waits for the device
+    logging_first_step: bool = True
+    logging_nan_inf_filter: bool = False
+    log_level: str = "error"
+    disable_tqdm: bool = True  # for `_Session`, which shows the loss in the bar
+    use_cache: bool = True  # else the config.json of a saved target would say false
+    remove_unused_columns: bool = False
+    ddp_find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        self.use_cpu = self.place.type == "cpu"
+        self.dataloader_pin_memory = not self.use_cpu
+        self.accelerator_config = {"non_blocking": not self.use_cpu}  # else each copy would wait for the steps before
+        super().__post_init__()
+        if not self.use_cpu:
+            torch.cuda.set_device(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        first: torch.device = self._setup_devices
+        return self.place if self.world_size == 1 else first
+
+    @property
+    def n_gpu(self) -> int:
+        """One: the base class would take every visible GPU."""
+        return 1
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -95,7 +111,7 @@ def fit(
     model: nn.Module,
     samples: Sequence[Sample],
     loss_of: LossOf,
-    options: FitOptions,
+    arguments: FitArguments,
     *,
     title: str,
     evaluate: Callable[[], dict[str, float]] | None = None,
@@ -104,122 +120,76 @@ def fit(
     """Train the model in place on the samples and return the logged losses, those before a resume included.
 
     loss_of: scalar loss of a batch; the first argument is the model, wrapped if there are several processes.
-    evaluate: figures to print every `eval_every` steps and at the end.
+    evaluate: figures to print every `eval_steps` steps and at the end.
     after_step: called after each optimizer step, for state without a gradient.
 
-    A checkpoint is kept every `checkpoint_every` steps, at the end, and at Ctrl-C. A resume with more steps follows the
+    A checkpoint is kept every `save_steps` steps, at the end, and at Ctrl-C. A resume with more steps follows the
     learning rate of the longer training.
     Raises `TrainingError` for a loss that is not finite and for a checkpoint that does not fit, `TrainingInterrupted`
     after Ctrl-C.
     """
-    num_processes = PartialState(cpu=options.device.type == "cpu").num_processes
+    steps = arguments.max_steps * arguments.world_size if arguments.max_steps > 0 else None
     lengths = [len(sample.tokens) for sample in samples]
-    steps = None if options.steps is None else options.steps * num_processes
-    plan = plan_steps(lengths, options.batch_tokens, options.seed, epochs=options.epochs, steps=steps)
-    num_steps = -(-len(plan) // num_processes)
-    checkpoint = _checkpoint_to_resume(options, num_steps) if options.resume else None
-    graphs = options.graphs and options.device.type == "cuda" and num_processes == 1
-    full_tokens = options.batch_tokens if graphs else None
+    plan = plan_steps(lengths, arguments.batch_tokens, arguments.seed, epochs=arguments.num_train_epochs, steps=steps)
+    arguments.max_steps = -(-len(plan) // arguments.world_size)
+    arguments.warmup_steps = min(arguments.warmup_steps, arguments.max_steps - 1)
+    arguments.eval_strategy = "no" if evaluate is None else "steps"
+    graphs = arguments.graphs and arguments.device.type == "cuda" and arguments.world_size == 1
+    full_tokens = arguments.batch_tokens if graphs else None
+    checkpoint = str(_checkpoint_to_resume(arguments)) if arguments.resume else None
     with interrupts_between_steps() as is_interrupted:
         trainer = _StepTrainer(
             loss_of,
             evaluate,
             model=model,
-            args=_arguments(options, num_steps, evaluates=evaluate is not None),
-            train_dataset=_Batches(samples, plan, full_tokens),
+            args=arguments,
+            train_dataset=plan,
             eval_dataset=[],
-            data_collator=operator.itemgetter(0),
-            callbacks=[_Session(title, options, is_interrupted, after_step)],
+            data_collator=lambda items: vars(collate([samples[i] for i in items[0]], full_tokens=full_tokens)),
+            callbacks=[_Session(title, arguments, is_interrupted, after_step)],
         )
-        if graphs:
-            trainer.graphs = GraphedStep(model, trainer.compute_loss)
-        trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        trainer.graphs = GraphedStep(model, trainer.compute_loss) if graphs else None
+        trainer.train(resume_from_checkpoint=checkpoint)
     done = trainer.state.global_step
-    if done < num_steps:
+    if done < arguments.max_steps:
+        kept = checkpoints(Path(arguments.output_dir))[-1]
         raise TrainingInterrupted(
-            f"{title}: stopped after step {done} of {num_steps}; {checkpoints(options.output)[-1]} keeps it: the same "
-            "command with --resume continues"
+            f"{title}: stopped after step {done} of {arguments.max_steps}; {kept} keeps it: the same command with "
+            "--resume continues"
         )
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def _arguments(options: FitOptions, num_steps: int, evaluates: bool) -> TrainingArguments:
-    on_gpu = options.device.type == "cuda"
-    arguments = _Arguments(
-        output_dir=str(options.output),
-        max_steps=num_steps,
-        per_device_train_batch_size=1,
-        train_sampling_strategy="sequential",
-        learning_rate=options.lr,
-        warmup_steps=min(options.warmup_steps, num_steps - 1),
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.01},
-        weight_decay=options.weight_decay,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        bf16=options.dtype == torch.bfloat16,
-        seed=options.seed,
-        use_cpu=not on_gpu,
-        logging_steps=options.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps" if evaluates else "no",
-        eval_steps=options.eval_every,
-        save_steps=options.checkpoint_every,
-        save_total_limit=1,
-        report_to="none",
-        log_level="error",
-        disable_tqdm=True,  # for `_Session`, which shows the loss in the bar
-        use_cache=True,  # else the saved config.json of a target would say false
-        remove_unused_columns=False,
-        dataloader_pin_memory=on_gpu,
-        ddp_find_unused_parameters=False,
-        accelerator_config={"non_blocking": on_gpu},  # else each batch's copy would wait for the steps before it
-    )
-    arguments.chosen = options.device
-    if on_gpu:
-        torch.cuda.set_device(options.device)
-    return arguments
-
-
-class _Arguments(TrainingArguments):  # type: ignore[misc]
-    """Arguments of one process on one device; the base class takes every visible GPU and starts at the first."""
-
-    chosen = torch.device("cpu")
-
-    @property
-    def device(self) -> torch.device:
-        _ = self._setup_devices  # starts the process group
-        return self.chosen
-
-    @property
-    def n_gpu(self) -> int:
-        return 1
-
-
-class _Batches(Dataset[dict[str, Tensor]]):
-    """The batches of a plan, collated when they are read."""
-
-    def __init__(self, samples: Sequence[Sample], plan: Sequence[list[int]], full_tokens: int | None) -> None:
-        self.samples, self.plan, self.full_tokens = samples, plan, full_tokens
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return vars(collate([self.samples[i] for i in self.plan[index]], full_tokens=self.full_tokens))
+def _checkpoint_to_resume(arguments: FitArguments) -> Path:
+    checkpoint = checkpoints(Path(arguments.output_dir))[-1]
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        settings, done = state["stateful_callbacks"][_Session.__name__]["attributes"]["settings"], state["global_step"]
+    except (OSError, ValueError, KeyError):
+        raise TrainingError(f"resume: {checkpoint} cannot be read; delete it and start without --resume") from None
+    for name, value in arguments.settings.items():
+        if settings.get(name) != value:
+            raise TrainingError(
+                f"{name}={value}: the checkpoint {checkpoint} was made with {settings.get(name)}; give the same, or "
+                "start without --resume in a new output folder"
+            )
+    if done > arguments.max_steps:
+        raise TrainingError(
+            f"steps={arguments.max_steps}: the training in {checkpoint.parent} has done {done}; give more with --steps "
+            "or --epochs"
+        )
+    return checkpoint
 
 
 class _StepTrainer(Trainer):  # type: ignore[misc]
     """A Trainer with our loss, our evaluation, and steps replayed from CUDA graphs."""
 
     control: Any
+    graphs: GraphedStep | None
 
     def __init__(self, loss_of: LossOf, figures: Callable[[], dict[str, float]] | None, **others: Any) -> None:
         self.loss_of, self.figures = loss_of, figures
-        self.graphs: GraphedStep | None = None
         super().__init__(**others)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
@@ -256,28 +226,22 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
             ) from None
 
 
+@dataclass(eq=False)
 class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Progress bar, Ctrl-C, the check of the loss, and the settings in the checkpoint."""
 
-    def __init__(
-        self,
-        title: str,
-        options: FitOptions,
-        is_interrupted: Callable[[], bool],
-        after_step: Callable[[], None] | None,
-    ) -> None:
-        self.title, self.options = title, options
-        self.is_interrupted, self.after_step = is_interrupted, after_step
+    title: str
+    arguments: FitArguments
+    is_interrupted: Callable[[], bool]
+    after_step: Callable[[], None] | None
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"settings": dict(self.options.settings)}}
+        return {"args": {}, "attributes": {"settings": self.arguments.settings}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)  # else a resume keeps the intervals of its checkpoint
-        shown = self.options.progress and state.is_world_process_zero
-        self.bar = tqdm(
-            total=state.max_steps, initial=state.global_step, desc=self.title, disable=not shown, mininterval=2.0
-        )
+        hidden = not (args.progress and state.is_world_process_zero)
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.title, disable=hidden)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.after_step is not None:
@@ -306,22 +270,49 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.bar.close()
 
 
-def _checkpoint_to_resume(options: FitOptions, num_steps: int) -> Path:
-    check_output(options.output, resume=True)
-    checkpoint = checkpoints(options.output)[-1]
-    try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        settings, done = state["stateful_callbacks"][_Session.__name__]["attributes"]["settings"], state["global_step"]
-    except (OSError, ValueError, KeyError):
-        raise TrainingError(f"resume: {checkpoint} cannot be read; delete it and start without --resume") from None
-    for name, value in options.settings.items():
-        if settings.get(name) != value:
-            raise TrainingError(
-                f"{name}={value}: the checkpoint {checkpoint} was made with {settings.get(name)}; give the same, or "
-                "start without --resume in a new output folder"
-            )
-    if done > num_steps:
-        raise TrainingError(
-            f"steps={num_steps}: the training in {options.output} has done {done}; give more with --steps or --epochs"
-        )
-    return checkpoint
+class GraphedStep:
+    """One step's loss and gradients, replayed from a CUDA graph for each batch shape.
+
+    A small model's step is a thousand short kernels, and launching them takes several times longer than running them.
+    Batches with `full_tokens` come in few shapes. All graphs write the same gradients and share one memory pool, so
+    only the last replay's results are valid. The loss may neither read values back to the host nor branch on them.
+    """
+
+    def __init__(self, model: nn.Module, compute_loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]) -> None:
+        self.model, self.compute_loss = model, compute_loss
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.captured: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The scalar loss; the parameters' `grad` are this batch's alone."""
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient  # the Trainer takes them away after each step
+        shapes = tuple(tensor.shape for tensor in inputs.values())
+        if shapes not in self.captured:
+            self.captured[shapes] = self._capture(inputs)
+        graph, static, loss = self.captured[shapes]
+        for name, tensor in inputs.items():
+            static[name].copy_(tensor)
+        graph.replay()
+        return loss.clone()
+
+    def _capture(self, inputs: dict[str, Tensor]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]:
+        static = {name: tensor.clone() for name, tensor in inputs.items()}
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # a capture may not load kernels or plan library calls
+                self._run(static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            loss = self._run(static)
+        return graph, static, loss
+
+    def _run(self, static: dict[str, Tensor]) -> Tensor:
+        torch._foreach_zero_(self.gradients)
+        loss = self.compute_loss(self.model, static)
+        torch.autograd.backward(loss)
+        return loss.detach()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,25 +23,19 @@ from speculative.training.samples import (
     until_stop,
     write_samples,
 )
-from speculative.training.trainer import FitOptions
-
-CPU = torch.device("cpu")
+from speculative.training.trainer import FitArguments
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> FitOptions:
-    return FitOptions(
-        output=tmp_path,
-        device=CPU,
-        steps=24,
-        batch_tokens=512,
-        lr=3e-3,
-        warmup_steps=2,
-        weight_decay=0.0,
-        seed=5,
-        log_every=1,
-        progress=False,
-    )
+def fit_arguments(output: Path, **others: Any) -> FitArguments:
+    usual = {
+        "max_steps": 24,
+        "batch_tokens": 512,
+        "learning_rate": 3e-3,
+        "warmup_steps": 2,
+        "weight_decay": 0.0,
+        "seed": 5,
+    }
+    return FitArguments(output_dir=str(output), logging_steps=1, progress=False, **usual | others)
 
 
 @pytest.fixture
@@ -75,16 +69,16 @@ def train(
     target: PreTrainedModel,
     vocabulary: DraftVocabulary,
     samples: list[Sample],
-    options: FitOptions,
+    arguments: FitArguments,
 ) -> list[float]:
-    return train_draft(head, target, vocabulary, samples, [], options, num_steps=3, step_decay=0.8)
+    return train_draft(head, target, vocabulary, samples, [], arguments, num_steps=3, step_decay=0.8)
 
 
 def test_training_reduces_the_loss(
-    target: PreTrainedModel, method: Eagle3, samples: list[Sample], vocabulary: DraftVocabulary, options: FitOptions
+    target: PreTrainedModel, method: Eagle3, samples: list[Sample], vocabulary: DraftVocabulary, tmp_path: Path
 ) -> None:
     head = build_head(target, method, vocabulary, seed=0)
-    losses = train(head, target, vocabulary, samples, options)
+    losses = train(head, target, vocabulary, samples, fit_arguments(tmp_path))
     assert len(losses) == 24
     # A random target's distribution is nearly flat: the loss has a floor near log(64) = 4.16, so the bar is low.
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.01
@@ -92,7 +86,7 @@ def test_training_reduces_the_loss(
 
 @pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config])
 def test_qwen_targets_get_heads_too(
-    config_class: type[Qwen2Config | Qwen3Config], samples: list[Sample], options: FitOptions
+    config_class: type[Qwen2Config | Qwen3Config], samples: list[Sample], tmp_path: Path
 ) -> None:
     config = config_class(
         vocab_size=300,
@@ -110,18 +104,18 @@ def test_qwen_targets_get_heads_too(
     assert method.capture == (2, 3, 4)
     vocabulary = choose_vocabulary(samples, 64, 300, always=[2])
     head = build_head(target, method, vocabulary, seed=0)
-    losses = train(head, target, vocabulary, samples, replace(options, steps=12))
+    losses = train(head, target, vocabulary, samples, fit_arguments(tmp_path, max_steps=12))
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.01
 
 
 def test_acceptance_is_that_of_chains_really_drafted(
-    target: PreTrainedModel, method: Eagle3, samples: list[Sample], greedy_samples: list[Sample], options: FitOptions
+    target: PreTrainedModel, method: Eagle3, samples: list[Sample], greedy_samples: list[Sample], tmp_path: Path
 ) -> None:
     samples = samples[:6] + greedy_samples[6:]
     vocabulary = choose_vocabulary(samples, method.vocab_size, method.model.vocab_size, always=[2])
     depth = 3
     head = build_head(target, method, vocabulary, seed=0)
-    train(head, target, vocabulary, samples, options)
+    train(head, target, vocabulary, samples, fit_arguments(tmp_path))
     num_rounds = accepted = 0
     for sample in samples:
         batch = collate([sample])
@@ -194,7 +188,7 @@ def test_an_answer_ends_with_its_first_stop_token() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU for CUDA graphs")
 def test_replayed_steps_equal_eager_ones(
-    target: PreTrainedModel, method: Eagle3, samples: list[Sample], vocabulary: DraftVocabulary, options: FitOptions
+    target: PreTrainedModel, method: Eagle3, samples: list[Sample], vocabulary: DraftVocabulary, tmp_path: Path
 ) -> None:
     device = torch.device("cuda", 0)
     target.to(device)
@@ -202,9 +196,7 @@ def test_replayed_steps_equal_eager_ones(
     losses = []
     for graphs in (False, True):
         head = build_head(target, method, on_device, seed=0)
-        place = options.output / str(graphs)
-        losses.append(
-            train(head, target, on_device, samples, replace(options, output=place, device=device, graphs=graphs))
-        )
+        arguments = fit_arguments(tmp_path / str(graphs), place=device, graphs=graphs)
+        losses.append(train(head, target, on_device, samples, arguments))
     # Full batches change the order of float32 sums; observed differences after 24 steps are below 1e-4.
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
