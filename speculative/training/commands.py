@@ -177,11 +177,10 @@ def split_rows(
 
 
 def finish(title: str, arguments: argparse.Namespace, losses: Sequence[float]) -> None:
-    """Remove the checkpoint if it is not wanted; print the last losses and the folder."""
+    """Remove the checkpoint if it is not wanted; print the last logged loss and the folder."""
     for checkpoint in () if arguments.keep_checkpoint else checkpoints(arguments.output):
         shutil.rmtree(checkpoint)
-    last = losses[-3:]
-    print(f"{title}: loss {sum(last) / len(last):.4f} over the last steps; saved to {arguments.output}")
+    print(f"{title}: loss {losses[-1]:.4f} over the last steps; saved to {arguments.output}")
 
 
 def training_samples(

@@ -163,7 +163,7 @@ def build_deepseek(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase,
 
 
 def joint_loss(
-    model: nn.Module, batch: Batch, *, prompt_weight: float, mtp_steps: int = 0, mtp_weight: float = 0.0
+    model: nn.Module, batch: Batch, prompt_weight: float, mtp_steps: int = 0, mtp_weight: float = 0.0
 ) -> Tensor:
     """Mean next-token cross-entropy, plus `mtp_weight` times the mean of the module steps' losses; prompt tokens weigh
     `prompt_weight`. A float32 scalar."""
@@ -191,12 +191,12 @@ def expert_shares(
     """The least and the most used expert's rows over the samples, as a multiple of an even share, of all routers."""
     model.train()  # routers count in training mode only
     for router in routers(model):
-        router.counts.zero_()
+        router.balance(0)  # resets the counts
     for indices in plan_batches([len(s.tokens) for s in samples], batch_tokens, 0):
-        joint_loss(model, collate([samples[i] for i in indices]).to(device), prompt_weight=0, mtp_steps=mtp_steps)
+        joint_loss(model, collate([samples[i] for i in indices]).to(device), 0.0, mtp_steps)
     shares = torch.stack([router.counts / router.counts.mean() for router in routers(model)])
     for router in routers(model):
-        router.counts.zero_()
+        router.balance(0)
     model.eval()
     return float(shares.min()), float(shares.max())
 
@@ -208,12 +208,11 @@ def train_deepseek(
     steps = arguments.mtp_steps if arguments.mtp_weight > 0 else 0
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        weights = {"prompt_weight": arguments.prompt_weight, "mtp_weight": arguments.mtp_weight}
-        return joint_loss(model, batch, mtp_steps=steps, **weights)
+        return joint_loss(model, batch, arguments.prompt_weight, steps, arguments.mtp_weight)
 
     def evaluate(held: Sequence[Sample]) -> dict[str, float]:
         least, most = expert_shares(model, held, options.batch_tokens, steps, options.device)
-        loss = answer_loss(held, options, lambda batch: joint_loss(model, batch, prompt_weight=0.0))
+        loss = answer_loss(held, options, lambda batch: joint_loss(model, batch, 0.0))
         return {"validation_loss": loss, "least_used_expert": least, "most_used_expert": most}
 
     def balance() -> None:

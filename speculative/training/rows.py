@@ -1,6 +1,7 @@
-"""Reads training rows from JSON and JSONL files in the forms that are common in the field, as conversations.
+"""Reads rows from JSON and JSONL files in several common forms as conversations.
 
-Called by the command line; knows no tokenizer. A row that fits no form stops the reading with its file and place.
+The training commands and `aerie eval-draft` call it; it knows no tokenizer. A row of another form stops the reading
+with an error that names its file and line.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ from typing import Any
 from speculative.training import TrainingError
 
 ROLES = ("system", "user", "assistant")
+# Keys of a question and its answer. An instruction may have an `input`.
+_PAIRS = (
+    ("question", "answer"),
+    *(("instruction", "response"), ("instruction", "output")),
+    *(("prompt", "response"), ("prompt", "completion")),
+)
 _CALC_MARK = re.compile(r"<<[^<>]*>>")
 
 
 class RowError(TrainingError):
-    """A row that cannot be used; the text names the file, the place and the remedy."""
+    """A row that cannot be used; the text names the file, the line and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order; an assistant's turn is what a model is trained to say. The last turn may be the user's."""
+    """Turns in order; a model is trained on the assistant's. The last turn may be the user's."""
 
     turns: tuple[Turn, ...]
 
@@ -61,9 +68,9 @@ def read_conversations(sources: Sequence[str]) -> list[Conversation]:
 def split_validation(
     conversations: Sequence[Conversation], fraction: float, seed: int
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Training and validation conversations: a seeded share is held out of those that occur only once.
+    """Training and validation conversations: a seeded share of those that occur only once is held out.
 
-    Rows given more than once (`source@3`) are wanted in training, and stay there.
+    Rows given more than once (`source@3`) are wanted in training and stay there.
     """
     counts = Counter(conversations)
     single = [conversation for conversation in conversations if counts[conversation] == 1]
@@ -121,53 +128,30 @@ def _parse(text: str, place: str) -> Any:
 def _conversation(row: Any, place: str) -> Conversation:
     if not isinstance(row, dict):
         raise RowError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
-    for keys, build in _FORMS:
-        if all(key in row for key in keys):
-            return build(row, place)
-    known = "; ".join("+".join(keys) for keys, _ in _FORMS)
+    if "messages" in row:
+        return _messages(row["messages"], place)
+    if "turns" in row:  # a benchmark's questions, as Spec-Bench and MT-bench have them; its answer is not in the file
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise RowError(f"{place}: 'turns' must be a list of questions")
+        return Conversation((Turn("user", turns[0]),))
+    for question, answer in _PAIRS:
+        if question in row and answer in row:
+            asked, said = _text(row, question, place), _text(row, answer, place)
+            if question == "instruction" and "input" in row:
+                asked = f"{asked}\n{_text(row, 'input', place).strip()}".removesuffix("\n")
+            if not asked.strip() or not said.strip():
+                raise RowError(f"{place}: {question!r} and {answer!r} must not be empty")
+            return Conversation((Turn("user", asked), Turn("assistant", said)))
+    known = "; ".join(["messages", "turns", *map("+".join, _PAIRS)])
     raise RowError(f"{place}: keys {sorted(row)} fit no known form; use one of: {known}")
 
 
-def _text(row: dict[str, Any], key: str, place: str) -> str:
-    value = row[key]
-    if not isinstance(value, str):
-        raise RowError(f"{place}: {key!r} must be a string, not {type(value).__name__}")
-    return value
-
-
-def _pair(question: str, answer: str) -> Callable[[dict[str, Any], str], Conversation]:
-    def build(row: dict[str, Any], place: str) -> Conversation:
-        asked, said = _text(row, question, place), _text(row, answer, place)
-        if not asked.strip() or not said.strip():
-            raise RowError(f"{place}: {question!r} and {answer!r} must not be empty")
-        return Conversation((Turn("user", asked), Turn("assistant", said)))
-
-    return build
-
-
-def _instruction(answer: str) -> Callable[[dict[str, Any], str], Conversation]:
-    def build(row: dict[str, Any], place: str) -> Conversation:
-        extra = _text(row, "input", place).strip() if "input" in row else ""
-        asked = _text(row, "instruction", place)
-        joined = {**row, "instruction": f"{asked}\n{extra}" if extra else asked}
-        return _pair("instruction", answer)(joined, place)
-
-    return build
-
-
-def _turns(row: dict[str, Any], place: str) -> Conversation:
-    """The first question of a benchmark row, as Spec-Bench and MT-bench have them; its answer is not in the file."""
-    turns = row["turns"]
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-        raise RowError(f"{place}: 'turns' must be a list of questions")
-    return Conversation((Turn("user", turns[0]),))
-
-
-def _messages(row: dict[str, Any], place: str) -> Conversation:
+def _messages(messages: Any, place: str) -> Conversation:
     turns = []
-    if not isinstance(row["messages"], list) or not row["messages"]:
+    if not isinstance(messages, list) or not messages:
         raise RowError(f"{place}: 'messages' must be a list of at least one turn")
-    for message in row["messages"]:
+    for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise RowError(f"{place}: each of 'messages' needs 'role' and 'content'")
         role = _text(message, "role", place)
@@ -177,12 +161,8 @@ def _messages(row: dict[str, Any], place: str) -> Conversation:
     return Conversation(tuple(turns))
 
 
-_FORMS: tuple[tuple[tuple[str, ...], Callable[[dict[str, Any], str], Conversation]], ...] = (
-    (("messages",), _messages),
-    (("turns",), _turns),
-    (("question", "answer"), _pair("question", "answer")),
-    (("instruction", "response"), _instruction("response")),
-    (("instruction", "output"), _instruction("output")),
-    (("prompt", "response"), _pair("prompt", "response")),
-    (("prompt", "completion"), _pair("prompt", "completion")),
-)
+def _text(row: dict[str, Any], key: str, place: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        raise RowError(f"{place}: {key!r} must be a string, not {type(value).__name__}")
+    return value

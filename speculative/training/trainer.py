@@ -2,7 +2,7 @@
 resume, and several GPUs under `torchrun`.
 
 The target and draft trainings call `fit`. A batch holds about the same number of tokens, not of samples, so the data
-set's items are whole batches (`samples.plan_steps`).
+set's items are whole batches (`samples.plan_steps`). Over 300 lines, since all parts are hooks of one Trainer.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        first: torch.device = self._setup_devices
-        return self.place if self.world_size == 1 else first
+        by_rank: torch.device = self._setup_devices
+        return self.place if self.world_size == 1 else by_rank
 
     @property
     def n_gpu(self) -> int:
@@ -86,9 +86,8 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
 def checkpoints(output: Path) -> list[Path]:
     """The whole checkpoints in `output`, oldest first. The state file is written last, so a folder without one is the
     remainder of a killed process."""
-    found = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
-    numbered = {int(path.name.partition("-")[2]): path for path in found if path.name.partition("-")[2].isdigit()}
-    return [numbered[step] for step in sorted(numbered)]
+    found = {path.parent.name.partition("-")[2]: path.parent for path in output.glob("checkpoint-*/trainer_state.json")}
+    return [found[step] for step in sorted(filter(str.isdigit, found), key=int)]
 
 
 def check_output(output: Path, resume: bool) -> None:
@@ -243,11 +242,9 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
         hidden = not (args.progress and state.is_world_process_zero)
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.title, disable=hidden)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.after_step is not None:
             self.after_step()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.bar.update()
         if self.is_interrupted():
             control.should_save = control.should_training_stop = True
@@ -255,11 +252,11 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
             control.should_log = True  # a checkpoint after a loss that is not finite would be useless
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "loss" not in logs:
-            return
-        if not math.isfinite(logs["loss"]):
+        loss = logs.get("loss", 0.0)
+        if not math.isfinite(loss):
             raise TrainingError(f"loss: not finite near step {state.global_step}; lower --lr or use --dtype float32")
-        self.bar.set_postfix(loss=f"{logs['loss']:.4f}")
+        if "loss" in logs:
+            self.bar.set_postfix(loss=f"{loss:.4f}")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
         if state.is_world_process_zero:
@@ -271,11 +268,11 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class GraphedStep:
-    """One step's loss and gradients, replayed from a CUDA graph for each batch shape.
+    """One step's loss and gradients, replayed from a CUDA graph for each batch shape. A small model's step is a
+    thousand short kernels, and launching them takes several times longer than running them.
 
-    A small model's step is a thousand short kernels, and launching them takes several times longer than running them.
-    Batches with `full_tokens` come in few shapes. All graphs write the same gradients and share one memory pool, so
-    only the last replay's results are valid. The loss may neither read values back to the host nor branch on them.
+    All graphs write the same gradients and share one memory pool, so only the last replay's results are valid. The loss
+    may neither read values back to the host nor branch on them.
     """
 
     def __init__(self, model: nn.Module, compute_loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]) -> None:

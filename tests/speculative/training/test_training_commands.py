@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,24 @@ def test_a_loss_that_is_not_finite_ends_the_training(
     with pytest.raises(TrainingError, match="loss: not finite near step 1; lower --lr or use --dtype float32"):
         run(f"train-target --data {rows} --output {tmp_path}/out --val-fraction 0 --steps 2 {SMALL}")
     assert not trainer.checkpoints(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_draft(tmp_path: Path, rows: Path) -> None:
+    """Under torchrun, with half of the batches each; the first regenerates and saves."""
+    processes = "torch.distributed.run --nproc-per-node 2 -m deploy.cli"
+    common = f"--data {rows} --device cpu --steps 3 --batch-tokens 512 --val-fraction 0"
+    draft = f"--target {tmp_path}/target --output {tmp_path}/draft --regenerate --max-new-tokens 5 --ttt-length 2"
+    for command in (
+        f"deploy.cli train-target {common} --output {tmp_path}/target {SMALL}",
+        f"{processes} train-draft {common} {draft} --draft-vocab 64 --max-length 128",
+    ):
+        done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.count("saved to") == 1
+    state = json.loads((tmp_path / "draft" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3 and state["epoch"] == 1
+    assert {path.name for path in (tmp_path / "draft" / "checkpoint-3").glob("rng_state*")} == {
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    }
