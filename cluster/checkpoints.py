@@ -58,7 +58,7 @@ def check_device(
 
 def lacking_weights(config: AerieConfig) -> list[str]:
     """The checkpoint folders that hold no weight files, though weights are to be loaded from them."""
-    from speculative.draft_models.checkpoint_files import has_weights
+    from speculative.drafts.checkpoint_files import has_weights
 
     paths = [config.model.path, *([config.speculative.path] if config.speculative is not None else [])]
     return [path for path in paths if config.model.load_format != "dummy" and not has_weights(path)]

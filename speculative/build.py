@@ -17,11 +17,11 @@ from attention.registry import Choice, check_choices
 from speculative.backends import draft_choices
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
-from speculative.draft_models.loading import fill_draft, load_draft
-from speculative.draft_models.method import DraftMethod
-from speculative.draft_models.registry import read_draft
-from speculative.drafter import DraftRunner
-from speculative.tree.shape import TreeShape, shapes_of
+from speculative.drafts.drafter import DraftRunner
+from speculative.drafts.loading import fill_draft, load_draft
+from speculative.drafts.method import DraftMethod
+from speculative.drafts.registry import read_draft
+from speculative.tree.shape import TreeShape
 from workers.config import RoundShapes, WorkerConfig
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup
@@ -204,7 +204,7 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
         return NoSpeculation()
     draft = read_draft(config.method, config.path, spec.worker.model.path, target)
     draft_tp = _draft_tp(config, spec.worker.tensor_parallel)
-    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, shapes_of(config))
+    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes)
 
 
 def _draft_tp(speculative: SpeculativeConfig, tensor_parallel: int) -> int:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attention.config import MIN_WINDOW
+from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of
+from workers.config import RoundShapes
 
 Method = Literal["eagle", "eagle3", "mtp"]
-
-MAX_TREE_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integer
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class SpeculativeConfig:
     (minimum-variance schedule, the definition vLLM uses), whatever the draft says, as far as a round's shape holds so
     many; None verifies for real. window: tokens that the draft attends to, the newest of a request; None for all.
     adaptive: the tree is the most that rounds verify and draft, and the scheduler may run
-    smaller shapes, down to none (`speculative.tree.shape.shapes_of`), as load and acceptance want it.
+    smaller shapes, down to none (`shapes`), as load and acceptance want it.
     """
 
     path: str = ""
@@ -43,22 +43,23 @@ class SpeculativeConfig:
             )
         if self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: must be at least 1; 1 drafts a chain")
-        if not 2 <= self.num_draft_tokens <= MAX_TREE_WIDTH:
-            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: must be 2 to {MAX_TREE_WIDTH}")
+        if not 2 <= self.num_draft_tokens <= MAX_WIDTH:
+            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: must be 2 to {MAX_WIDTH}")
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}: a chain (top_k=1) has num_steps + 1 = "
                 f"{self.num_steps + 1} tokens, its root included; set that, or raise top_k"
             )
-        if self.num_draft_tokens > self.max_tree_nodes:
+        most_nodes = max_nodes(self.num_steps, self.top_k)
+        if self.num_draft_tokens > most_nodes:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "
-                f"top_k={self.top_k} has {self.max_tree_nodes} nodes at most; lower it or raise those"
+                f"top_k={self.top_k} has {most_nodes} nodes at most; lower it or raise those"
             )
-        if self.num_scratch_tokens > MAX_TREE_WIDTH:
+        if num_scratch_tokens(self.num_steps, self.top_k) > MAX_WIDTH:
             raise ValueError(
                 f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
-                f"most {MAX_TREE_WIDTH}; lower one of them"
+                f"most {MAX_WIDTH}; lower one of them"
             )
         if self.window is not None and self.window < MIN_WINDOW:
             raise ValueError(
@@ -70,11 +71,11 @@ class SpeculativeConfig:
             raise ValueError(f"synthetic_acceptance_length={length}: must be 1 to num_steps + 1 = {self.num_steps + 1}")
 
     @property
-    def max_tree_nodes(self) -> int:
-        """Nodes of the whole candidate tree, the root included."""
-        return 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
+    def shape(self) -> TreeShape:
+        """The tree that it asks for."""
+        return TreeShape.of(self.num_steps, self.top_k, self.num_draft_tokens)
 
     @property
-    def num_scratch_tokens(self) -> int:
-        """KV positions that drafting writes behind the committed ones: top_k per step after the first."""
-        return (self.num_steps - 1) * self.top_k
+    def shapes(self) -> RoundShapes:
+        """The shapes that its engine has."""
+        return shapes_of(self.shape, self.adaptive)

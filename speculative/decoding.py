@@ -13,12 +13,12 @@ from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from speculative.draft_backlog import DraftBacklog
-from speculative.drafter import DraftBatch, Drafter, DraftRunner
-from speculative.guidance import Guidance
+from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
+from speculative.drafts.guidance import Guidance
 from speculative.ops.acceptance import accept_commit
 from speculative.step_parts import Finals, Rounds, TargetPass, emitted
 from speculative.tree.nodes import RoundRows
-from speculative.tree.shape import TreeShape, is_chain
+from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
 from workers.config import RoundShape, RoundShapes
 from workers.layers.forward_context import Attending
@@ -106,7 +106,7 @@ class SpeculativeDecoding(CuttableStrategy):
                 page_table,
                 batch.max_kv_len,
                 rows.mask_words,
-                chain=is_chain(shape),
+                chain=shape.is_chain,
             )
             positions = rows.positions
         ids = joined((rows.ids, chunks.ids if chunks else None))
@@ -126,12 +126,11 @@ class SpeculativeDecoding(CuttableStrategy):
         """Rounds: accept, commit, and move the accepted path's KV to the front."""
         slots, rows, page_table = self._slots, passed.rows, passed.page_table
         sampled = self._chosen(logits[: batch.num_requests * shape.width], batch, rows)
-        depth = shape.max_new_tokens - 1
         synthetic = self._synthetic_acceptance_length if shape.width > 1 else None
-        done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, depth, synthetic)
+        done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, shape.depth, synthetic)
         features = passed.round_features
         # a chain's path is its nodes in their order; rows after the last accepted are read by nobody
-        if shape.width > 1 and not is_chain(shape):
+        if shape.width > 1 and not shape.is_chain:
             self._target.pool.move_path(page_table, rows.length, done.accepted.path)
             features = features.index_select(0, done.path_rows.flatten())
         return Rounds(rows.length, page_table, sampled, done, features)

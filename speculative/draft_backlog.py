@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.drafter import DraftRunner
+from speculative.drafts.drafter import DraftRunner
 from speculative.step_parts import Rounds
 from workers.layers.forward_context import Attending
 from workers.slots.slot_table import SlotTable

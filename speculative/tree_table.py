@@ -1,5 +1,5 @@
 """The tree of every slot, from the round that drafts it to the round that verifies it. Written by
-`speculative.drafter`, read by `speculative.decoding`."""
+`speculative.drafts.drafter`, read by `speculative.decoding`."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,6 @@ from torch import Tensor
 from speculative.ops.tree_growth import write_best, write_trees
 from speculative.ops.tree_read import read_trees, write_roots
 from speculative.tree.nodes import Candidates, RoundRows, Tree, bare_roots
-from speculative.tree.shape import is_chain
 from workers.config import RoundShape
 
 
@@ -32,8 +31,8 @@ class TreeTable:
     def read(self, slots: Tensor, shape: RoundShape, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
         """The trees of slots [B] int64 as far as `shape` holds them, after seq_len [num_slots + 1] int32. mask_words:
         the verifying backend's buffer, which is filled (`attention.backend.AttentionBackend.verify_buffer`)."""
-        as_chain = is_chain(shape) and not self._is_chain
-        return read_trees(self.trees, slots, shape.width, shape.max_new_tokens - 1, as_chain, seq_len, mask_words)
+        as_chain = shape.is_chain and not self._is_chain
+        return read_trees(self.trees, slots, shape.width, shape.depth, as_chain, seq_len, mask_words)
 
     def drafted(self, slots: Tensor) -> Tensor:
         """[B, 2, W] int64: tokens and parents of the trees of slots [B] int64."""

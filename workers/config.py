@@ -112,6 +112,16 @@ class RoundShape:
         assert 1 <= self.max_new_tokens <= self.width, f"{self.name}: a round emits at most what it verifies"
 
     @property
+    def depth(self) -> int:
+        """Draft tokens that a round can accept."""
+        return self.max_new_tokens - 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there are drafts, and each is the child of the one before, so that all can be accepted."""
+        return 1 < self.width == self.max_new_tokens
+
+    @property
     def max_kv_tokens(self) -> int:
         """KV positions from the committed length on that a round may write which verifies and drafts this shape."""
         return max(self.width, self.max_new_tokens + self.draft_tokens)
@@ -172,7 +182,7 @@ class RoundShapes:
         rare_sampling: for what only `unrestricted` shapes are captured for."""
         if not self.adaptive or num_requests <= FEW_REQUESTS:
             return (self.default,)
-        chains = [index for index, shape in enumerate(self.shapes) if index and shape.width == shape.max_new_tokens]
+        chains = [index for index, shape in enumerate(self.shapes) if shape.is_chain]
         return self.unrestricted if rare_sampling or not chains else (0, chains[-1])
 
     def largest_beside_chunks(self, num_requests: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from speculative.training import TrainingError
 
-# The fields of `speculative.draft_models.eagle3_config.HeadFlags`; a test compares them.
+# The fields of `speculative.drafts.eagle3_config.HeadFlags`; a test compares them.
 HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 

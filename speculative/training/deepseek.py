@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.draft_models.mtp import ARCHITECTURES, Mtp
+from speculative.drafts.mtp import ARCHITECTURES, Mtp
 from speculative.training import TrainingError
 from speculative.training.deepseek_layers import (
     DeepseekLayer,

@@ -2,7 +2,7 @@
 module for multi-token prediction (MTP), unrolled on its own outputs.
 
 The engine serves the same weights from the same descriptions with `workers.models.deepseek` and
-`speculative.draft_models.mtp.MtpModel`; `tests/speculative/training/test_training_mtp.py` compares them. Parameter
+`speculative.drafts.mtp.MtpModel`; `tests/speculative/training/test_training_mtp.py` compares them. Parameter
 names are the published ones, except for experts, which are stacked (`layer_tensors` splits them).
 
 Papers: arXiv 2405.04434, sections 2.1 and 2.2; arXiv 2412.19437, sections 2.1 and 2.2. There each depth has a module of
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attention.rotation import rotate_pairs
-from speculative.draft_models.mtp import Mtp
+from speculative.drafts.mtp import Mtp
 from speculative.training.draft import TrainedDraft
 from speculative.training.eagle3 import BranchCache, GatedMLP, RMSNorm, branch_attention, linear, shift_left
 from workers.layers.latent_attention import LATENT_EPS

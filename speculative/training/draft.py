@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from speculative.draft_models.eagle3_checkpoint import offsets
+from speculative.drafts.eagle3_checkpoint import offsets
 from speculative.training.samples import Batch, Sample, causal_mask, collate, plan_batches
 from speculative.training.trainer import FitArguments, fit
 

@@ -1,7 +1,7 @@
 """The EAGLE-3 head over whole sequences, unrolled on its own outputs, and the layers that MTP modules share.
 
-The engine serves the head from the same description (`speculative.draft_models.eagle3.Eagle3`) and the same files with
-`speculative.draft_models.eagle3.Eagle3Model`, which has no gradients and reads KV from pages;
+The engine serves the head from the same description (`speculative.drafts.eagle3.Eagle3`) and the same files with
+`speculative.drafts.eagle3.Eagle3Model`, which has no gradients and reads KV from pages;
 `tests/speculative/training/test_training_serving.py` compares the two. Parameter names are those of the published
 heads. Paper: EAGLE-3, arXiv 2503.01840, section 3.
 """
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attention.rotation import rotate
-from speculative.draft_models.eagle3 import Eagle3
-from speculative.draft_models.layers import joined_input
+from speculative.drafts.eagle3 import Eagle3
+from speculative.drafts.layers import joined_input
 from speculative.training.draft import TrainedDraft
 from workers.layers.rotary import frequencies
 from workers.models.llama import LlamaConfig
@@ -112,7 +112,7 @@ class DraftAttention(nn.Module):
 
 class DraftLayer(nn.Module):
     """The one decoder layer: it reads embedding and feature side by side; its residual stream is the feature.
-    norm_before_residual: as in `speculative.draft_models.eagle3_config.HeadFlags`."""
+    norm_before_residual: as in `speculative.drafts.eagle3_config.HeadFlags`."""
 
     def __init__(self, model: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()

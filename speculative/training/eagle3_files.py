@@ -1,6 +1,6 @@
 """Builds, saves and loads EAGLE-3 heads, in the published folder layout that SafeAILab's code, SGLang and vLLM read.
 
-The engine decides what a config.json means: `speculative.draft_models.eagle3` reads it.
+The engine decides what a config.json means: `speculative.drafts.eagle3` reads it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.draft_models.eagle3 import Eagle3
-from speculative.draft_models.eagle3_checkpoint import (
+from speculative.drafts.eagle3 import Eagle3
+from speculative.drafts.eagle3_checkpoint import (
     ARCHITECTURE,
     MIN_TARGET_LAYERS,
     default_capture,

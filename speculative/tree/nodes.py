@@ -131,8 +131,3 @@ def bare_roots(root: Tensor, width: int) -> Tree:
     """Trees of which only the root [B] can be accepted."""
     nothing = torch.full((root.shape[0], width - 1), NO_TOKEN, dtype=torch.int64, device=root.device)
     return chain(root, nothing)
-
-
-def candidate_depths(num_steps: int, top_k: int) -> list[int]:
-    """The depth of every candidate: top_k at depth 1, then top_k children of each of the top_k expanded nodes."""
-    return [1] * top_k + [depth for depth in range(2, num_steps + 1) for _ in range(top_k**2)]

@@ -7,7 +7,8 @@ from typing import TypeVar
 import torch
 
 from speculative.ops.tree_growth import grow, write_best
-from speculative.tree.nodes import Candidates, Children, Level, Tree, candidate_depths
+from speculative.tree.nodes import Candidates, Children, Level, Tree
+from speculative.tree.shape import TreeShape
 from tests.ops.case import Case
 
 BATCH = 5
@@ -28,18 +29,18 @@ Grown = tuple[Candidates, Level | None, Children, int, int]
 def _growth(top_k: int, steps: int, mapped: bool, masked: bool) -> Iterator[Grown]:
     """The arguments of `grow` for every level, and at the end the finished candidates."""
     generator = torch.Generator().manual_seed(top_k)
-    candidates = Candidates.empty(BATCH, torch.tensor(candidate_depths(steps, top_k)), steps)
+    shape = TreeShape.of(steps, top_k, 2)
+    candidates = Candidates.empty(BATCH, torch.tensor(shape.candidate_depths), steps)
     for field in (candidates.tokens, candidates.scores, candidates.parents):
         field.zero_()
     above: Level | None = None
-    for step in range(steps):
-        found = proposals(BATCH * (top_k if step else 1), top_k, 50, generator, mapped)
+    for step in shape.steps:
+        found = proposals(BATCH * step.rows, top_k, 50, generator, mapped)
         if masked:
-            found.log_probabilities[:, 1 + step % 2 :] = float("-inf")
-        first = 0 if step == 0 else top_k + (step - 1) * top_k**2
-        yield candidates, above, found, first, step * top_k
-        above = grow.reference(candidates, above, found, first, step * top_k)
-    yield candidates, above, found, first, step * top_k
+            found.log_probabilities[:, 2 - step.depth % 2 :] = float("-inf")
+        yield candidates, above, found, step.first_candidate, step.suffix
+        above = grow.reference(candidates, above, found, step.first_candidate, step.suffix)
+    yield candidates, above, found, step.first_candidate, step.suffix
 
 
 def _grow(top_k: int, steps: int, level: int, mapped: bool, masked: bool) -> Case:

@@ -12,7 +12,7 @@ from attention.backends.torch_backend import TorchBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.config import Method, SpeculativeConfig
-from speculative.draft_models.layers import DraftLayer
+from speculative.drafts.layers import DraftLayer
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import LAYERS, make_target

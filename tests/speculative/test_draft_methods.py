@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculative.config import Method, SpeculativeConfig
-from speculative.draft_models.method import DraftMethod, DraftModel
-from speculative.draft_models.registry import METHODS, read_draft
+from speculative.drafts.method import DraftMethod, DraftModel
+from speculative.drafts.registry import METHODS, read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.test_loading import edited, spec_of

@@ -15,9 +15,9 @@ from attention.limits import DeviceKind
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.backends import draft_backends
 from speculative.config import SpeculativeConfig
-from speculative.draft_models.loading import load_draft
-from speculative.draft_models.registry import read_draft
-from speculative.drafter import DraftRunner
+from speculative.drafts.drafter import DraftRunner
+from speculative.drafts.loading import load_draft
+from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.eagle3_reference import Head, Reference, save_head

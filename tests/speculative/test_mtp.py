@@ -13,9 +13,9 @@ from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode, PrefillBatch
 from speculative.build import plan_memory
 from speculative.config import SpeculativeConfig
-from speculative.draft_models.loading import load_draft
-from speculative.draft_models.mtp import Mtp
-from speculative.draft_models.registry import read_draft
+from speculative.drafts.loading import load_draft
+from speculative.drafts.mtp import Mtp
+from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.test_loading import edited

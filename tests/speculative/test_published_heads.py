@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.draft_models import loading
-from speculative.draft_models.eagle3 import Eagle3
-from speculative.draft_models.eagle3_config import HeadFlags
-from speculative.draft_models.method import DraftModel
-from speculative.draft_models.registry import METHODS
+from speculative.drafts import loading
+from speculative.drafts.eagle3 import Eagle3
+from speculative.drafts.eagle3_config import HeadFlags
+from speculative.drafts.method import DraftModel
+from speculative.drafts.registry import METHODS
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.models.llama import LlamaConfig, LlamaForCausalLM, read_config, weight_names
@@ -319,7 +319,7 @@ def loaded(head: Published, method: Eagle3, monkeypatch: pytest.MonkeyPatch) -> 
 def test_published_heads_load_as_they_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = HEADS[name]
     assert [method.name for method in METHODS.values() if method.recognises(head.config)] == ["eagle3"]
-    monkeypatch.setattr("speculative.draft_models.eagle3.tensor_names", lambda path: list(tensors_of(head)))
+    monkeypatch.setattr("speculative.drafts.eagle3.tensor_names", lambda path: list(tensors_of(head)))
     method = Eagle3.read(str(tmp_path), head.config, target_of(head))
     assert (method.capture, method.flags, method.model.num_layers) == (head.capture, head.flags, head.num_layers)
     assert method.model.qk_norm == any("q_norm" in tensor for tensor in head.more)

@@ -10,7 +10,7 @@ from speculative.config import SpeculativeConfig
 from speculative.ops.acceptance import accept, accept_synthetic
 from speculative.ops.tree_growth import best_tree
 from speculative.tree.nodes import NO_TOKEN, Tree, bare_roots, chain
-from speculative.tree.shape import TreeShape, tree_shape
+from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
 from tests.support.random_trees import random_candidates
 from workers.config import PLAIN
@@ -113,7 +113,7 @@ def test_tree_table_gives_back_what_was_written(is_chain: bool) -> None:
     seq_len = torch.tensor([10, 11, 12, 13, 14], dtype=torch.int32)
     tree = chain(torch.tensor([7, 8]), torch.tensor([[1, 2], [3, 4]]))
     table.write(torch.tensor([3, 0]), tree)
-    back = table.read(torch.tensor([0, 3, 1]), tree_shape(2, 1, 3), seq_len)
+    back = table.read(torch.tensor([0, 3, 1]), TreeShape.of(2, 1, 3), seq_len)
     assert back.tree.tokens[:2].tolist() == [[8, 3, 4], [7, 1, 2]]
     assert back.tree.tokens[2, 1:].tolist() == [NO_TOKEN, NO_TOKEN]
     assert back.length.tolist() == [10, 13, 11]
@@ -122,8 +122,8 @@ def test_tree_table_gives_back_what_was_written(is_chain: bool) -> None:
     assert table.read(torch.tensor([3]), PLAIN, seq_len).tree.masks.tolist() == [[1]]
 
 
-@pytest.mark.parametrize("drafted", [tree_shape(*s) for s in ((3, 1, 4), (4, 3, 12), (5, 4, 16))])
-@pytest.mark.parametrize("verified", [tree_shape(*s) for s in ((1, 1, 2), (4, 1, 5), (3, 2, 6), (5, 4, 20))])
+@pytest.mark.parametrize("drafted", [TreeShape.of(*s) for s in ((3, 1, 4), (4, 3, 12), (5, 4, 16))])
+@pytest.mark.parametrize("verified", [TreeShape.of(*s) for s in ((1, 1, 2), (4, 1, 5), (3, 2, 6), (5, 4, 20))])
 def test_any_shape_can_be_verified_after_any_other(drafted: TreeShape, verified: TreeShape) -> None:
     """What may be accepted is in both: the drafted tree, and of it the best nodes as far as the verified shape holds
     them, whatever was drafted for the slot before."""

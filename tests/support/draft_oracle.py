@@ -26,7 +26,7 @@ from attention.metadata import token_indices
 from speculative.build import DraftSpeculation, EngineSpec, build_worker, plan_layout
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
-from speculative.tree.shape import tree_shape
+from speculative.tree.shape import TreeShape
 from tests.support.eager_graphs import EagerRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
@@ -283,11 +283,13 @@ def random_case(rng: random.Random) -> Case:
     )
 
 
-CHAIN, TREE = tree_shape(3, 1, 4), tree_shape(4, 3, 10)
+CHAIN, TREE = TreeShape.of(3, 1, 4), TreeShape.of(4, 3, 10)
 SHAPES = {
     "chain": RoundShapes((PLAIN, CHAIN), default=1),
     "tree": RoundShapes((PLAIN, TREE), default=1),
-    "changing": RoundShapes((PLAIN, CHAIN, TREE, tree_shape(1, 1, 2), tree_shape(6, 1, 7)), default=2, adaptive=True),
+    "changing": RoundShapes(
+        (PLAIN, CHAIN, TREE, TreeShape.of(1, 1, 2), TreeShape.of(6, 1, 7)), default=2, adaptive=True
+    ),
 }
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from speculative.config import SpeculativeConfig
-from speculative.tree.shape import shapes_of
 from workers.config import RoundShapes
 from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.shape_choice import Load, ShapeChoice
@@ -27,8 +26,8 @@ PLAIN_MS = (4.2, 4.4, 5.1, 5.7, 7.7, 11.7)
 CHAIN_MS = (4.9, 5.3, 6.9, 9.6, 17.1, 32.1)
 TREE_MS = (5.4, 6.0, 10.4, 16.7, 29.3, 54.5)
 KV_MS = 131072 / 4.0e12 * 1e3  # of a token: its bytes over the memory's rate
-CHAIN = shapes_of(SpeculativeConfig("", "eagle3", 3, 1, 4))
-TREE = shapes_of(SpeculativeConfig("", "eagle3", 5, 4, 16))
+CHAIN = SpeculativeConfig("", "eagle3", 3, 1, 4).shapes
+TREE = SpeculativeConfig("", "eagle3", 5, 4, 16).shapes
 
 
 def between(low: tuple[float, ...], high: tuple[float, ...], share: float) -> tuple[float, ...]:
@@ -115,7 +114,7 @@ class Engine:
         self.users = np.arange(self.max_batch)
         self.speculative = np.ones(self.max_batch, np.bool_)
         self.random = np.random.default_rng(self.seed)
-        self.depth = np.array([shape.max_new_tokens - 1 for shape in self.shapes.shapes])
+        self.depth = np.array([shape.depth for shape in self.shapes.shapes])
         self.drafted = self.num_steps = 0
         self.ms = self.tokens = 0.0
         self.late: deque[tuple[Ints, Ints, int, int, npt.NDArray[np.int32]]] = deque()

@@ -5,12 +5,14 @@ import time
 import numpy as np
 import pytest
 
-from speculative.tree.shape import tree_shape
+from speculative.tree.shape import TreeShape
 from workers.config import PLAIN, RoundShapes
 from workers.scheduling.survival import Survival
 
 ONE, CHAIN, TREE = 1, 2, 3
-SHAPES = RoundShapes((PLAIN, tree_shape(1, 1, 2), tree_shape(3, 1, 4), tree_shape(5, 4, 16)), default=3, adaptive=True)
+SHAPES = RoundShapes(
+    (PLAIN, TreeShape.of(1, 1, 2), TreeShape.of(3, 1, 4), TreeShape.of(5, 4, 16)), default=3, adaptive=True
+)
 DEPTH = {ONE: 1, CHAIN: 3, TREE: 5}
 
 

@@ -1,5 +1,5 @@
 """Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ by three
-flags. EAGLE's heads (`speculative.draft_models`) are made of the same layers."""
+flags. EAGLE's heads (`speculative.drafts`) are made of the same layers."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -6,7 +6,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import RoundShape, RoundShapes
+from workers.config import RoundShapes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,12 +38,12 @@ class Survival:
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
-        depths = [shape.max_new_tokens - 1 for shape in shapes.shapes]
+        depths = [shape.depth for shape in shapes.shapes]
         self._depth = np.array(depths, np.int64)
         families: dict[int, int] = {}
         self._family = np.zeros(len(shapes), np.int64)
         for index, shape in enumerate(shapes.shapes[1:], 1):
-            key = 0 if _is_chain(shape) else index
+            key = 0 if shape.is_chain else index
             self._family[index] = families.setdefault(key, len(families))
         count, self._max_depth = max(1, len(families)), max(1, *depths)
         self._branching = np.ones(count)
@@ -167,7 +167,3 @@ class Survival:
         prior = 1.0 - (1.0 - known) ** (self._branching[:, None] / self._branching[reference])
         found: Floats = (self._hits + SHAPE_PRIOR * prior) / (self._trials + SHAPE_PRIOR)
         return found.clip(EDGE, 1.0 - EDGE)
-
-
-def _is_chain(shape: RoundShape) -> bool:
-    return shape.width == shape.max_new_tokens

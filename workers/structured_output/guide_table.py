@@ -1,5 +1,5 @@
 """What drafts follow under grammars: for each request of a step a small automaton, its guide, on the device. Written by
-`workers.structured_output.draft_guide`, read by `speculative.guidance`.
+`workers.structured_output.draft_guide`, read by `speculative.drafts.guidance`.
 
 A guide begins at the nodes of the tree that the step verifies: each has a state, the newest token leads to another one,
 and every drafted token to the next. What a guide does not know has no state, and is drafted freely: a guide says what

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.draft_models.eagle3 import Eagle3
+from speculative.drafts.eagle3 import Eagle3
 from speculative.training.cli import add_commands
 from speculative.training.eagle3_files import draft_config, read_draft_config
 from speculative.training.rows import Conversation, Turn

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
 
-from speculative.draft_models.eagle3 import Eagle3
+from speculative.drafts.eagle3 import Eagle3
 from speculative.training.draft import AcceptanceTally, DraftVocabulary, add_rounds, measure_acceptance, train_draft
 from speculative.training.eagle3 import Eagle3Head
 from speculative.training.eagle3_files import build_head, choose_vocabulary, draft_config, read_draft_config

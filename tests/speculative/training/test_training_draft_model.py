@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.rotation import rotate
-from speculative.draft_models.eagle3 import Eagle3
+from speculative.drafts.eagle3 import Eagle3
 from speculative.training import TrainingError
 from speculative.training.draft import DraftVocabulary
 from speculative.training.eagle3 import Eagle3Head

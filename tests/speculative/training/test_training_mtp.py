@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from attention.backends.torch_backend import TorchBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.draft_models.loading import load_draft
-from speculative.draft_models.registry import read_draft
-from speculative.drafter import DraftRunner
+from speculative.drafts.drafter import DraftRunner
+from speculative.drafts.loading import load_draft
+from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
 from speculative.training.commands import DRAFTS
 from speculative.training.deepseek import (

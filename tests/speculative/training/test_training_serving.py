@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from attention.backends.torch_backend import TorchBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.draft_models.eagle3_config import HeadFlags
-from speculative.draft_models.loading import load_draft as load_served
-from speculative.draft_models.registry import read_draft
-from speculative.drafter import DraftRunner
+from speculative.drafts.drafter import DraftRunner
+from speculative.drafts.eagle3_config import HeadFlags
+from speculative.drafts.loading import load_draft as load_served
+from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
 from speculative.training.cli import HEAD_FLAGS
 from speculative.training.draft import DraftVocabulary

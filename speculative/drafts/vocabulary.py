@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from speculative.draft_models.eagle3_checkpoint import target_ids
-from speculative.draft_models.method import DraftMethod
+from speculative.drafts.eagle3_checkpoint import target_ids
+from speculative.drafts.method import DraftMethod
 
 
 def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor | None:

@@ -1,12 +1,12 @@
 """What the config.json of a published EAGLE-3 head says, in the spellings that are in use: the flat one of SafeAILab
 and SpecForge, NVIDIA's with more in `eagle_config`, and that of RedHat's `speculators`, which nests the layers' keys in
-`transformer_layer_config`. Read by `speculative.draft_models.eagle3` alone; what would be ignored is refused here."""
+`transformer_layer_config`. Read by `speculative.drafts.eagle3` alone; what would be ignored is refused here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speculative.draft_models.config import draft_architecture
+from speculative.drafts.config import draft_architecture
 from workers.models.config_fields import section_of
 
 # The family of the layers by transformer_layer_config.model_type.

@@ -1,5 +1,6 @@
 """Drafting under grammars: where the drafts of a step stand in their requests' guides
-(`workers.structured_output.guide_table`). Used by `speculative.drafter`, in steps in which a request has a grammar."""
+(`workers.structured_output.guide_table`). Used by `speculative.drafts.drafter`, in steps in which a request has a
+grammar."""
 
 from torch import Tensor
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.draft_models.method import DraftModel
-from speculative.guidance import Guidance
+from speculative.drafts.guidance import Guidance
+from speculative.drafts.method import DraftModel
 from speculative.ops.tree_growth import grow
-from speculative.tree.nodes import Candidates, Children, candidate_depths, chain
+from speculative.tree.nodes import Candidates, Children, Level, chain
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable
 from workers.layers.forward_context import Attending, ForwardContext
@@ -86,6 +86,7 @@ class Drafter:
         self, shape: TreeShape, trees: TreeTable, runner: DraftRunner, slots: SlotTable, sampler: Sampler
     ) -> None:
         self._shape = shape
+        self._steps = shape.steps
         self._trees = trees
         self._runner = runner
         self._slots = slots
@@ -98,7 +99,7 @@ class Drafter:
         # [num_steps - 1, 1, top_k]: step s's rows stand s - 1 after the committed length
         levels = torch.arange(shape.num_steps - 1, device=slots.device)
         self._level_positions = levels.view(-1, 1, 1).expand(-1, 1, shape.top_k).contiguous()
-        self._depths = torch.tensor(candidate_depths(shape.num_steps, shape.top_k), device=slots.device)
+        self._depths = torch.tensor(shape.candidate_depths, device=slots.device)
 
     def draft(self, batch: DraftBatch) -> None:
         """New trees for requests whose newest token is committed."""
@@ -109,16 +110,17 @@ class Drafter:
 
     def _draft_chain(self, batch: DraftBatch) -> None:
         slots, length = batch.slots, self._slots.seq_len[batch.slots]
-        head, hidden, steps = self._runner.model, batch.hidden, self._shape.num_steps
+        head, hidden = self._runner.model, batch.hidden
         tokens: list[Tensor] = []
-        for step in range(1, steps + 1):
-            logits = self._scores(hidden, batch, length, step, 1)
+        for step in self._steps:
+            if tokens:
+                suffix = step.suffix
+                mask = self._chain_masks[suffix - 1].expand(slots.shape[0], 1)
+                decode = DecodeBatch(Mode.DRAFT_DECODE, 1, suffix, length, mask, batch.page_table, batch.max_kv_len)
+                hidden = head.step(tokens[-1], hidden, self._runner.context(decode))
+            logits = self._scores(hidden, batch, length, step.depth, 1)
             best = head.to_target(head.lm_head.shard.argmax(logits))
             tokens.append(best if batch.guidance is None else batch.guidance.follow(best))
-            if step < steps:
-                mask = self._chain_masks[step - 1].expand(slots.shape[0], 1)
-                decode = DecodeBatch(Mode.DRAFT_DECODE, 1, step, length, mask, batch.page_table, batch.max_kv_len)
-                hidden = head.step(tokens[-1], hidden, self._runner.context(decode))
         self._trees.write(slots, chain(self._slots.bonus[slots], torch.stack(tokens, dim=1)))
 
     def _draft_tree(self, batch: DraftBatch) -> None:
@@ -126,17 +128,17 @@ class Drafter:
         candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._shape.num_steps)
         # [num_steps - 1, B * k]: a level's nodes stand side by side in the text, one behind the other in the tail
         positions = (length.long().unsqueeze(1) + self._level_positions).flatten(1)
-        level = grow(candidates, None, self._best(state, batch, length, 1, 1), first=0, first_bit=0)
-        if batch.guidance is not None:
-            batch.guidance.grown(level)
-        for step in range(1, self._shape.num_steps):
-            decode = DecodeBatch(Mode.DRAFT_DECODE, k, step * k, length, level.mask, batch.page_table, batch.max_kv_len)
-            context = self._runner.context(decode, positions[step - 1])
-            # rows of their own, which a draft may change in place
-            state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)
-            children = self._best(state, batch, length, step + 1, k)
-            level = grow(candidates, level, children, first=k + (step - 1) * k * k, first_bit=step * k)
-            if batch.guidance is not None and step + 1 < self._shape.num_steps:
+        level: Level | None = None
+        for step in self._steps:
+            if level is not None:
+                suffix, mask = step.suffix, level.mask
+                decode = DecodeBatch(Mode.DRAFT_DECODE, k, suffix, length, mask, batch.page_table, batch.max_kv_len)
+                context = self._runner.context(decode, positions[step.depth - 2])
+                # rows of their own, which a draft may change in place
+                state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)
+            children = self._best(state, batch, length, step.depth, step.rows)
+            level = grow(candidates, level, children, step.first_candidate, step.suffix)
+            if batch.guidance is not None and not step.is_last:
                 batch.guidance.grown(level)
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
 

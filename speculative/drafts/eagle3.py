@@ -10,18 +10,18 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from speculative.draft_models.checkpoint_files import tensor_names
-from speculative.draft_models.config import check_target, check_width
-from speculative.draft_models.eagle3_checkpoint import captured_layers, count_layers, weight_names
-from speculative.draft_models.eagle3_config import (
+from speculative.drafts.checkpoint_files import tensor_names
+from speculative.drafts.config import check_target, check_width
+from speculative.drafts.eagle3_checkpoint import captured_layers, count_layers, weight_names
+from speculative.drafts.eagle3_config import (
     HeadFlags,
     is_eagle3,
     layers_config,
     read_flags,
     reads_captured_layers,
 )
-from speculative.draft_models.layers import DraftLayer, joined_input
-from speculative.draft_models.method import DraftMethod, DraftModel
+from speculative.drafts.layers import DraftLayer, joined_input
+from speculative.drafts.method import DraftMethod, DraftModel
 from speculative.ops.head_input import head_input
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer

@@ -5,9 +5,9 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from speculative.draft_models.checkpoint_files import draft_tensors
-from speculative.draft_models.method import DraftMethod, DraftModel
-from speculative.draft_models.vocabulary import take_target_ids
+from speculative.drafts.checkpoint_files import draft_tensors
+from speculative.drafts.method import DraftMethod, DraftModel
+from speculative.drafts.vocabulary import take_target_ids
 from workers.config import ModelSource
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import finish_weights

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from speculative.draft_models.config import check_target, check_width, draft_architecture, read_layer
-from speculative.draft_models.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
-from speculative.draft_models.method import DraftMethod, DraftModel
+from speculative.drafts.config import check_target, check_width, draft_architecture, read_layer
+from speculative.drafts.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
+from speculative.drafts.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext

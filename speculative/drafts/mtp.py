@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from speculative.draft_models.config import check_target, draft_architecture
-from speculative.draft_models.method import DraftMethod, DraftModel
+from speculative.drafts.config import check_target, draft_architecture
+from speculative.drafts.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear

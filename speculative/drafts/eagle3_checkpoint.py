@@ -1,4 +1,4 @@
-"""The published layout of EAGLE-3's checkpoints: what the model that serves one (`speculative.draft_models.eagle3`) and
+"""The published layout of EAGLE-3's checkpoints: what the model that serves one (`speculative.drafts.eagle3`) and
 the model that trains one (`speculative.training.eagle3`) must agree on beside the names of their parameters."""
 
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculative.draft_models.layers import IGNORED_WEIGHTS, deeper_layer_names, layer_names
+from speculative.drafts.layers import IGNORED_WEIGHTS, deeper_layer_names, layer_names
 from workers.models.config_fields import ids_of, section_of, size_of
 from workers.models.name_map import NameMap
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from speculative.draft_models.config import draft_architecture
-from speculative.draft_models.eagle import Eagle
-from speculative.draft_models.eagle3 import Eagle3
-from speculative.draft_models.method import DraftMethod
-from speculative.draft_models.mtp import Mtp
+from speculative.drafts.config import draft_architecture
+from speculative.drafts.eagle import Eagle
+from speculative.drafts.eagle3 import Eagle3
+from speculative.drafts.method import DraftMethod
+from speculative.drafts.mtp import Mtp
 from workers.models.config import ModelConfig, read_config_json
 
 METHODS: dict[str, type[DraftMethod]] = {method.name: method for method in (Eagle, Eagle3, Mtp)}

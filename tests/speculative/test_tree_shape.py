@@ -1,0 +1,49 @@
+"""`TreeShape`: its tables agree with each other and with what the scheduler reserves."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculative.config import SpeculativeConfig
+from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes
+from workers.config import PLAIN, RoundShapes
+from workers.scheduling.survival import Survival
+
+SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 8)).flatmap(
+    lambda steps_and_k: st.builds(
+        TreeShape.of,
+        st.just(steps_and_k[0]),
+        st.just(steps_and_k[1]),
+        st.just(steps_and_k[0] + 1) if steps_and_k[1] == 1 else st.integers(2, min(MAX_WIDTH, max_nodes(*steps_and_k))),
+    )
+)
+
+
+@given(SHAPES)
+def test_steps_propose_every_candidate_once_and_write_the_reserved_positions(shape: TreeShape) -> None:
+    steps, next_candidate, written = shape.steps, 0, 0
+    for number, step in enumerate(steps):
+        assert step.first_candidate == next_candidate and step.depth == number + 1
+        assert step.is_last == (number + 1 == len(steps))
+        next_candidate += step.rows * shape.top_k
+        written += step.rows if number else 0  # draft-extend has written the root's
+        assert step.suffix == written
+    assert next_candidate == len(shape.candidate_depths) == max_nodes(shape.num_steps, shape.top_k) - 1
+    assert written == shape.draft_tokens <= shape.max_kv_tokens
+
+
+@given(SHAPES)
+def test_smaller_shapes_are_smaller_and_possible(shape: TreeShape) -> None:
+    widths = [each.width for each in shape.smaller()]
+    assert widths == sorted(widths) and all(width < max(shape.width, shape.num_steps + 1) for width in widths)
+    for each in shape.smaller():
+        SpeculativeConfig("draft", "eagle3", each.num_steps, each.top_k, each.width)  # raises for an impossible one
+    assert shape.is_chain == (shape.top_k == 1)
+
+
+def test_a_narrow_tree_is_no_chain_to_the_scheduler() -> None:
+    """Nodes of one as wide as deep may be siblings: it shares no estimate with chains and is not run beside chunks."""
+    chain, narrow = TreeShape.of(2, 1, 3), TreeShape.of(3, 2, 4)
+    shapes = RoundShapes((PLAIN, chain, narrow), default=2, adaptive=True)
+    survival = Survival(shapes, 4)
+    assert survival._family[1] != survival._family[2]
+    assert shapes.beside_chunks(64) == (0, 1)
