@@ -64,7 +64,7 @@ class Clock:
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
-        self.source = torch.randn(COPY_BYTES // 4, device="cuda")
+        self.source = torch.randn(COPY_BYTES // 4, dtype=torch.float32, device="cuda")
         self.target = torch.empty_like(self.source)
 
     def medians(self, *runs: Callable[[], object]) -> tuple[list[float], float]:

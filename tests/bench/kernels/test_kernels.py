@@ -1,0 +1,105 @@
+"""The benchmarks of kernels run on a CPU with torch's operations and a clock that stands still: their cases, the shapes
+that they make and the tables that they print. Their figures need a GPU."""
+
+import json
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend
+from attention.metadata import Mode
+from attention.registry import build_backend
+from tests.bench.kernels import attention, latent_attention, linear
+from workers.layers.gemm import GEMMOptions
+
+COPY_RATE = 4e12
+
+
+class StillClock:
+    """As `Clock`: every run takes 10 us."""
+
+    def __init__(self, rounds: int) -> None:
+        self.source = torch.empty(1)
+
+    def medians(self, *runs: Callable[[], object]) -> tuple[list[float], float]:
+        for run in runs:
+            run()
+        return [10.0] * len(runs), COPY_RATE
+
+
+def _with_torch(name: str, mode: Mode) -> AttentionBackend:
+    return build_backend("torch", mode)
+
+
+def _memory(gigabytes: int) -> Tensor:
+    return torch.randn(1 << 24, dtype=torch.bfloat16)
+
+
+def _run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> dict:
+    """What `bench` prints last."""
+    monkeypatch.setattr(bench, "Clock", StillClock)
+    monkeypatch.setattr(bench, "captured", lambda run: SimpleNamespace(replay=run))
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    bench.main()
+    result: dict = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["commit"] and result["hardware"] == "CPU"
+    return result
+
+
+def test_attention_measures_every_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {
+        "build_backend": _with_torch,
+        "random_memory": _memory,
+        "MAX_PREFIX": 128,
+        "MAX_LAYERS": 4,
+        "NAMES": ("torch",),
+        "is_served": lambda *_: True,
+        "find_spec": lambda _: None,
+        "CHUNKS": ((2, 24, 0), (1, 16, 40)),
+    }.items():
+        monkeypatch.setattr(attention, name, value)
+    options = ("--batches", "2", "--widths", "1", "4", "--contexts", "48")
+    result = _run(attention, monkeypatch, capsys, *options)
+    assert [case["work"] for case in result["prompts"]] == ["prompts at 0", "prompts at 40"]
+    works = [case["work"] for case in result["decoding"]]
+    assert works == ["decode", "verify", "draft_extend", "draft_decode, chain", "draft_decode, tree"]
+    one = result["decoding"][0]
+    assert one["us"] == {"torch": pytest.approx(10 / 4, abs=0.01)}, "a pass of four layers"
+    assert one["floor"] == round(2 * (48 + 1) * 4096 / COPY_RATE * 1e6, 2)
+
+
+def test_latent_attention_tells_the_share_of_a_copy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "build_backend": _with_torch,
+        "random_memory": _memory,
+        "MAX_PREFIX": 128,
+        "MAX_LAYERS": 4,
+        "find_spec": lambda _: None,
+    }.items():
+        monkeypatch.setattr(latent_attention, name, value)
+    options = ("--batches", "2", "--widths", "4", "--contexts", "32", "--heads", "4")
+    (found,) = _run(latent_attention, monkeypatch, capsys, *options)["results"]
+    num_bytes = 2 * (32 + 4) * (512 + 64) * 2
+    assert found["triton_us"] == pytest.approx(10 / 4, abs=0.01)
+    assert found["triton_share"] == pytest.approx(num_bytes / COPY_RATE / (10 / 4 * 1e-6), abs=2e-3)
+
+
+def test_linear_layers_of_each_weight(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    products = (linear.Product("q", 256, 128), linear.Product("gate and up", 512, 128, gated=True))
+    monkeypatch.setattr(linear, "PRODUCTS", products)
+    monkeypatch.setattr(linear, "GEMMOptions", lambda *_, **__: GEMMOptions())
+    before = torch.get_default_dtype()
+    try:
+        results = _run(linear, monkeypatch, capsys, "--rows", "1", "3")["results"]
+    finally:
+        torch.set_default_dtype(before)
+    assert [(row["product"], row["weights"], row["rows"]) for row in results] == [
+        (product.name, weights, rows) for product in products for weights in ("bf16", "fp8") for rows in (1, 3)
+    ]
+    assert all(row["us"] == round(10 / linear.MAX_WEIGHTS, 2) for row in results)
