@@ -3,8 +3,9 @@
 distribution     what Aerie is installed as, for remedies that name a package
 config           what is configured: page size and memory, backends by name
 metadata         the ragged shapes of a forward pass: requests in a round, prompt chunks
-slot_mapping     where the rows of a pass write
-capability       what a device and the installed libraries can run
+capability       what a device and the installed libraries can do; the only module that asks
+to_device        copies from host memory for which nothing waits
+lazy_import      objects that tables name, imported when they are chosen
 ops/             operations over KV; `ops.operation` says what an operation is
 views            what backends see of one layer's KV
 rotation         rotary position embedding in torch

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attention.capability import is_capturing
 from attention.expansion import ExpandedChunks
 from attention.metadata import DecodeBatch, PrefillBatch
 
@@ -78,6 +79,6 @@ class NewUnderCaptureError(RuntimeError):
 def assert_not_captured(name: str, device: torch.device, make: Callable[[], object] | None = None) -> None:
     """For a backend about to make what captured graphs will hold: raises NewUnderCaptureError under capture, whose
     memory is the graph's own. make: see there."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         message = f"attention backend {name!r}: a new shape under capture; run it once before that"
         raise NewUnderCaptureError(message, make)

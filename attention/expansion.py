@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.metadata import ChunkLists, PrefillBatch
-from attention.slot_mapping import row_places
+from attention.ops.slot_mapping import map_rows
 
 if TYPE_CHECKING:
     from attention.ops.attend.expanded_prefill_triton import ExpandedKV
@@ -55,7 +55,7 @@ class ExpandedChunks:
     @cached_property
     def tokens(self) -> Tensor:
         """[tokens] int64, token indices of the pool: the first chunk's, then the next one's, then the dummy page's."""
-        return row_places(self._whole, self.page_size)[1]
+        return map_rows(self._whole, self.page_size)[1]
 
     @property
     def ends(self) -> Tensor:

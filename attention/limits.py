@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attention.capability import Capability
 from attention.metadata import Mode
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -32,26 +33,12 @@ XQA_MAX_GROUP = 32  # rows of one of its tiles
 
 
 @dataclass(frozen=True)
-class DeviceKind:
-    """type: "cpu" or "cuda". capability: of the GPU, (major, minor); None where it is not known yet, as for a plan that
-    is made on another machine."""
-
-    type: str
-    capability: tuple[int, int] | None = None
-
-    @staticmethod
-    def of(device: torch.device) -> "DeviceKind":
-        """The kind of a device that this process sees."""
-        return DeviceKind(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
-
-
-@dataclass(frozen=True)
 class AttentionUse:
     """What one model does in one mode on one rank.
 
     num_heads, num_kv_heads: of this rank.
-    device: "cpu" or "cuda".
-    capability: of the GPU, (major, minor); None where it is not known, which `attention.registry.limit` resolves.
+    device: the rank's. Refusals read its compute capability; `attention.registry.limit` asks them of each that it may
+        have.
     tree: whether branches share a pass (speculative.top_k above 1).
     layout: how KV is kept, the `kind` of its `KVLayout`.
     value_dim: of what comes out of a head, if that is not head_dim: of latent rows the leading part, whose dimensions
@@ -65,8 +52,7 @@ class AttentionUse:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    device: str
-    capability: tuple[int, int] | None = None
+    device: Capability
     tree: bool = False
     layout: str = "heads"
     value_dim: int | None = None
@@ -118,10 +104,10 @@ def flashinfer_refusal(use: AttentionUse) -> str | None:
 
 
 def _flashinfer_latent_refusal(use: AttentionUse) -> str | None:
-    assert use.value_dim is not None and use.capability is not None
+    assert use.value_dim is not None and use.device.compute is not None
     if use.mode is Mode.PREFILL:
         return "prompt chunks over latent rows: it attends to rounds only"
-    if use.capability[0] != 9:
+    if use.device.compute[0] != 9:
         return f"latent rows: {_capability_refusal(use, '9.x')}"
     (latent, rotated), sizes = FLASHINFER_LATENT, (use.value_dim, use.head_dim - use.value_dim)
     if sizes != FLASHINFER_LATENT:
@@ -139,8 +125,8 @@ def trtllm_refusal(use: AttentionUse) -> str | None:
         return "a tree's draft rows see columns of earlier steps, and its masks are only as wide as the rows of a pass"
     if use.page_size not in TRTLLM_PAGE_SIZES:
         return f"page_size={use.page_size}: must be one of {_list(TRTLLM_PAGE_SIZES)}"
-    assert use.capability is not None
-    major = use.capability[0]
+    assert use.device.compute is not None
+    major = use.device.compute[0]
     if major == TRTLLM_GEN_MAJOR:
         return _trtllm_gen_refusal(use)
     return _xqa_refusal(use) if major in XQA_MAJORS else _capability_refusal(use, "9.x, 10.x or 12.x")
@@ -163,9 +149,9 @@ def _trtllm_gen_refusal(use: AttentionUse) -> str | None:
 
 
 def _trtllm_latent_refusal(use: AttentionUse) -> str | None:
-    assert use.value_dim is not None and use.capability is not None
-    is_gen, sizes = use.capability[0] == TRTLLM_GEN_MAJOR, (use.value_dim, use.head_dim - use.value_dim)
-    if not is_gen and use.capability[0] != max(XQA_MAJORS):
+    assert use.value_dim is not None and use.device.compute is not None
+    is_gen, sizes = use.device.compute[0] == TRTLLM_GEN_MAJOR, (use.value_dim, use.head_dim - use.value_dim)
+    if not is_gen and use.device.compute[0] != max(XQA_MAJORS):
         return f"latent rows: {_capability_refusal(use, '10.x or 12.x')}"
     if use.dtype != torch.bfloat16:
         return f"dtype={_name(use.dtype)}: must be bfloat16 over latent rows"
@@ -185,15 +171,14 @@ def _trtllm_latent_refusal(use: AttentionUse) -> str | None:
 
 
 def _gpu_refusal(use: AttentionUse, least: tuple[int, int]) -> str | None:
-    if use.device != "cuda":
-        return f"device={use.device}: it needs a GPU"
-    assert use.capability is not None
-    return _capability_refusal(use, f"{least[0]}.{least[1]} or later") if use.capability < least else None
+    if use.device.compute is None:
+        return f"device={use.device.type}: it needs a GPU"
+    return _capability_refusal(use, f"{least[0]}.{least[1]} or later") if use.device.compute < least else None
 
 
 def _capability_refusal(use: AttentionUse, wanted: str) -> str:
-    assert use.capability is not None
-    return f"compute capability {use.capability[0]}.{use.capability[1]}: must be {wanted}"
+    assert use.device.compute is not None
+    return f"compute capability {use.device.compute[0]}.{use.device.compute[1]}: must be {wanted}"
 
 
 def _dtype_refusal(use: AttentionUse) -> str | None:

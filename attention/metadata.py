@@ -13,6 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attention.capability import Capability
+from attention.to_device import to_device
+
 ALIGNMENT = 4  # of int32 in a packed tensor: kernels are compiled for addresses that 16 divides
 
 
@@ -148,7 +151,8 @@ class PrefillBatch:
         """`lists`, for whoever cannot do without; on a CPU they can be read."""
         if self.lists is not None:
             return self.lists
-        assert self.qo_indptr.device.type == "cpu", "a captured step's chunks are known to the device only"
+        on_host = Capability.of(self.qo_indptr.device).shares_host_memory
+        assert on_host, "a captured step's chunks are known to the device only"
         return ChunkLists(tuple(self.starts.tolist()), tuple(self.qo_indptr.diff().tolist()))
 
     @property
@@ -178,12 +182,6 @@ class PrefillBatch:
         return PrefillBatch(steps, last, self.page_table, self.num_chunks, lists, self.window)
 
 
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """`host` on `device`, without waiting for it: through pinned memory, which torch's cache reuses only once the copy
-    is done. On a CPU the tensor itself."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
 def causal_mask(num_requests: int, rows: int, device: torch.device) -> Tensor:
     """[num_requests, rows] int64: row r sees suffix columns 0..r; a view without own memory per request."""
     row = torch.arange(1, rows + 1, device=device)
@@ -194,20 +192,3 @@ def token_indices(page_table: Tensor, positions: Tensor, page_size: int) -> Tens
     """[B, N] int64: the pool's token indices of positions [B, N] int64 of requests with page_table [B, max_pages]."""
     pages = page_table.gather(1, positions // page_size).long()
     return pages * page_size + positions % page_size
-
-
-def decode_places(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """KV positions, and the pool's token indices, that the rows of `batch` write: [B * R] int64 each."""
-    positions = batch.kv_positions()
-    return positions.flatten(), token_indices(batch.page_table, positions, page_size).flatten()
-
-
-def prefill_places(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """The same for the rows of prompt chunks, [num_rows] int64 each; 0 and 0 for padding rows."""
-    chunk = batch.row_chunks()
-    inside = chunk < batch.num_chunks
-    chunk = chunk.clamp_max(batch.num_chunks - 1)
-    row = torch.arange(batch.num_rows, device=chunk.device)
-    positions = torch.where(inside, batch.starts[chunk] + row - batch.qo_indptr[chunk], 0)
-    pages = batch.page_table[chunk, positions // page_size].long()
-    return positions, torch.where(inside, pages * page_size + positions % page_size, 0)

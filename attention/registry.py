@@ -7,25 +7,27 @@ Called where an engine is assembled. The interface is `attention.backend`; what 
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from attention.backend import AttentionBackend
+from attention.capability import is_installed
 from attention.config import BACKEND_NAMES, ROUNDS_ONLY
 from attention.distribution import install_command
+from attention.lazy_import import load
 from attention.limits import AttentionUse, flashinfer_refusal, torch_refusal, triton_refusal, trtllm_refusal
 from attention.metadata import Mode
+from attention.ops.operation import anywhere, on_gpu
 
 ALL_MODES = frozenset(Mode)
 DECODE_MODES = ALL_MODES - {Mode.PREFILL}
 ALL_LAYOUTS = frozenset({"heads", "latent rows"})
-CAPABILITIES = ((8, 0), (12, 0), (10, 0), (9, 0))  # one of each generation that `attention.limits` distinguishes
+AUTO = (("triton", on_gpu), ("torch", anywhere))  # the first whose needs the device meets
 
 
 @dataclass(frozen=True)
 class BackendFacts:
     """One row of the table.
 
-    build: makes the backend, importing its libraries.
+    target: the backend's class as "module:name"; importing the module imports the backend's libraries.
     refusal: why it cannot serve a use in one of its `modes` and `layouts`, None if it can.
     layouts: the kinds of `KVLayout` whose views it reads.
     cpu_seq_lens_modes: see `needs_cpu_seq_lens`; prompt chunks are never among them, their lengths come with the plan.
@@ -35,7 +37,7 @@ class BackendFacts:
     package: what it imports beyond torch, of the extra `cuda`.
     """
 
-    build: Callable[[], AttentionBackend]
+    target: str
     refusal: Callable[[AttentionUse], str | None]
     modes: frozenset[Mode] = ALL_MODES
     layouts: frozenset[str] = frozenset({"heads"})
@@ -44,38 +46,37 @@ class BackendFacts:
     windows: bool = False
     package: str | None = None
 
-
-def _torch() -> AttentionBackend:
-    from attention.backends.torch_backend import TorchBackend
-
-    return TorchBackend()
-
-
-def _triton() -> AttentionBackend:
-    from attention.backends.triton_backend import TritonBackend
-
-    return TritonBackend()
-
-
-def _flashinfer() -> AttentionBackend:
-    from attention.backends.flashinfer_backend import FlashInferBackend
-
-    return FlashInferBackend()
-
-
-def _trtllm() -> AttentionBackend:
-    from attention.backends.trtllm_backend import TrtllmBackend
-
-    return TrtllmBackend()
+    def build(self) -> AttentionBackend:
+        """Make the backend, importing its libraries."""
+        backend: AttentionBackend = load(self.target)()
+        return backend
 
 
 BACKENDS: dict[str, BackendFacts] = {
-    "torch": BackendFacts(_torch, torch_refusal, layouts=ALL_LAYOUTS, windows=True),
-    "triton": BackendFacts(
-        _triton, triton_refusal, layouts=ALL_LAYOUTS, chunks_on_device=True, windows=True, package="triton"
+    "torch": BackendFacts(
+        "attention.backends.torch_backend:TorchBackend", torch_refusal, layouts=ALL_LAYOUTS, windows=True
     ),
-    "flashinfer": BackendFacts(_flashinfer, flashinfer_refusal, layouts=ALL_LAYOUTS, package="flashinfer"),
-    "trtllm": BackendFacts(_trtllm, trtllm_refusal, DECODE_MODES, ALL_LAYOUTS, package="flashinfer"),
+    "triton": BackendFacts(
+        "attention.backends.triton_backend:TritonBackend",
+        triton_refusal,
+        layouts=ALL_LAYOUTS,
+        chunks_on_device=True,
+        windows=True,
+        package="triton",
+    ),
+    "flashinfer": BackendFacts(
+        "attention.backends.flashinfer_backend:FlashInferBackend",
+        flashinfer_refusal,
+        layouts=ALL_LAYOUTS,
+        package="flashinfer",
+    ),
+    "trtllm": BackendFacts(
+        "attention.backends.trtllm_backend:TrtllmBackend",
+        trtllm_refusal,
+        DECODE_MODES,
+        ALL_LAYOUTS,
+        package="flashinfer",
+    ),
 }
 assert tuple(BACKENDS) == BACKEND_NAMES
 assert {name for name, facts in BACKENDS.items() if Mode.PREFILL not in facts.modes} == ROUNDS_ONLY
@@ -111,7 +112,7 @@ def check_choices(choices: Iterable[Choice], here: bool = True) -> list[tuple[Ch
     for choice in choices:
         name = choice.name
         if name == "auto":
-            name = "triton" if choice.use.device == "cuda" else "torch"
+            name = next(each for each, needs in AUTO if needs(choice.use.device))
         reason = refusal(name, choice.use, here)
         if reason is not None:
             able = [other for other in BACKENDS if refusal(other, choice.use, here) is None]
@@ -129,15 +130,16 @@ def refusal(name: str, use: AttentionUse, here: bool = True) -> str | None:
         return "there is no such backend"
     facts = BACKENDS[name]
     reason = limit(facts, use)
-    if here and reason is None and facts.package is not None and find_spec(facts.package) is None:
+    if here and reason is None and facts.package is not None and not is_installed(facts.package):
         return f"the package {facts.package} is not installed: {install_command('cuda')}"
     return reason
 
 
 def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
     """The same, whatever is installed. Of a GPU whose capability is not known, what every one would refuse."""
-    if use.device == "cuda" and use.capability is None:
-        reasons = [limit(facts, dataclasses.replace(use, capability=each)) for each in CAPABILITIES]
+    possible = use.device.possible()
+    if len(possible) > 1:
+        reasons = [limit(facts, dataclasses.replace(use, device=each)) for each in possible]
         return None if None in reasons else reasons[-1]
     if use.mode not in facts.modes:
         return _mode_refusal(facts)

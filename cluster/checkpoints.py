@@ -47,11 +47,11 @@ def check_device(
     """Raise ConfigError where an engine of this configuration could not start on such a device: backends of attention
     that cannot serve the mode, model or draft that they are named for, and what `deterministic` or experts need.
     capability: of the GPUs, None if it is not known. here: they are this machine's, whose packages count too."""
-    from attention.limits import DeviceKind
+    from attention.capability import Capability
     from speculative.build import check_device
 
     try:
-        check_device(engine_spec(config), _layout(config), DeviceKind(device, capability), here)
+        check_device(engine_spec(config), _layout(config), Capability(device, capability), here)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

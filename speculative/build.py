@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.capability import Capability
 from attention.config import DraftAttention
 from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import bytes_per_page
-from attention.limits import DeviceKind
 from attention.metadata import Mode
 from attention.registry import Choice, check_choices
 from speculative.backends import draft_choices
@@ -100,7 +100,7 @@ class DraftSpeculation:
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return self.draft.model.kv_groups(self.draft_tp, dtype)
 
-    def attention(self, page_size: int, dtype: torch.dtype, device: DeviceKind) -> list[Choice]:
+    def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
         shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device)
         return draft_choices(self.attention_names, shape, self._drafts_trees, self.config.window)
 
@@ -131,7 +131,7 @@ def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:
     Raises ValueError as `plan_layout`."""
     ranks, source = spec.worker.tensor_parallel, spec.worker.model
     target = _target_config(spec)
-    dtype, group = resolve_dtype(source.dtype, target.dtype, META), TPGroup(0, ranks)
+    dtype, group = resolve_dtype(source.dtype, target.dtype, Capability.of(META)), TPGroup(0, ranks)
     family, speculation = family_of(target.architecture, f"model {source.path}"), _speculation(spec, target)
     names = family.weight_names(target)
     weights = weight_bytes(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, multiplies_fp8)
@@ -158,15 +158,14 @@ def check_weights(spec: EngineSpec, layout: EngineLayout) -> None:
         fill_draft(speculation.draft, source, target, SOLO, META, max_position=1)
 
 
-def check_device(spec: EngineSpec, layout: EngineLayout, device: DeviceKind, here: bool) -> None:
+def check_device(spec: EngineSpec, layout: EngineLayout, device: Capability, here: bool) -> None:
     """Refuse what `build_rank` would on such a device, as far as it can be told without one: backends of attention,
     `deterministic`, types and capabilities that a model needs. layout: what `plan_layout` made of `spec`, for any
     device. here: see `attention.registry.check_choices`. Raises ValueError."""
     worker, target = spec.worker, layout.target
-    on_device = torch.device(device.type)
-    dtype = resolve_dtype(worker.model.dtype, target.dtype, on_device)
+    dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     target.check_device(device, dtype, f"model {worker.model.path}")
-    checked_deterministic(worker, target, dtype, on_device)
+    checked_deterministic(worker, target, dtype, device)
     check_choices(build.attention_choices(worker, layout, dtype, device), here)
 
 

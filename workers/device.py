@@ -2,6 +2,8 @@
 
 import torch
 
+from attention.capability import Capability
+
 
 def resolve_device(device: str, rank: int) -> torch.device:
     """ "auto" is this process's GPU if it has one, else the CPU. A worker sees one GPU; if it sees several, its rank
@@ -13,8 +15,14 @@ def resolve_device(device: str, rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def resolve_dtype(dtype: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+def make_current(device: torch.device) -> None:
+    """Make a GPU the one that this process's kernels and streams are on."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def resolve_dtype(dtype: str, checkpoint: torch.dtype, device: Capability) -> torch.dtype:
     """ "auto" is the checkpoint's on a GPU and float32 on a CPU, where half types are slow."""
     if dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-    return torch.float32 if device.type == "cpu" else checkpoint
+    return torch.float32 if device.shares_host_memory else checkpoint

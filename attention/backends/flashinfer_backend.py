@@ -23,8 +23,9 @@ from torch import Tensor
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
 from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
-from attention.metadata import DecodeBatch, PrefillBatch, to_device
+from attention.metadata import DecodeBatch, PrefillBatch
 from attention.ops.flashinfer_plan_triton import mask_bytes
+from attention.to_device import pinned, to_device
 from attention.views import LatentKV, LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation has it
@@ -221,5 +222,4 @@ def paged(extent: Extent, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _pinned(values: Sequence[int], device: torch.device) -> Tensor:
     """[len(values)] int32 on the host, pinned where a GPU copies from it."""
-    host = torch.tensor(values, dtype=torch.int32)
-    return host.pin_memory() if device.type == "cuda" else host
+    return pinned(torch.tensor(values, dtype=torch.int32), device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import Prepared, assert_not_captured
+from attention.capability import Capability
 from attention.metadata import DecodeBatch
 from attention.ops.attend.latent_suffix_triton import add_suffix
 from attention.ops.flashinfer_latent_plan_triton import LatentGrid, LatentPlanArrays, write_latent_plan
@@ -177,7 +178,7 @@ def _check(module: Module, grid: LatentGrid, q: Tensor, kv: LatentKV, scale: flo
         return torch.tensor(values, dtype=torch.int32)
 
     ints = torch.empty(8 << 20, dtype=torch.uint8, device=device)
-    staged = torch.empty(ints.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = torch.empty(ints.shape, dtype=torch.uint8, pin_memory=Capability.of(device).has_streams)
     floats = torch.empty(128 << 20, dtype=torch.uint8, device=device)
     lists = host(0, grid.rows), host(0, pages), host(SAMPLE_TOKENS)
     info = module.plan(floats, ints, staged, *lists, grid.heads, kv.latent, grid.causal)

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, Prepared, assert_not_captured
 from attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
+from attention.capability import Capability
 from attention.expansion import ExpandedChunks
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, to_device
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.ops.attend.decode_plan_triton import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
 from attention.ops.attend.prefill_plan_triton import plan_tiles
 from attention.ops.attend.prefill_triton import PrefillTiles
 from attention.ops.attend.split_kv_triton import plan_items, plan_spans
+from attention.to_device import to_device
 from attention.views import LatentKV, LayerKV
 
 CPU_MULTIPROCESSORS = 8  # for Triton's interpreter: enough that short contexts are split
@@ -138,7 +140,7 @@ def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) ->
 
 
 def _num_multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
+    if not Capability.of(device).is_gpu:
         return CPU_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.kv_cache.layout import KVLayout, PerToken
-from attention.rotation import rotate
+from attention.ops.rope_store import rope_store
 from attention.views import LayerKV
 
 
@@ -41,28 +41,4 @@ class HeadsLayout(KVLayout[LayerKV]):
     ) -> Tensor:
         """rows: k and v [rows, kv_heads, head_dim], not yet turned."""
         k, v = rows
-        if q.is_cuda:
-            from attention.ops.rope_store_triton import rope_store
-
-            rope_store(q, k, v, cos, sin, index, view, slot_mapping)
-            return q
-        return store_reference(q, k, v, cos, sin, index, view, slot_mapping)
-
-    def move_path(self, tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
-        if path.is_cuda:
-            from attention.ops.move_path_triton import move_path
-
-            k, v = tensors
-            move_path(k, v, page_table, length, path)
-        else:
-            super().move_path(tensors, page_table, length, path)
-
-
-def store_reference(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, index: Tensor, kv: LayerKV, slot_mapping: Tensor
-) -> Tensor:
-    """What `attention.ops.rope_store_triton` does, in torch; q stays as it is, and is returned turned."""
-    cos, sin = cos[index], sin[index]
-    kv.k.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, rotate(k, cos, sin))
-    kv.v.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
-    return rotate(q, cos, sin)
+        return rope_store(q, k, v, cos, sin, index, view, slot_mapping)

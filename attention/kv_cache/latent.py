@@ -49,14 +49,6 @@ class LatentLayout(KVLayout[LatentKV]):
         view.rows.view(-1, turned.shape[1]).index_copy_(0, slot_mapping, turned)
         return self._turned(q, cos, sin)
 
-    def move_path(self, tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
-        if path.is_cuda:
-            from attention.ops.move_path_triton import move_path
-
-            move_path(tensors[0], None, page_table, length, path)
-        else:
-            super().move_path(tensors, page_table, length, path)
-
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [rows, heads, latent + rotated] with its last part turned."""
         return torch.cat((x[..., : self.latent], rotate_pairs(x[..., self.latent :], cos, sin)), dim=-1)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attention.metadata import token_indices
+from attention.ops.move_path import move_path
 
 View = TypeVar("View")
 
@@ -75,10 +75,7 @@ class KVLayout(ABC, Generic[View]):
 
     def move_path(self, tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
         """`KVPool.move_path` for the tensors of all layers of a group."""
-        start, page_size = length.long().unsqueeze(1), tensors[0].shape[2]
-        front = start + torch.arange(path.shape[1], device=path.device)
-        source = token_indices(page_table, start + path, page_size).flatten()
-        move_tokens(tensors, source, token_indices(page_table, front, page_size).flatten())
+        move_path(tensors, page_table, length, path)
 
 
 @dataclass(frozen=True)
@@ -92,15 +89,3 @@ class LayerGroup:
     def bytes_per_token(self) -> int:
         """In all its layers, on this rank."""
         return len(self.layers) * self.layout.bytes_per_token
-
-
-def move_tokens(tensors: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
-    """Copy the tokens at indices source [n] int64 to target [n], in place, in tensors [layers, pages, page_size, ...].
-
-    All sources are read before any target is written, so the two may overlap.
-    """
-    for tensor in tensors:
-        if tensor.dtype.itemsize == 1:
-            tensor = tensor.view(torch.uint8)  # torch 2.13 copies by index no type of eight bits but this one
-        tokens = tensor.view(tensor.shape[0], -1, *tensor.shape[3:])
-        tokens.index_copy_(1, target, tokens.index_select(1, source))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.capability import Capability
 from attention.kv_cache.layout import KVLayout, LayerGroup
 
 
@@ -53,7 +54,7 @@ class KVPool:
         self._layers = [of_layer[layer] for layer in range(len(of_layer))]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.device.type != "cpu":
+        if not Capability.of(self.device).shares_host_memory:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         # of a CPU: zero as the kernel gives it, a page of its own at a time when it is first written
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)

@@ -4,9 +4,9 @@ on every machine.
 operation                      what an operation is
 pdl                            early launch of kernels: the rule, and what each kernel reads before it waits
 interpreter_triton             whether Triton's interpreter runs the kernels
-rope_store_triton              rotary embedding of q and k, and the write of k and v to their pages
-slot_mapping_triton            where the rows of a pass write
-move_path_triton               the KV of an accepted path moves to the front of its tree
+rope_store                     rotary embedding of q and k, and the write of k and v to their pages
+slot_mapping                   KV positions of a pass's rows, and the token indices that they write
+move_path                      the KV of an accepted path moves to the front of its tree
 flashinfer_plan_triton         what FlashInfer's kernels read beside q and KV in a round
 flashinfer_latent_plan_triton  the same for rounds over latent rows
 attend/                        attention over paged KV

@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Moves the KV of an accepted path to the front of its tree in one launch instead of sixteen. Called by
-`attention.kv_cache.heads` and `attention.kv_cache.latent` on GPUs; the reference is `KVLayout.move_path`, in torch."""
+"""The kernel of `move_path`: one launch instead of sixteen."""
 
 import triton
 import triton.language as tl
@@ -47,9 +46,9 @@ def _move_path(
         tl.store(v_ptr + offset + target[:, None] * TOKEN, v, mask=mask)
 
 
-def move_path(k: Tensor, v: Tensor | None, page_table: Tensor, length: Tensor, path: Tensor) -> None:
-    """`attention.kv_cache.pool.KVPool.move_path` for tensors k, v [layers, pages, page_size, ...], which are alike; v:
-    None where a layout has only one."""
+def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
+    """`attention.ops.move_path.move_path`."""
+    k, v = tensors[0], tensors[1] if len(tensors) == 2 else None
     layers, _, page_size = k.shape[:3]
     batch, rows = path.shape
     token = k[0, 0, 0].numel()

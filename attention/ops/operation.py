@@ -16,17 +16,21 @@ implementation against the reference; `python -m workers.ops` prints the tables.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, update_wrapper
-from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 from attention.capability import Capability
+from attention.lazy_import import load
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 Needs = Callable[[Capability], bool]
+
+
+def anywhere(here: Capability) -> bool:
+    return True
 
 
 def on_gpu(here: Capability) -> bool:
@@ -56,8 +60,7 @@ class Implementation:
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        module, _, name = self.target.partition(":")
-        function: Callable[..., Any] = getattr(import_module(module), name)
+        function: Callable[..., Any] = load(self.target)
         return function
 
 

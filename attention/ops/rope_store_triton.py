@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Rotary position embedding (arXiv 2104.09864, half-split layout) of q and k, and the write of k and v to their pages.
-
-One launch instead of about ten, for the layers of a model on a GPU between the qkv product and attention.
-"""
+"""The kernel of `rope_store`: one launch instead of about ten, between the qkv product and attention."""
 
 import torch
 import triton
@@ -59,26 +56,13 @@ def _rope_store(
 
 
 def rope_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    kv: LayerKV,
-    slot_mapping: Tensor,
-) -> None:
-    """Rotate q [rows, q_heads, head_dim] in place; write rotated k and v [rows, kv_heads, head_dim] to `kv`.
-
-    q, k and v may be views of one packed product (last stride 1). cos, sin: [max_position, head_dim / 2] float32,
-    contiguous; positions: [rows] int64, the rows' lines in them. slot_mapping: [rows] int64 token indices; rows that
-    share one (padding) leave any one of their values. k and v themselves stay as they are. Reference:
-    `attention.kv_cache.heads.store_reference`.
-    """
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, index: Tensor, kv: LayerKV, slot_mapping: Tensor
+) -> Tensor:
+    """`attention.ops.rope_store.rope_store`; q in place."""
     rows, num_kv_heads, head_dim = k.shape
     group = q.shape[1] // num_kv_heads
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape[-1] == head_dim // 2 and positions.is_contiguous()
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape[-1] == head_dim // 2 and index.is_contiguous()
     assert kv.k.is_contiguous() and kv.v.is_contiguous() and slot_mapping.is_contiguous()
     _rope_store[(rows, num_kv_heads)](
         q,
@@ -86,7 +70,7 @@ def rope_store(
         v,
         cos,
         sin,
-        positions,
+        index,
         kv.k,
         kv.v,
         slot_mapping,
@@ -103,3 +87,4 @@ def rope_store(
         num_warps=1,
         **pdl_wait(q.device),
     )
+    return q

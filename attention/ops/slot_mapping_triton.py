@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Where the rows of a pass write and where they stand, in one launch instead of about ten. Called by
-`attention.slot_mapping` on GPUs; the references are `decode_places` and `prefill_places` of `attention.metadata`."""
+"""Kernels of `slot_mapping`: one launch instead of about ten."""
 
 import torch
 import triton
@@ -14,7 +13,7 @@ CHUNKS = 16  # looked at together
 
 
 @triton.jit
-def _decode_places(
+def _map_decode_rows(
     prefix_ptr,
     table_ptr,
     table_stride,
@@ -35,7 +34,7 @@ def _decode_places(
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_chunks", "num_rows", "page_size"])
-def _prefill_places(
+def _map_prefill_rows(
     indptr_ptr,
     starts_ptr,
     table_ptr,
@@ -64,11 +63,11 @@ def _prefill_places(
     tl.store(slot_ptr + row, slot, mask=row < num_rows)
 
 
-def decode_places(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """KV positions and the pool's token indices that the rows of `batch` write, [B * R] int64 each."""
+def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """`attention.ops.slot_mapping.map_decode_rows`."""
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
     positions, slots = _places(batch.num_rows, batch.prefix_len.device)
-    _decode_places[(batch.num_requests,)](
+    _map_decode_rows[(batch.num_requests,)](
         batch.prefix_len,
         batch.page_table,
         batch.page_table.stride(0),
@@ -83,11 +82,11 @@ def decode_places(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
     return positions, slots
 
 
-def prefill_places(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """The same for the rows of prompt chunks, [num_rows] int64 each; 0 and 0 for padding rows."""
+def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """`attention.ops.slot_mapping.map_prefill_rows`."""
     assert batch.page_table.stride(1) == 1 and batch.qo_indptr.is_contiguous() and batch.starts.is_contiguous()
     positions, slots = _places(batch.num_rows, batch.starts.device)
-    _prefill_places[(triton.cdiv(batch.num_rows, BLOCK),)](
+    _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](
         batch.qo_indptr,
         batch.starts,
         batch.page_table,

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from attention.capability import Capability
 from attention.config import PAGE_SIZES
 from attention.limits import AttentionUse
 from attention.metadata import Mode
@@ -21,6 +22,7 @@ PLACES = {
 }
 LATENT = Shape(576, 128, 64, latent=512)  # DeepSeek's, all heads on a rank
 UNTRIED = {("trtllm", "latent rows")}  # kernels of GPUs that none of ours is
+GPU_10, GPU_12 = (Capability("cuda", (major, 0)) for major in (10, 12))
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256, 512)
 GROUPS = (1, 3, 4, 8, 16, 32, 64)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -100,13 +102,13 @@ def _refusals(name: str) -> list[str]:
         dataclasses.replace(home, window=1024),
         latent,
         dataclasses.replace(latent, mode=Mode.PREFILL),
-        dataclasses.replace(latent, capability=(10, 0)),
+        dataclasses.replace(latent, device=GPU_10),
         dataclasses.replace(latent, head_dim=24 + 64, value_dim=24),
-        dataclasses.replace(latent, capability=(10, 0), page_size=64, head_dim=24 + 64, value_dim=24),
-        dataclasses.replace(latent, capability=(10, 0), page_size=64, dtype=torch.float16),
-        dataclasses.replace(latent, capability=(10, 0), page_size=64, num_heads=96),
-        dataclasses.replace(latent, capability=(12, 0), page_size=64, num_heads=16),
-        dataclasses.replace(latent, capability=(12, 0), page_size=64, num_heads=128, mode=Mode.VERIFY, tree=True),
+        dataclasses.replace(latent, device=GPU_10, page_size=64, head_dim=24 + 64, value_dim=24),
+        dataclasses.replace(latent, device=GPU_10, page_size=64, dtype=torch.float16),
+        dataclasses.replace(latent, device=GPU_10, page_size=64, num_heads=96),
+        dataclasses.replace(latent, device=GPU_12, page_size=64, num_heads=16),
+        dataclasses.replace(latent, device=GPU_12, page_size=64, num_heads=128, mode=Mode.VERIFY, tree=True),
         dataclasses.replace(latent, head_dim=1024 + 64, value_dim=1024),
     ]
     reasons = [refusal(name, use) for use in asked]

@@ -1,5 +1,5 @@
 """What the flashinfer backend hands to FlashInfer for prompt chunks, seen by a recording stand-in: no GPU, no package.
-Rounds: `test_flashinfer_rounds`. Results are compared on a GPU by `test_conformance`."""
+Rounds: `test_flashinfer_rounds`. Results are compared on a GPU by `test_backend_conformance`."""
 
 import dataclasses
 import sys

@@ -1,6 +1,6 @@
 """Rounds over latent rows by FlashInfer's kernel, whose plans are written by ours: a stand-in for the library attends,
 in loops, as its kernel reads a plan. Under Triton's interpreter (TRITON_INTERPRET=1); with the library itself, on a
-GPU, `test_conformance` compares results."""
+GPU, `test_backend_conformance` compares results."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,6 +1,6 @@
 """Rounds by FlashInfer's kernels, whose plans are written by ours: a stand-in for the library plans as its scheduler
 does and attends, in loops, as its kernels read a plan. Under Triton's interpreter (TRITON_INTERPRET=1); with the
-library itself, on a GPU, `test_conformance` compares results."""
+library itself, on a GPU, `test_backend_conformance` compares results."""
 
 import dataclasses
 import sys

@@ -14,7 +14,8 @@ from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
 from attention.kv_cache.pool import KVPool, bytes_per_page
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, decode_places
+from attention.metadata import DecodeBatch, Mode, PrefillBatch
+from attention.ops.slot_mapping import map_decode_rows
 from attention.registry import BACKENDS, limit
 from attention.rotation import rotate
 from attention.views import LayerKV
@@ -123,7 +124,7 @@ def test_latent_rows_are_stored_attended_to_and_moved() -> None:
     mask = (sees.long() << torch.arange(5)).sum(1).unsqueeze(0)
     batch = DecodeBatch(Mode.VERIFY, 5, 5, length, mask, table, 8)
     depths = torch.tensor([3, 4, 4, 5, 5])
-    slots = decode_places(batch, PAGE)[1]
+    slots = map_decode_rows(batch, PAGE)[1]
     context = ForwardContext(pool, depths, slots, 5, TorchBackend().prepare(batch), None)
     q, row = torch.randn(5, 3, 32), torch.randn(5, 32)
     out = context.attend(1, q, (row,), angles(depths, 8), 0.2)

@@ -14,9 +14,7 @@ from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.config import LATENT_PAGE_SIZE  # noqa: E402
 from attention.expansion import ExpandedChunks  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
-from attention.kv_cache.layout import KVLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from attention.ops import move_path_triton  # noqa: E402
 from attention.ops.attend import expanded_prefill_triton, latent_decode_triton, latent_prefill_triton  # noqa: E402
 from attention.ops.attend.expanded_prefill_triton import ExpandedKV  # noqa: E402
 from attention.rotation import rotate_pairs  # noqa: E402
@@ -324,23 +322,6 @@ def test_products_in_fixed_tiles_depend_on_their_row_alone(turned: bool) -> None
         part = torch.zeros_like(whole[rows])
         head_kernels.head_products(x[rows], weight, part, mine, fixed=True)
         assert torch.equal(part, whole[rows])
-
-
-def test_an_accepted_path_moves_to_the_front() -> None:
-    torch.manual_seed(6)
-    pool = uniform_pool(3, 6, 4, LatentLayout(32, 16, torch.bfloat16), DEVICE)
-    pool.tensors[0][0].normal_()
-    before = pool.tensors[0][0].clone()
-    table = torch.tensor([[5, 2, 6], [1, 4, 3]], dtype=torch.int32, device=DEVICE)
-    length = torch.tensor([3, 6], dtype=torch.int32, device=DEVICE)
-    path = torch.tensor([[0, 2, 3, 0], [0, 1, 4, 5]], device=DEVICE)
-    move_path_triton.move_path(pool.tensors[0][0], None, table, length, path)
-    KVLayout.move_path(LatentLayout(32, 16, torch.bfloat16), (before,), table, length, path)
-    moved = [(0, 0, 3), (1, 0, 4)]  # places of each request's path that anybody reads
-    for request, first, end in moved:
-        places = length[request].item() + torch.arange(first, end, device=DEVICE)
-        pages = table[request, places // 4].long()
-        assert torch.equal(pool.tensors[0][0][:, pages, places % 4], before[:, pages, places % 4])
 
 
 def random_attention(q_rank: int | None) -> LatentAttention:

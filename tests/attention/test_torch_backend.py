@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import move_tokens
 from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, decode_places, prefill_places
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
 from attention.registry import build_backend
 from tests.support.attention_cases import uniform_pool, write_tokens
 
@@ -131,20 +131,11 @@ def test_token_indices_follow_the_page_table() -> None:
     table = torch.tensor([[3, 1, 7], [2, 9, 0]], dtype=torch.int32)
     batch = DecodeBatch(Mode.VERIFY, 2, 3, torch.tensor([3, 4], dtype=torch.int32), causal_mask(2, 2, CPU), table, 8)
     # columns 1 and 2 of the suffix: positions 4, 5 and 5, 6 on pages of 4
-    assert decode_places(batch, 4)[1].tolist() == [4, 5, 37, 38]
+    assert map_decode_rows(batch, 4)[1].tolist() == [4, 5, 37, 38]
     chunks = PrefillBatch.from_lists([3, 0], [2, 3], table)
-    assert prefill_places(chunks, 4)[1].tolist() == [15, 4, 8, 9, 10]
+    assert map_prefill_rows(chunks, 4)[1].tolist() == [15, 4, 8, 9, 10]
 
 
 def test_an_unknown_backend_names_those_that_exist() -> None:
     with pytest.raises(ValueError, match="'fa9': does not exist; choose one of .*torch"):
         build_backend("fa9", Mode.DECODE)
-
-
-def test_move_reads_everything_before_it_writes() -> None:
-    pool = uniform_pool(2, 2, 4, HeadsLayout(1, 1, torch.float32), CPU)
-    values = torch.arange(8.0).view(8, 1, 1)
-    write_tokens(pool.layer(1), torch.arange(4, 12), values, -values)
-    move_tokens(pool.tensors[0], torch.tensor([6, 5, 4]), torch.tensor([4, 6, 7]))
-    assert pool.layer(1).k.flatten()[4:9].tolist() == [2, 1, 1, 0, 4]
-    assert pool.layer(1).v.flatten()[4:8].tolist() == [-2, -1, -1, 0]

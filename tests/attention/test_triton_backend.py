@@ -9,12 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
-from attention.kv_cache.heads import store_reference  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
-from attention.ops import rope_store_triton  # noqa: E402
 from attention.ops.attend import decode_plan_triton, decode_triton, split_kv_triton  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
-from attention.views import LayerKV  # noqa: E402
 from tests.support.triton_cases import (  # noqa: E402
     HALF_TYPES,
     assert_close,
@@ -196,29 +193,6 @@ def test_requests_of_about_equal_lengths_fill_the_device_once() -> None:
 def test_a_long_request_among_short_ones_is_cut_into_more() -> None:
     counts = num_items([32000] + [500] * 129, 132)
     assert counts[0] > 30 and counts[1:] == [1] * 129
-
-
-@pytest.mark.parametrize(
-    "group,head_dim,dtype", [(1, 16, torch.float32), (3, 32, torch.bfloat16), (4, 128, torch.float16)]
-)
-def test_rope_store_equals_its_reference(group: int, head_dim: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(5)
-    rows, heads = 7, 2
-    packed = torch.randn((rows, (group + 2) * heads, head_dim), device=DEVICE).to(dtype)
-    angles = torch.rand((40, head_dim // 2), device=DEVICE) * 6
-    positions = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=DEVICE)
-    slots = torch.tensor([3, 60, 17, 0, 0, 21, 5], device=DEVICE)  # padding shares index 0
-    results = []
-    for function in (rope_store_triton.rope_store, store_reference):
-        q, k, v = packed.clone().split([group * heads, heads, heads], dim=1)
-        pool = torch.zeros((2, 5, 16, heads, head_dim), dtype=dtype, device=DEVICE)
-        turned = function(q, k, v, angles.cos(), angles.sin(), positions, LayerKV(pool[0], pool[1]), slots)
-        pool.view(2, -1, heads, head_dim)[:, 0] = 0
-        results += [q if turned is None else turned, pool]
-    # The rotation is one multiply-add in float32 rounded to the type: two units in the last place of values below 8.
-    atol = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(results[0], results[2], atol=atol, rtol=0)
-    torch.testing.assert_close(results[1], results[3], atol=atol, rtol=0)
 
 
 @production

@@ -10,11 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.metadata import Mode, PrefillBatch, prefill_places  # noqa: E402
-from attention.ops import slot_mapping_triton  # noqa: E402
+from attention.metadata import Mode, PrefillBatch  # noqa: E402
 from attention.ops.attend import prefill_plan_triton, prefill_triton  # noqa: E402
+from attention.ops.slot_mapping import map_rows  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
-from attention.slot_mapping import row_places  # noqa: E402
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.triton_cases import (  # noqa: E402
     HALF_TYPES,
@@ -120,19 +119,6 @@ def test_the_device_lists_the_tiles_that_the_host_would(starts: list[int], count
         assert all(tile[0] == prefill_plan_triton.IDLE.value for tile in tiles[len(expected) :])
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("starts,counts", CHUNKS)
-def test_rows_are_where_torch_puts_them(starts: list[int], counts: list[int], page_size: int) -> None:
-    torch.manual_seed(9)
-    lengths = [start + n for start, n in zip(starts, counts, strict=True)]
-    table = random_table(lengths, page_size, sum(lengths) + 10)
-    table = torch.cat((table, table.new_zeros((2, table.shape[1]))))  # two chunks without rows
-    for num_rows in (sum(counts), sum(counts) + 37):
-        batch = PrefillBatch.from_lists(starts, counts, table, num_rows)
-        ours, expected = slot_mapping_triton.prefill_places(batch, page_size), prefill_places(batch, page_size)
-        assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
-
-
 @production
 @pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32])
 @pytest.mark.parametrize("group,head_dim", [(4, 128), (7, 64), (1, 128)])
@@ -153,7 +139,7 @@ def test_a_captured_graph_follows_chunks_rows_and_pages() -> None:
 
     def step() -> Tensor:
         prepared, kv = backend.prepare(static), pool.layer(0)
-        _, slots = row_places(static, 16)
+        _, slots = map_rows(static, 16)
         prepared.plan(q, kv, 0.1)
         pool.store(0, q, (k, v), cos, sin, first, slots)
         return prepared.forward(q, kv, 0.1)

@@ -1,5 +1,5 @@
 """What the trtllm backend hands to FlashInfer, seen by a recording stand-in: no GPU, no package. Results on Hopper are
-compared by `test_conformance`; Blackwell's kernels are tested here alone."""
+compared by `test_backend_conformance`; Blackwell's kernels are tested here alone."""
 
 import sys
 import types

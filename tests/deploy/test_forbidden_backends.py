@@ -78,7 +78,7 @@ def test_a_known_generation_decides(
     capability: tuple[int, int] | None, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tree is verified by trtllm on Hopper alone of these; of an unknown GPU the start decides."""
-    monkeypatch.setattr("attention.registry.find_spec", lambda package: package)
+    monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
     speculative = DRAFT | {"num_steps": 3, "top_k": 4, "num_draft_tokens": 8}
     args = {"model": HEADS, "speculative": speculative, "attention": {"decode": "trtllm"}}
     config = with_checkpoints(parse(args, MODELS))

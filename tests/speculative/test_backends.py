@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backend import AttentionBackend, Prepared
+from attention.capability import Capability
 from attention.config import DraftAttention, TargetAttention
-from attention.limits import DeviceKind
 from attention.metadata import DecodeBatch, Mode
 from attention.registry import BACKENDS, build_backend
 from speculative.backends import draft_backends
@@ -84,11 +84,10 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
 
 
 def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> ModelShape:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("attention.registry.find_spec", lambda package: package)
+    monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
     layout = plan_layout(pair.spec(pair.chain()))
     config = dataclasses.replace(layout.target, head_dim=128)
-    return ModelShape(config, 1, torch.bfloat16, 16, DeviceKind.of(torch.device("cuda", 0)))
+    return ModelShape(config, 1, torch.bfloat16, 16, Capability("cuda", capability))
 
 
 def test_each_role_and_phase_has_its_backend(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +127,7 @@ def test_a_chain_s_drafting_is_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
-    monkeypatch.setattr("attention.registry.find_spec", lambda package: None)
+    monkeypatch.setattr("attention.registry.is_installed", lambda package: False)
     with pytest.raises(
         ValueError,
         match=r"flashinfer is not installed: pip install 'aerie-serve\[cuda\]'; those that "
@@ -151,8 +150,8 @@ def test_one_backend_that_reads_lengths_on_the_host_costs_the_graphs(
     assert reason == "flashinfer in draft_extend"
     with caplog.at_level(logging.WARNING):
         worker = pair.spec().worker
-        assert rounds_are_graphs(worker, torch.device("cuda"), None, rank=0)
-        assert not any(rounds_are_graphs(worker, torch.device("cuda"), reason, rank) for rank in (0, 1))
+        assert rounds_are_graphs(worker, Capability("cuda"), None, rank=0)
+        assert not any(rounds_are_graphs(worker, Capability("cuda"), reason, rank) for rank in (0, 1))
     (record,) = caplog.records
     assert "without CUDA graphs" in record.message and "flashinfer in draft_extend reads them" in record.message
 

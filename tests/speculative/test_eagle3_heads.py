@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attention.capability import Capability
 from attention.config import DraftAttention
 from attention.kv_cache.pool import KVPool
-from attention.limits import DeviceKind
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.backends import draft_backends
 from speculative.config import SpeculativeConfig
@@ -69,7 +69,7 @@ def served(draft: Path, target: Path, group: TPGroup = SOLO, device: torch.devic
     decoder = load_target(source, config, group, device, 64, method.capture)
     model = load_draft(method, source, decoder, group, device, 64)
     pool = KVPool(method.model.kv_groups(group.size, torch.float32), NUM_PAGES, PAGE_SIZE, device)
-    shape = ModelShape(method.model, group.size, torch.float32, PAGE_SIZE, DeviceKind.of(device))
+    shape = ModelShape(method.model, group.size, torch.float32, PAGE_SIZE, Capability.of(device))
     return DraftRunner(model, pool, draft_backends(DraftAttention(), shape, tree=True))
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from attention.backends.torch_backend import TorchBackend
+from attention.capability import Capability
 from attention.config import DraftAttention
 from attention.kv_cache.pool import KVPool
-from attention.limits import DeviceKind
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.backends import draft_backends
 from speculative.build import plan_layout
@@ -111,10 +111,9 @@ def test_a_window_narrower_than_a_tree_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["flashinfer", "trtllm"])
 def test_a_backend_without_windows_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("attention.registry.find_spec", lambda package: package)
+    monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
     config = replace(plan_layout(pair.spec(pair.chain())).target, head_dim=128)
-    shape = ModelShape(config, 1, torch.bfloat16, 16, DeviceKind.of(torch.device("cuda", 0)))
+    shape = ModelShape(config, 1, torch.bfloat16, 16, Capability("cuda", (9, 0)))
     names = DraftAttention(extend=name)
     draft_backends(names, shape, tree=False)
     with pytest.raises(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.capability import Capability
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import KVLayout, LayerGroup
@@ -123,8 +124,7 @@ def use_of(work: Work, shape: Shape, device: str = "cuda", capability: tuple[int
         shape.head_dim,
         shape.page_size,
         shape.dtype,
-        device,
-        capability if device == "cuda" else None,
+        Capability(device, capability if device == "cuda" else None),
         work.tree,
         shape.layout.kind,
         shape.latent,

@@ -32,12 +32,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 ROOT = Path(__file__).resolve().parents[2]
 # What asks which device it is on, and is to think that it is on a GPU.
 ON_A_GPU = {
-    "attention.capability": [("_of(device.type, device.index)", '_of("cuda", 0)')],
-    "attention.backends.triton_backend": [('device.type == "cpu"', "False")],
+    "attention.capability": [
+        ("_of(device.type, device.index)", '_of("cuda", 0)'),
+        ('self.type == "cpu"', "True"),  # tensors are in the host's memory
+        ("        return self.is_gpu\n", "        return False\n"),  # neither streams nor graphs
+    ],
     "workers.layers.gemm": [('device.type == "cuda"', "True")],
     "workers.layers.linear": [('device.type != "cuda"', "False")],
-    "workers.models.moe": [('device.type != "cuda"', "False")],
-    "attention.limits": [('if device.type == "cuda"', "if True"), ("DeviceKind(device.type", 'DeviceKind("cuda"')],
 }
 NUMPY = {
     torch.bool: np.bool_,

@@ -5,20 +5,21 @@ import dataclasses
 import pytest
 import torch
 
+from attention.capability import Capability
 from attention.config import TargetAttention
 from speculative.build import EngineSpec, build_worker, plan_layout
 from tests.support.embedded import embedded_spec
 from workers.config import WorkerConfig
 from workers.runner.deterministic import checked_deterministic
 
-GPU = torch.device("cuda")
+GPU = Capability("cuda", (9, 0))
 
 
 def wanted(**changes: object) -> WorkerConfig:
     return dataclasses.replace(embedded_spec(None).worker, deterministic=True, **changes)  # type: ignore[arg-type]
 
 
-def check(worker: WorkerConfig, dtype: torch.dtype = torch.bfloat16, device: torch.device = GPU, **target: int) -> bool:
+def check(worker: WorkerConfig, dtype: torch.dtype = torch.bfloat16, device: Capability = GPU, **target: int) -> bool:
     config = dataclasses.replace(plan_layout(embedded_spec(None)).target, **target)  # type: ignore[arg-type]
     return checked_deterministic(worker, config, dtype, device)
 
@@ -59,6 +60,6 @@ def test_what_cannot_be_kept_is_refused_with_the_remedy(
 
 def test_on_a_cpu_the_option_changes_nothing() -> None:
     worker = wanted(attention=TargetAttention("torch", "torch"))
-    assert not check(worker, torch.float32, torch.device("cpu"))
+    assert not check(worker, torch.float32, Capability("cpu"))
     spec = EngineSpec(worker)
     build_worker(spec, plan_layout(spec), 0, "")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.limits import DeviceKind
+from attention.capability import Capability
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
@@ -262,13 +262,13 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 
 def test_gpus_whose_experts_would_wait_are_refused() -> None:
-    gpu = DeviceKind("cuda", (8, 0))
+    gpu = Capability("cuda", (8, 0))
     with pytest.raises(ValueError, match="model x: experts on a GPU are multiplied in bfloat16, not in float16"):
         check_experts_device(gpu, torch.float16, "model x")
     with pytest.raises(ValueError, match="compute capability 9.x or 10.x, this one has 8.0"):
         check_experts_device(gpu, torch.bfloat16, "model x")
     for capability in ((9, 0), None):  # None: of another machine's GPU
-        check_experts_device(DeviceKind("cuda", capability), torch.bfloat16, "model x")
+        check_experts_device(Capability("cuda", capability), torch.bfloat16, "model x")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
+from attention.capability import Capability
 from workers.distributed.custom_all_reduce import CustomAllReduce, connect
 from workers.distributed.shared_memory import SharedMemory, connect_shared_memory
 
@@ -77,7 +78,7 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device, cust
     """
     if size == 1:
         return SOLO
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = Capability.of(device).collectives
     dist.init_process_group(
         backend,
         store=_store(address, rank, size),

@@ -11,7 +11,7 @@ from attention.backend import AttentionBackend, Prepared
 from attention.expansion import ExpandedChunks
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
-from attention.slot_mapping import row_places
+from attention.ops.slot_mapping import map_rows
 from workers.ops.experts.route import TokenSlots
 from workers.ops.rotary import Angles
 
@@ -122,11 +122,11 @@ def make_context(
     """
     positions, slots = [], []
     if decode is not None:
-        own_positions, own_slots = row_places(decode, pool.page_size)
+        own_positions, own_slots = map_rows(decode, pool.page_size)
         positions.append(own_positions if decode_positions is None else decode_positions)
         slots.append(own_slots)
     if chunks is not None:
-        chunk_positions, chunk_slots = row_places(chunks, pool.page_size)
+        chunk_positions, chunk_slots = map_rows(chunks, pool.page_size)
         positions.append(chunk_positions)
         slots.append(chunk_slots)
     if attending is not None:

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import torch
 
+from attention.capability import Capability
 from attention.kv_cache.layout import LayerGroup
-from attention.limits import DeviceKind
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.layers.rotary import RopeConfig, yarn_magnitude
@@ -54,7 +54,7 @@ class ModelConfig(ABC):
         """Raises ValueError, with sizes that work, if the model cannot be cut into `tensor_parallel` shards; `source`
         names it."""
 
-    def check_device(self, device: DeviceKind, dtype: torch.dtype, source: str) -> None:  # noqa: B027
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:  # noqa: B027
         """Raises ValueError, naming `source`, where the model has no fitting kernels for `device` in `dtype`. Attention
         is asked of its backends."""
 

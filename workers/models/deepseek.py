@@ -5,9 +5,9 @@ from typing import Any, Self
 
 import torch
 
+from attention.capability import Capability
 from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import LayerGroup
-from attention.limits import DeviceKind
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.latent_attention import LatentAttention
@@ -80,7 +80,7 @@ class DeepseekConfig(ModelConfig):
     def with_whole_experts(self, source: str) -> Self:
         return replace(self, whole_experts=True)
 
-    def check_device(self, device: DeviceKind, dtype: torch.dtype, source: str) -> None:
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
         check_experts_device(device, dtype, source)
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:

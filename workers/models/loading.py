@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from attention.limits import DeviceKind
+from attention.capability import Capability
 from workers.config import ModelSource
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
@@ -60,7 +60,8 @@ def load_target(
     deterministic: see `finish_weights`. advance: hears how many bytes of the checkpoint are loaded. Raises ValueError
     as `fill_target`."""
     name = f"model {source.path}"
-    config.check_device(DeviceKind.of(device), resolve_dtype(source.dtype, config.dtype, device), name)
+    here = Capability.of(device)
+    config.check_device(here, resolve_dtype(source.dtype, config.dtype, here), name)
     fallback = config.quant.fallback(device)
     if fallback is not None and group.rank == 0:
         logger.warning("%s: %s", name, fallback)
@@ -85,7 +86,7 @@ def fill_target(
     name = f"model {source.path}"
     family = family_of(config.architecture, name)
     names = family.weight_names(config)
-    dtype = resolve_dtype(source.dtype, config.dtype, device)
+    dtype = resolve_dtype(source.dtype, config.dtype, Capability.of(device))
     model = allocate(
         lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
     )
@@ -94,7 +95,7 @@ def fill_target(
     else:
         read = partial(checkpoint_tensors, source.path, device)
         load_weights(model, counted(read(), source.path, advance), names, name)
-        if device.type != "meta":
+        if Capability.of(device).has_memory:
             check_finite(model, read, names, name)
     return model
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from attention.limits import DeviceKind
+from attention.capability import Capability
 from workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
 from workers.ops.experts.route import Routing
 
@@ -49,15 +49,15 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
     }
 
 
-def check_experts_device(device: DeviceKind, dtype: torch.dtype, source: str) -> None:
+def check_experts_device(device: Capability, dtype: torch.dtype, source: str) -> None:
     """Raises ValueError, naming `source`, where experts would wait for the device in every layer, which a captured step
     cannot."""
-    if device.type != "cuda":
+    if not device.is_gpu:
         return
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ValueError(f"{source}: experts on a GPU are multiplied in bfloat16, not in {name}; set dtype: bfloat16")
-    capability = device.capability
+    capability = device.compute
     if capability is not None and capability[0] not in _GROUPED_MAJORS:
         raise ValueError(
             f"{source}: experts need a GPU of compute capability 9.x or 10.x, this one has "

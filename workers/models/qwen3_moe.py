@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import torch
 
-from attention.limits import DeviceKind
+from attention.capability import Capability
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.moe import MixtureOfExperts
@@ -40,7 +40,7 @@ class Qwen3MoeConfig(LlamaConfig):
     def with_whole_experts(self, source: str) -> Self:
         return replace(self, whole_experts=True)
 
-    def check_device(self, device: DeviceKind, dtype: torch.dtype, source: str) -> None:
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
         check_experts_device(device, dtype, source)
 
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:

@@ -8,9 +8,10 @@ import torch
 
 from attention import registry
 from attention.backend import AttentionBackend
+from attention.capability import Capability
 from attention.config import TargetAttention
 from attention.kv_cache.latent import LatentLayout
-from attention.limits import AttentionUse, DeviceKind
+from attention.limits import AttentionUse
 from attention.metadata import Mode
 from attention.registry import Choice, choose_backends
 from workers.models.config import ModelConfig
@@ -26,7 +27,7 @@ class ModelShape:
     tensor_parallel: int
     dtype: torch.dtype
     page_size: int
-    device: DeviceKind
+    device: Capability
 
     def use(self, mode: Mode, tree: bool = False, window: int | None = None) -> AttentionUse:
         """tree: whether masks branch in this mode. window: as in `AttentionUse`."""
@@ -40,8 +41,7 @@ class ModelShape:
             head_dim=self.config.head_dim,
             page_size=self.page_size,
             dtype=self.dtype,
-            device=self.device.type,
-            capability=self.device.capability,
+            device=self.device,
             tree=tree,
             layout=layout.kind,
             value_dim=layout.latent if isinstance(layout, LatentLayout) else None,

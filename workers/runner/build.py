@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.capability import Capability
 from attention.kv_cache.pool import KVPool
-from attention.limits import DeviceKind
 from attention.registry import Choice, choose_backends
 from workers.config import WorkerConfig
-from workers.device import resolve_device
+from workers.device import make_current, resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
 from workers.memory_use import MemoryUse
 from workers.models.loading import load_target
@@ -89,11 +89,11 @@ def build_rank(
     seconds. advance: hears how far a long phase is. compilers: of kernels, which are ended once those are there; None:
     threads compile them. Raises ValueError where a checkpoint or backend does not fit, or memory does not suffice."""
     device = resolve_device(worker.model.device, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    deterministic = checked_deterministic(worker, layout.target, layout.dtype, device)
+    make_current(device)
+    here = Capability.of(device)
+    deterministic = checked_deterministic(worker, layout.target, layout.dtype, here)
     backends = _backends_of_target(worker, layout, device, deterministic)
-    others = choose_backends(layout.speculation.attention(worker.cache.page_size, layout.dtype, DeviceKind.of(device)))
+    others = choose_backends(layout.speculation.attention(worker.cache.page_size, layout.dtype, here))
     phases = _Phases(report)
     memory = RankMemory(device_memory(device), worker, layout, device)
     # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
@@ -104,7 +104,7 @@ def build_rank(
         strategy = layout.speculation.strategy(parts, others, phases.done)
     eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars, pools=parts.pools)
     graphed, first = None, frozenset["GraphKey"]()
-    if rounds_are_graphs(worker, device, needs_cpu_seq_lens(backends, others), rank):
+    if rounds_are_graphs(worker, here, needs_cpu_seq_lens(backends, others), rank):
         from workers.runner.graphs.recorder import CudaRecorder
 
         with_chunks = not deterministic and chunks_on_device(backends, others)
@@ -200,10 +200,10 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
     return replace(parts, layout=layout)
 
 
-def rounds_are_graphs(worker: WorkerConfig, device: torch.device, host_readers: str | None, rank: int) -> bool:
+def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: str | None, rank: int) -> bool:
     """Whether rounds become CUDA graphs; a fallback is logged once, by rank 0. host_readers: what `needs_cpu_seq_lens`
     found."""
-    wanted = device.type == "cuda" and worker.cuda_graphs
+    wanted = device.captures_graphs and worker.cuda_graphs
     if wanted and host_readers is not None and rank == 0:
         logger.warning(
             "rounds run eagerly, without CUDA graphs, and wait for lengths on the host: attention backend "
@@ -214,7 +214,7 @@ def rounds_are_graphs(worker: WorkerConfig, device: torch.device, host_readers: 
 
 
 def attention_choices(
-    worker: WorkerConfig, layout: EngineLayout, dtype: torch.dtype, device: DeviceKind
+    worker: WorkerConfig, layout: EngineLayout, dtype: torch.dtype, device: Capability
 ) -> list[Choice]:
     """The backends that a configuration names for all models. dtype: that they compute with on `device`."""
     shape = ModelShape(layout.target, worker.tensor_parallel, dtype, worker.cache.page_size, device)
@@ -228,7 +228,7 @@ def _backends_of_target(
     worker: WorkerConfig, layout: EngineLayout, device: torch.device, deterministic: bool
 ) -> Backends:
     """Raises ValueError where one cannot do what it is named for."""
-    kind = DeviceKind.of(device)
+    kind = Capability.of(device)
     shape = ModelShape(layout.target, worker.tensor_parallel, layout.dtype, worker.cache.page_size, kind)
     span = None
     if deterministic:

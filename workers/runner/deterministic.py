@@ -15,6 +15,7 @@ blocks of 64 rows, however few they have. On a CPU the option changes nothing an
 
 import torch
 
+from attention.capability import Capability
 from workers.config import WorkerConfig
 from workers.models.config import ModelConfig
 
@@ -22,11 +23,11 @@ MAX_RANKS = 2  # a + b = b + a; of more, libraries choose the order of a sum by 
 GEMM_INPUTS = 128  # see `workers.ops.gemm.skinny_triton.skinny_gemm_tiles`
 
 
-def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: Capability) -> bool:
     """Whether this engine computes deterministically: it was asked to, and runs on a GPU. dtype: of the weights.
 
     Raises ValueError with the remedy where it cannot."""
-    if not worker.deterministic or device.type != "cuda":
+    if not worker.deterministic or not device.is_gpu:
         return False
     reason = refusal(worker, target, dtype)
     if reason is not None:

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from attention.capability import Capability
+
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -35,7 +37,7 @@ class DeviceMemory(Protocol):
 
 def device_memory(device: torch.device) -> DeviceMemory:
     """Of a rank's device."""
-    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+    return HostMemory() if Capability.of(device).shares_host_memory else CudaMemory(device)
 
 
 class CudaMemory:

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
+from attention.capability import Capability
 from attention.config import CacheConfig
 from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool, bytes_per_page
-from attention.limits import DeviceKind
 from attention.metadata import Mode
 from attention.registry import Choice
 from workers.config import AUTO_SLOTS, RoundShapes, SchedulerConfig, WorkerConfig
@@ -57,7 +57,7 @@ class Speculation(Protocol):
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         """Of the layers whose KV is kept beside the target's, in as many pages of the same ids."""
 
-    def attention(self, page_size: int, dtype: torch.dtype, device: DeviceKind) -> list[Choice]:
+    def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
         """The backends that are named for the models beside the target."""
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
@@ -182,7 +182,7 @@ class NoSpeculation:
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return ()
 
-    def attention(self, page_size: int, dtype: torch.dtype, device: DeviceKind) -> list[Choice]:
+    def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
         return []
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
@@ -199,7 +199,7 @@ def plan_layout(
 ) -> EngineLayout:
     """target: as `workers.models.loading.read_target_config` gives it. Raises ValueError where no KV page fits into
     `cache.memory_gb`."""
-    device = resolve_device(worker.model.device, 0)
+    device = Capability(resolve_device(worker.model.device, 0).type)
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     groups = [*target.kv_groups(worker.tensor_parallel, dtype), *speculation.kv_groups(dtype)]
     max_model_len = worker.model.max_model_len or target.max_position
@@ -220,7 +220,7 @@ def plan_layout(
         scheduler=scheduler.resolved(device.type),
         speculation=speculation,
         known_pages=None if scheduler.max_running == "auto" and worker.cache.num_pages is None else asked,
-        eager=device.type != "cuda" or not worker.cuda_graphs,
+        eager=not device.captures_graphs or not worker.cuda_graphs,
     )
 
 

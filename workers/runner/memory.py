@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attention.capability import Capability
 from workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from workers.distributed.tp_group import TPGroup
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, DeviceMemoryError, MemoryUse
@@ -44,6 +45,7 @@ class RankMemory:
         self._memory = memory
         self._worker = worker
         self.device = device
+        self._shares_host_memory = Capability.of(device).shares_host_memory
         if layout.rank_bytes:
             wait_until_free(memory, layout.rank_bytes)
         self._free_at_start = memory.free()
@@ -53,7 +55,7 @@ class RankMemory:
     @property
     def runs_steps(self) -> bool:
         """Whether the largest steps are run, before KV is allocated and once all is there."""
-        return self.device.type == "cuda"
+        return Capability.of(self.device).captures_graphs
 
     @contextmanager
     def counting_weights(self) -> Iterator[None]:
@@ -146,12 +148,12 @@ class RankMemory:
     def _room(self, reserved: int) -> int:
         """What KV may take at most, if `reserved` bytes are to come beside it."""
         room = int(self._worker.cache.memory_share * self._free_at_start) - self.used() - reserved
-        return room if self.device.type == "cuda" else room // self._worker.tensor_parallel
+        return room // self._worker.tensor_parallel if self._shares_host_memory else room
 
     def _for_kv(self, reserved: int) -> int:
         """What KV takes of that if nobody says how much."""
         room = self._room(reserved)
-        return room if self.device.type == "cuda" else min(int(HOST_SHARE * room), HOST_LIMIT_BYTES)
+        return min(int(HOST_SHARE * room), HOST_LIMIT_BYTES) if self._shares_host_memory else room
 
     def _least(self, value: int, group: TPGroup) -> int:
         if group.size == 1:

@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.metadata import to_device
+from attention.capability import Capability
+from attention.to_device import to_device
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -24,7 +25,7 @@ _TORCH: dict[np.dtype[Any], torch.dtype] = {
 def upload(columns: Columns, device: torch.device) -> dict[str, Tensor]:
     """Each of `columns` (int64, int32, float32 or bool, any shape) on `device`, all of them in one copy, for which
     nothing waits: a copy through pinned memory keeps a host busy for tens of microseconds whatever its size."""
-    if not columns or device.type == "cpu":
+    if not columns or Capability.of(device).shares_host_memory:
         return {name: torch.from_numpy(np.array(array)) for name, array in columns.items()}
     kinds: dict[np.dtype[Any], list[str]] = {}
     for name, array in columns.items():

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.capability import Capability
 from workers.ops.sampling.masks import FREE
 from workers.structured_output.guide_table import NOWHERE, GuideTable, block_size
 
@@ -46,12 +47,13 @@ class MaskTable:
         self.running.fill(-1)
         self._host = torch.from_numpy(np.frombuffer(memory, np.int32, self.shape.size))
         self._host[: self.shape.before_words].fill_(FREE)
+        here = Capability.of(device)
         # on a CPU there is one of both: writing is uploading
-        self._device = self._host if device.type == "cpu" else torch.full_like(self._host, FREE, device=device)
+        self._device = self._host if here.shares_host_memory else torch.full_like(self._host, FREE, device=device)
         self.index, self.guides, self.words = self.shape.parts(self._device)
         self.host_index, self.host_guides, self.host_words = self.shape.parts(self._host)
         self._stream = None
-        if device.type == "cuda":
+        if here.has_streams:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             _pin(self, self._host, device)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attention.capability import Capability
 from attention.metadata import PrefillBatch
 from workers.distributed.tp_group import TPGroup
 from workers.runner.batch import PromptChunks, StepBatch
@@ -25,6 +26,7 @@ from workers.scheduling.cost_table import CostTable
 from workers.slots.slot_table import SlotTable
 
 LIMIT_S = {"cuda": 2.0, "cpu": 0.6}
+GROWTH = {"cuda": 2, "cpu": 8}  # between numbers of requests that are measured
 KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests of a step: enough to tell reading them from noise
 PASSES = 3  # at most; of a point's runs the fastest counts
 _NEEDS = SamplingNeeds(random=True)  # of most requests
@@ -35,14 +37,14 @@ class Timer:
     `read`, so that the host runs ahead as it does while the engine serves."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._has_events = Capability.of(device).has_streams
         self._clock = clock
         self._events: list[torch.cuda.Event] = []
         self._stamps: list[float] = []
 
     def mark(self) -> None:
         """The first, third, ... call begins a span, the next one ends it."""
-        if not self._is_cuda:
+        if not self._has_events:
             self._stamps.append(self._clock() * 1e3)
             return
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -51,7 +53,7 @@ class Timer:
 
     def read(self) -> list[float]:
         """Milliseconds of every span since the last call; waits for the device."""
-        if self._is_cuda:
+        if self._has_events:
             self._events[-1].synchronize()
             pairs = zip(self._events[::2], self._events[1::2], strict=True)
             spans = [begin.elapsed_time(end) for begin, end in pairs]
@@ -167,7 +169,7 @@ def probe_extent(
         token_buckets=tuple(token_buckets),
         max_context=layout.max_model_len,
         num_kv_tokens=min(layout.num_pages * page_size, KV_TOKENS[device.type]),
-        growth=2 if device.type == "cuda" else 8,
+        growth=GROWTH[device.type],
         page_size=page_size,
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.capability import Capability
 from workers.runner.batch import StepTensors
 from workers.sampling.prompt_logprobs import PromptRanking
 from workers.sampling.sampler import Logprobs
@@ -32,7 +33,7 @@ class Emitted:
         if tensors.drafts is not None:
             columns.append(tensors.drafts.flatten(1))
         rows, num_tokens = torch.cat(columns, dim=1), tensors.tokens.shape[1]
-        if not rows.is_cuda:
+        if not Capability.of(rows.device).has_streams:
             return Emitted(rows, num_tokens, tensors.logprobs, None, tensors.prompt_logprobs)
         logprobs, prompt = tensors.logprobs, tensors.prompt_logprobs
         if prompt is not None:

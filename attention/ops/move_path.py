@@ -1,0 +1,41 @@
+"""The KV of an accepted path moves to the front of its tree."""
+
+import torch
+from torch import Tensor
+
+from attention.metadata import token_indices
+from attention.ops.operation import Implementation, on_gpu, operation
+
+
+def _are_alike(tensors: tuple[Tensor, ...], *_: object) -> bool:
+    return len(tensors) <= 2 and tensors[0].shape == tensors[-1].shape and tensors[0].dtype == tensors[-1].dtype
+
+
+@operation(
+    Implementation(
+        "triton",
+        "attention.ops.move_path_triton:move_path",
+        on_gpu,
+        _are_alike,
+        "one tensor, or two of the same shape and type",
+    )
+)
+def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
+    """Copy the tokens at positions length[b] + path[b, j] to length[b] + j, in place, where path[b, j] > j.
+
+    All tokens are read before any is written, since a path's sources and targets overlap.
+
+    tensors     each [layers, pages, page_size, ...] of any type, contiguous, written
+    page_table  [B, max_pages] int32, last stride 1
+    length      [B] int32
+    path        [B, D] int64, contiguous; after a path's end zeros, which move nothing
+    """
+    row = torch.arange(path.shape[1], device=path.device)
+    start, page_size = length.long().unsqueeze(1), tensors[0].shape[2]
+    source = token_indices(page_table, start + torch.maximum(path, row), page_size).flatten()
+    target = token_indices(page_table, start + row.expand_as(path), page_size).flatten()
+    for tensor in tensors:
+        if tensor.dtype.itemsize == 1:
+            tensor = tensor.view(torch.uint8)  # torch 2.13 copies by index no type of eight bits but this one
+        tokens = tensor.view(tensor.shape[0], -1, *tensor.shape[3:])
+        tokens.index_copy_(1, target, tokens.index_select(1, source))

@@ -1,0 +1,35 @@
+"""Rotary position embedding (arXiv 2104.09864, half-split layout) of q and k; k and v are written to their pages."""
+
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+from attention.rotation import rotate
+from attention.views import LayerKV
+
+
+def _has_tiles(q: Tensor, *_: object) -> bool:
+    return q.shape[2] & (q.shape[2] - 1) == 0
+
+
+@operation(
+    Implementation(
+        "triton", "attention.ops.rope_store_triton:rope_store", on_gpu, _has_tiles, "head_dim a power of two"
+    )
+)
+def rope_store(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, index: Tensor, kv: LayerKV, slot_mapping: Tensor
+) -> Tensor:
+    """Return q rotated; write k rotated, and v, into the layer's pages.
+
+    q             [rows, q_heads, head_dim], last stride 1; may be rotated in place: use the result
+    k, v          [rows, kv_heads, head_dim], last stride 1, unchanged
+    cos, sin      [any, head_dim / 2] float32, contiguous
+    index         [rows] int64, each row's line of cos and sin
+    kv            the layer's pages, written
+    slot_mapping  [rows] int64, token indices; rows that share one (padding) leave any one of their values
+    ->            as q
+    """
+    cos, sin = cos[index], sin[index]
+    kv.k.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, rotate(k, cos, sin))
+    kv.v.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+    return rotate(q, cos, sin)

@@ -1,0 +1,39 @@
+"""KV positions of a pass's rows, and the token indices of the pool that they write."""
+
+import torch
+from torch import Tensor
+
+from attention.metadata import DecodeBatch, PrefillBatch, token_indices
+from attention.ops.operation import Implementation, on_gpu, operation
+
+
+def map_rows(batch: DecodeBatch | PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return `map_decode_rows` or `map_prefill_rows` of the batch. Reads nothing on the host."""
+    return map_decode_rows(batch, page_size) if isinstance(batch, DecodeBatch) else map_prefill_rows(batch, page_size)
+
+
+@operation(Implementation("triton", "attention.ops.slot_mapping_triton:map_decode_rows", on_gpu))
+def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """Map the rows of a round.
+
+    ->  positions     [B * R] int64, KV positions in the request
+        slot_mapping  [B * R] int64, page * page_size + offset
+    """
+    positions = batch.kv_positions()
+    return positions.flatten(), token_indices(batch.page_table, positions, page_size).flatten()
+
+
+@operation(Implementation("triton", "attention.ops.slot_mapping_triton:map_prefill_rows", on_gpu))
+def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """Map the rows of prompt chunks; padding rows get 0 and 0.
+
+    ->  positions     [num_rows] int64, KV positions in the request
+        slot_mapping  [num_rows] int64, page * page_size + offset
+    """
+    chunk = batch.row_chunks()
+    inside = chunk < batch.num_chunks
+    chunk = chunk.clamp_max(batch.num_chunks - 1)
+    row = torch.arange(batch.num_rows, device=chunk.device)
+    positions = torch.where(inside, batch.starts[chunk] + row - batch.qo_indptr[chunk], 0)
+    pages = batch.page_table[chunk, positions // page_size].long()
+    return positions, torch.where(inside, pages * page_size + positions % page_size, 0)

@@ -1,0 +1,131 @@
+"""`attention.ops`: rows of rounds and chunks with padding, page sizes from 1 on, paths that overlap, chunks without
+rows, more chunks than a kernel looks at together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from attention.ops.move_path import move_path
+from attention.ops.rope_store import rope_store
+from attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
+from attention.views import LayerKV
+from tests.ops.case import Case
+
+Arguments = Callable[[torch.device], tuple[Any, ...]]
+LAYERS, PAGES = 2, 24
+# A chain that stays, trees whose path moves over itself, a path that ends at once.
+PATHS = ((0, 1, 3, 4), (0, 2, 3, 0), (0, 0, 0, 0), (0, 3, 4, 0), (0, 4, 5, 7))
+CHUNKS = (
+    ((0,), (1,)),
+    ((0, 5, 33, 0), (7, 1, 20, 30)),
+    (tuple(range(0, 40 * 16, 16)), tuple(n % 23 for n in range(40))),
+    ((4096, 0), (300, 5)),
+)
+
+
+def _numbers(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes) + seed)).to(dtype)
+
+
+def _table(requests: int, width: int) -> Tensor:
+    """[requests, width] int32 of pages in any order, a part of a wider table."""
+    generator = torch.Generator().manual_seed(width)
+    return torch.randint(1, PAGES, (requests, width + 3), dtype=torch.int32, generator=generator)[:, :width]
+
+
+def _decode(rows: int, suffix_len: int, page_size: int) -> Arguments:
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        prefix = torch.tensor([0, 3, 17, 54], dtype=torch.int32, device=device)
+        mask = causal_mask(4, rows, device)
+        table = _table(4, 70).to(device)
+        return DecodeBatch(Mode.VERIFY, rows, suffix_len, prefix, mask, table, 70), page_size
+
+    return arguments
+
+
+def _prefill(starts: Sequence[int], counts: Sequence[int], padding: int, page_size: int) -> Arguments:
+    """Two chunks without rows come after them."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        width = -(-max(start + count for start, count in zip(starts, counts, strict=True)) // page_size)
+        table = _table(len(starts) + 2, width)
+        table[-2:] = 0
+        return PrefillBatch.from_lists(starts, counts, table.to(device), sum(counts) + padding), page_size
+
+    return arguments
+
+
+def _move(page_size: int, *tokens: Sequence[int], dtype: torch.dtype = torch.float32) -> Arguments:
+    """tokens: the shape of a token's part of each tensor."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        tensors = tuple(
+            _numbers(LAYERS, PAGES + 1, page_size, *shape, seed=seed).to(dtype).to(device)
+            for seed, shape in enumerate(tokens)
+        )
+        pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(page_size)) + 1
+        width = PAGES // len(PATHS)
+        if page_size < 3:  # a page has few tokens: one request's pages must hold its path
+            paths, table = PATHS[-1:], pages.view(1, -1)
+        else:
+            paths, table = PATHS, pages[: width * len(PATHS)].view(len(PATHS), width)
+        length = torch.tensor([0, 2, 1, 3, 1][: len(paths)], dtype=torch.int32, device=device)
+        return tensors, table.int().to(device), length, torch.tensor(paths, device=device)
+
+    return arguments
+
+
+def _rope(group: int, head_dim: int, dtype: torch.dtype) -> Arguments:
+    """Parts of one product; slots in no order."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        heads, slots = 2, torch.tensor([3, 60, 17, 0, 33, 21, 5])
+        packed = _numbers(len(slots), (group + 2) * heads, head_dim, dtype=dtype).to(device)
+        q, k, v = packed.split([group * heads, heads, heads], dim=1)
+        angles = _numbers(40, head_dim // 2).to(device) * 6
+        index = torch.tensor([39, 4, 4, 0, 17, 8, 2], device=device)
+        pages = torch.zeros((2, 5, 16, heads, head_dim), dtype=dtype, device=device)
+        return q, k, v, angles.cos(), angles.sin(), index, LayerKV(*pages.unbind()), slots.to(device)
+
+    return arguments
+
+
+CASES = (
+    *(
+        Case(map_decode_rows, f"{rows}-of-{suffix}-pages-of-{page}", _decode(rows, suffix, page), exact=True)
+        for rows, suffix, page in ((1, 1, 1), (4, 4, 16), (3, 9, 4), (7, 7, 64))
+    ),
+    *(
+        Case(
+            map_prefill_rows,
+            f"{len(starts)}-chunks-padding-{padding}-pages-of-{page}",
+            _prefill(starts, counts, padding, page),
+            exact=True,
+        )
+        for starts, counts in CHUNKS
+        for padding in (0, 37)
+        for page in (1, 16)
+    ),
+    *(
+        Case(move_path, name, arguments, written=(0,), exact=True)
+        for name, arguments in {
+            "pages-of-1": _move(1, (2, 16), (2, 16)),
+            "pages-of-16": _move(16, (8, 128), (8, 128), dtype=torch.bfloat16),
+            "odd-heads": _move(4, (3, 32), (3, 32)),
+            "latent-rows": _move(4, (48,), dtype=torch.bfloat16),
+            "wide-latent-rows": _move(16, (576,), dtype=torch.bfloat16),
+        }.items()
+    ),
+    *(
+        Case(rope_store, f"group-{group}-head_dim-{head_dim}-{dtype}", _rope(group, head_dim, dtype), written=(6,))
+        for group, head_dim, dtype in (
+            (1, 16, torch.float32),
+            (3, 32, torch.bfloat16),
+            (4, 128, torch.float16),
+            (7, 64, torch.bfloat16),
+        )
+    ),
+)
