@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attention.backends.torch_backend import TorchBackend
+from attention.capability import Capability
 from attention.kv_cache.latent import LatentLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool
@@ -137,7 +138,10 @@ def test_modules_for_drafting_are_not_the_targets(tmp_path: Path) -> None:
 
 
 def test_backends_read_latent_rows_or_are_refused() -> None:
-    use = AttentionUse(Mode.VERIFY, 16, 1, 576, 64, torch.bfloat16, "cuda", (9, 0), True, "latent rows", 512)
+    hopper = Capability("cuda", (9, 0))
+    use = AttentionUse(Mode.VERIFY, 16, 1, 576, 64, torch.bfloat16, hopper, True, "latent rows", 512)
+        Mode.VERIFY, 16, 1, 576, 64, torch.bfloat16, Capability("cuda", (9, 0)), True, "latent rows", 512
+    )
     assert limit(BACKENDS["triton"], use) is None
     odd = dataclasses.replace(use, head_dim=56, value_dim=24)
     assert limit(BACKENDS["triton"], odd) == "kv_lora_rank=24: must be a power of two of at least 16"

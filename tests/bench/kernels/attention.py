@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attention.backends import flashinfer_backend
+from attention.capability import Capability
 from attention.limits import AttentionUse
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.registry import BACKENDS, build_backend, refusal
@@ -67,7 +68,7 @@ def works(widths: Iterable[int]) -> list[Work]:
 def is_served(name: str, mode: Mode, tree: bool, dtype: torch.dtype) -> bool:
     """Whether backend `name` serves this use on this GPU."""
     capability = torch.cuda.get_device_capability()
-    use = AttentionUse(mode, HEADS, KV_HEADS, DIM, PAGE, dtype, "cuda", capability, tree)
+    use = AttentionUse(mode, HEADS, KV_HEADS, DIM, PAGE, dtype, Capability("cuda", capability), tree)
     return refusal(name, use) is None
 
 
