@@ -140,8 +140,6 @@ def test_modules_for_drafting_are_not_the_targets(tmp_path: Path) -> None:
 def test_backends_read_latent_rows_or_are_refused() -> None:
     hopper = Capability("cuda", (9, 0))
     use = AttentionUse(Mode.VERIFY, 16, 1, 576, 64, torch.bfloat16, hopper, True, "latent rows", 512)
-        Mode.VERIFY, 16, 1, 576, 64, torch.bfloat16, Capability("cuda", (9, 0)), True, "latent rows", 512
-    )
     assert limit(BACKENDS["triton"], use) is None
     odd = dataclasses.replace(use, head_dim=56, value_dim=24)
     assert limit(BACKENDS["triton"], odd) == "kv_lora_rank=24: must be a power of two of at least 16"
