@@ -4,13 +4,13 @@
 a share of the time that rounds take, so that no shape is out of reach for ever and none costs much.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from workers.scheduling.shape_rates import TIMED_ERROR, Rates, shapes_told_by
+from workers.scheduling.shape_rates import Rates, shapes_told_by
 from workers.scheduling.step_time import Step, StepTime
 from workers.scheduling.survival import Survival
 
@@ -21,6 +21,7 @@ FIRST_ROUNDS = 3  # rounds whose time probes may cost in advance
 PROBE_AGE = 128  # steps without results after which a shape is probed again
 MAX_PROBE_STEPS = 16  # of a probe whose shape stays promising
 TIMED_STEPS = 2  # steps that tell how long a shape takes
+FREE_PROBES = 3  # of this kind that are not charged, of each shape at each batch size
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Probe:
     most: steps that it runs at most; in between it ends once its shape is not promising.
     steps: so far.
     is_old: it began because the shape had no recent results.
-    is_free: it is not charged, because the shape had never run at this batch size.
+    is_free: it is not charged, because the shape has hardly run at this batch size.
     """
 
     shape: int
@@ -52,6 +53,7 @@ class ShapeProbes:
         # time that probes may cost now, in rounds; below 0 after a probe that cost more
         self._credit = self._old_credit = 0.0
         self._num_pace_changes = 0
+        self._num_free: Counter[tuple[int, int]] = Counter()  # probes, by shape and logarithm of the batch size
         self._ended: deque[tuple[int, Probe]] = deque()  # with the step at which each is charged
 
     def count_step(self, step: int, shape: int) -> None:
@@ -110,7 +112,8 @@ class ShapeProbes:
     ) -> bool:
         """Begin a probe if one is due; returns whether it did.
 
-        - A shape that has never run at this batch size is timed at once: nothing else tells how wrong the table is.
+        - A shape that has never run at this batch size is timed at once: nothing else tells how wrong the table is. So
+          is one that has hardly run and may still be the best.
         - A shape whose time is uncertain, or that is promising, is probed once former probes are paid for.
         - A shape without recent results is probed once the cost is saved up.
 
@@ -123,14 +126,9 @@ class ShapeProbes:
         others = [other for other in allowed if other != shape]
         round_ms = rates.ms[shape]
         left_ms = (self._credit + FIRST_ROUNDS) * round_ms
-        if not with_prompts:
-            untimed = [other for other in others if not step_time.has_run(Step(other, num_requests))]
-            vague = [other for other in others if rates.errors[other] > TIMED_ERROR]
-            vague = [other for other in vague if TIMED_STEPS * rates.certain_loss(other) < left_ms]
-            if untimed or vague:
-                timed = rates.least_loss(untimed or vague)
-                self.current = Probe(timed, TIMED_STEPS, TIMED_STEPS, is_free=bool(untimed))
-                return True
+        if not with_prompts and (timed := self._to_time(rates, others, num_requests, step_time, left_ms)):
+            self.current = timed
+            return True
         promising = [other for other in others if rates.is_promising(other)]
         if promising and left_ms > 0.0:
             self.current = Probe(max(promising, key=rates.hoped.__getitem__), FIRST_RESULTS, MAX_PROBE_STEPS)
@@ -143,3 +141,22 @@ class ShapeProbes:
                 self.current = Probe(oldest, FIRST_RESULTS, MAX_PROBE_STEPS, is_old=True)
                 return True
         return False
+
+    def _to_time(
+        self, rates: Rates, others: Sequence[int], num_requests: int, step_time: StepTime, left_ms: float
+    ) -> Probe | None:
+        """A probe that tells how long a shape takes, if one is due."""
+        batch = (num_requests - 1).bit_length()
+
+        def is_free(shape: int) -> bool:
+            has_run = step_time.has_run(Step(shape, num_requests))
+            is_left = self._num_free[shape, batch] < FREE_PROBES
+            return not has_run or (is_left and rates.is_vague(shape) and rates.is_possible(shape))
+
+        free = [other for other in others if is_free(other)]
+        if free:
+            shape = rates.least_loss(free)
+            self._num_free[shape, batch] += 1
+            return Probe(shape, TIMED_STEPS, TIMED_STEPS, is_free=True)
+        vague = [o for o in others if rates.is_vague(o) and TIMED_STEPS * rates.certain_loss(o) < left_ms]
+        return Probe(rates.least_loss(vague), TIMED_STEPS, TIMED_STEPS) if vague else None

@@ -15,6 +15,7 @@ from workers.scheduling.survival import Bools, Ints, Survival
 
 PROMISING_ABOVE = 1 / 40  # share by which a promising shape may be better than the best one
 HOPE = 1.5  # standard errors by which a promising shape may be better than its estimate
+SURE = 3.0  # standard errors of its time that a shape that cannot be the best one is away from it
 TIMED_ERROR = 0.12  # relative error of a shape's time above which it is uncertain
 
 
@@ -95,6 +96,14 @@ class Rates:
     def is_promising(self, shape: int) -> bool:
         """Whether the shape may well be better than the best one."""
         return self.hoped[shape] > (1.0 + PROMISING_ABOVE) * self.best
+
+    def is_vague(self, shape: int) -> bool:
+        """Whether the shape's time is uncertain."""
+        return self.errors[shape] > TIMED_ERROR
+
+    def is_possible(self, shape: int) -> bool:
+        """Whether the shape is the best one if its time is within `SURE` standard errors."""
+        return self.tokens[shape] / self.ms[shape] * math.exp(SURE * self.errors[shape]) > self.best
 
 
 def shapes_told_by(survival: Survival, num_shapes: int) -> list[npt.NDArray[np.bool_]]:

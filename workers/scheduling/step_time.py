@@ -28,6 +28,7 @@ SURE_AFTER = 4  # unless fewer steps of its kind have been observed
 DOUBT = 0.25  # share of such a step's difference that stays in doubt
 SURPRISE = 1.2  # running mean of differences, in standard deviations, above which the pace has changed: 3 of its own
 SURPRISE_WEIGHT = 0.25
+MAX_SURPRISE = 2.0  # standard deviations of one step: a single slow step is no change of pace
 CHANGED_PACE_ERROR = 0.3  # of the pace then, so that a change of load is followed within some ten steps
 SETTLING_STEPS = 8  # until it is known
 CHANGED_PART_ERROR = 0.15  # of what does not run meanwhile
@@ -145,7 +146,8 @@ class StepTime:
         else:
             difference = min(max(difference, -OUTLIER * deviation), OUTLIER * deviation)
             if variance < self._noise:  # else a difference says little about the pace
-                self._surprise += SURPRISE_WEIGHT * (difference / deviation - self._surprise)
+                surprise = min(max(difference / deviation, -MAX_SURPRISE), MAX_SURPRISE)
+                self._surprise += SURPRISE_WEIGHT * (surprise - self._surprise)
             if abs(self._surprise) > SURPRISE:
                 self._change_pace(parts)
         self._settling = max(0, self._settling - 1)
