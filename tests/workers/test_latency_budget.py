@@ -310,6 +310,33 @@ def test_what_the_prefix_cache_has_makes_a_prompt_short():
     sim.run()
 
 
+def test_a_step_that_prompts_fill_waits_less_for_masks():
+    """So that a stream beside hostile grammars has no gap of the target and half of it."""
+    target_ms, waits = 120.0, list[tuple[float, float]]()
+    rounds = RoundCosts((1, 8), (50.0, 60.0), (0.0, 0.0))
+    slow = CostTable((rounds, rounds), (0, 1, 8), (10, 110), ((20.0, 120.0), (70.0, 170.0), (80.0, 180.0)), 1)
+
+    class Asked(Simulation):
+        def schedule(self) -> StepPlan | None:
+            plan = super().schedule()
+            if plan is not None:
+                expected_ms = self.scheduler.expected_ms
+                assert expected_ms is not None
+                waits.append((expected_ms, plan.mask_wait_ms))
+            return plan
+
+    sim = Asked(max_step_tokens=200, num_pages=200, max_model_len=200, costs=slow, itl_target_ms=target_ms)
+    sim.submit([1] * 6, max_tokens=30)
+    for _ in range(4):
+        sim.step()
+    sim.submit([2] * 180, max_tokens=2)
+    sim.run()
+    assert {wait for expected, wait in waits if expected < target_ms / 2} == {target_ms / 2}
+    filled = [wait for expected, wait in waits if expected > 0.75 * target_ms]
+    assert filled and max(filled) < 0.3 * target_ms
+    assert all(wait <= max(target_ms / 4, target_ms - expected) for expected, wait in waits)
+
+
 def test_costs_that_come_later_order_what_waits():
     sim = Simulation(max_step_tokens=64, prefix_cache=False)
     sim.submit([1] * 60, max_tokens=5)

@@ -259,7 +259,7 @@ class Scheduler:
             chunks=tuple(builder.chunks),
             grammars=self._grammars.announce(self.queues.waiting),
             ended=pack_i32(self._grammars.take_ended()),
-            mask_wait_ms=self._mask_wait_ms(),
+            mask_wait_ms=self._mask_wait_ms(in_flight.expected_ms),
             cleared_pages=slot_pages.take_cleared(),
         )
         self._next_step += 1
@@ -277,11 +277,14 @@ class Scheduler:
         self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
         return self._results.apply(in_flight_step, result, self._next_step - 1)
 
-    def _mask_wait_ms(self) -> float:
-        """How long a step may wait for masks: half of what a token may take, since the ranks may wait as long again
-        where the process that fills them does not answer."""
+    def _mask_wait_ms(self, expected_ms: float | None) -> float:
+        """Milliseconds that a step of `expected_ms` may wait for masks: what it leaves of the target, within a quarter
+        and a half of it. Ranks may wait half as long again where the process that fills masks does not answer."""
         budget = self._prefill.budget
-        return MASK_WAIT_MS if budget is None else max(MIN_MASK_WAIT_MS, budget.target_ms / 2)
+        if budget is None or expected_ms is None:
+            return MASK_WAIT_MS
+        target_ms = budget.target_ms
+        return max(MIN_MASK_WAIT_MS, min(target_ms / 2, max(target_ms / 4, target_ms - expected_ms)))
 
     def _plan_capture(self) -> StepPlan:
         """A capture has the ranks to itself: nothing is in flight, and nothing follows before its result."""
