@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.bench.arrivals import Traffic
+from deploy.bench.arrivals import Mix, Traffic
 from deploy.bench.stream_client import Answered, Connection, request_bytes
 from tests.load.scenario import Load
 
@@ -106,7 +106,7 @@ class HealthSample:
 
 def asks(load: Load, seed: int = 0) -> list[Ask]:
     """The distinct requests of a load."""
-    traffic = Traffic(load.prompts, load.answers, 1e9, load.num_distinct, FIRST_ID, VOCAB, seed)
+    traffic = Traffic(Mix(load.prompts, load.answers), 1e9, load.num_distinct, FIRST_ID, VOCAB, seed)
     rng = random.Random(seed)
     found = []
     for number, arrival in enumerate(traffic.arrivals(1000.0)):
@@ -191,7 +191,7 @@ class Clients:
         self, load: Load, distinct: Sequence[Ask], references: Mapping[int, Reference], drain_s: float
     ) -> None:
         """Sends what is due for load.seconds, then waits up to drain_s for the rest."""
-        traffic = Traffic(load.prompts, load.answers, load.seconds, 100_000, FIRST_ID, VOCAB)
+        traffic = Traffic(Mix(load.prompts, load.answers), load.seconds, 100_000, FIRST_ID, VOCAB)
         self.begin_s = time.perf_counter()
         tasks = []
         for number, arrival in enumerate(traffic.arrivals(load.rate)):

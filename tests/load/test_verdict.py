@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.load.client import HealthSample, Reference, Sent
+from tests.load.client import HealthSample, Reference, Sent, asks
 from tests.load.matrix import SCENARIOS
 from tests.load.report import HEAD, plot, row, timeline
 from tests.load.sandbox import ROOT, unavailable
-from tests.load.scenario import Expect
+from tests.load.scenario import Expect, Load
 from tests.load.verdict import Ended, Observed, Usage, figures, growth, stalls
 
 SHORT_LIMIT_S = 280.0  # on two crowded cores
@@ -25,6 +25,15 @@ def _done(sent_s: float, first_s: float | None, kind: str = "done", front: str =
 
 def _health(until_s: int, good: range, front: str = "a") -> list[HealthSample]:
     return [HealthSample(float(s), front, 200 if s in good else 503, 0.01) for s in range(until_s)]
+
+
+def test_requests_of_a_load_follow_from_its_seed() -> None:
+    load = Load(num_distinct=40, malformed=0.5)
+    found = asks(load)
+    assert len(found) == 40 and found == asks(load) != asks(load, seed=1)
+    assert 5 < sum(ask.malformed for ask in found) < 35
+    plain = [ask.body for ask in found if not ask.malformed]
+    assert all(len(body["prompt"]) <= load.prompts.cap and body["max_tokens"] <= load.answers.cap for body in plain)
 
 
 def test_stall_is_the_time_in_which_requests_wait_and_none_gets_its_first_token() -> None:
