@@ -1,6 +1,6 @@
 """A load of long prompts, many of which begin alike, and what steps with them take on an H200.
 
-The load is of the kind that `tests/bench/RESULTS.md` calls "Long prompts under load"; the table reproduces the steps
+The load is of the kind that `tests/bench/RESULTS.md` calls "prompt-heavy"; the table reproduces the steps
 that were measured there, and first tokens within a tenth.
 """
 
