@@ -23,6 +23,7 @@ check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.house
 
 # Crosses of settings whose parts `make test` covers one by one.
 test-slow: $(VENV)/.installed-test
