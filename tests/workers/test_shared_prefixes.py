@@ -3,13 +3,21 @@
 The rank of `tests.support.scripted` fails if a page holds what another request's tokens would have put there.
 """
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.load_simulation import Arrival, Policy, simulate
 from tests.support.simulation import Simulation
+from workers.scheduling import shared_prefixes
 from workers.scheduling.plan import StepPlan
+from workers.scheduling.prefill import MAX_PASSED
 from workers.scheduling.request import Request, RequestState
+from workers.scheduling.sequence import Sequence
+from workers.scheduling.shared_prefixes import SharedPrefixes
 
 PREFIX = list(range(100, 149))  # twelve pages, and the token that the last one depends on
 LEADER, FOLLOWER = [*PREFIX, *range(200, 210)], [*PREFIX, *range(300, 306)]
@@ -131,3 +139,27 @@ def test_no_first_token_comes_later_than_without_a_cache(lengths, step_tokens):
     shared, alone = (steps_to_first_token(prompts, step_tokens, cached) for cached in (True, False))
     late = [with_cache - without for with_cache, without in zip(shared, alone, strict=True)]
     assert max(late) <= 1, "a follower waits one step for what was planned in it, and never longer"
+
+
+def test_a_burst_of_one_prefix_compares_each_prompt_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them wait, and however many a step admits: a request is compared with those that compute what it
+    lacks, not with all that begin alike."""
+    num_requests, counts = 2000, Counter[str]()
+    prefix = tuple(range(2048))
+    load = [Arrival(0.0, 2048 + 30, 4, (*prefix, *(number * 7 % 5000 + 10**6,) * 30)) for number in range(num_requests)]
+    compare, key = shared_prefixes._common, SharedPrefixes._key
+
+    def common(*prompts: Sequence) -> int:
+        counts["prompts"] += 1
+        return compare(*prompts)
+
+    def page_key(self: SharedPrefixes, *page: object) -> bytes:
+        counts["pages"] += 1
+        return key(self, *page)
+
+    monkeypatch.setattr(shared_prefixes, "_common", common)
+    monkeypatch.setattr(SharedPrefixes, "_key", page_key)
+    served = simulate(load, Policy(config=replace(Policy.config, max_step_tokens=512))).served
+    assert all(len(request.times_s) > 0 for request in served)
+    assert 0 < counts["prompts"] < 3 * MAX_PASSED, "the leader's part is compared with those that wait for it"
+    assert counts["pages"] < 4 * num_requests, counts

@@ -50,7 +50,8 @@ class PrefillPlanner:
         self._stats = stats
         self._clock = clock
         self._max_step_tokens = max_step_tokens
-        self._shapes = shapes
+        self._max_kv_tokens = shapes.max_kv_tokens
+        self._round_pages = queues.slot_pages.pages_for(shapes.max_new_tokens)
         self._grammars = grammars
         self.shared = SharedPrefixes(queues)
         self.budget: LatencyBudget | None = None
@@ -80,12 +81,14 @@ class PrefillPlanner:
         speculates."""
         queues, budget = self._queues, self._step_budget(rounds, turn)
         admitted = sorted(queues.prefilling.values(), key=_ORDER, reverse=True)
+        self.shared.begin()
         while budget.room(1, 0):
             first = admitted[-1] if admitted else None
             waiting = self._next_waiting(first, builder, rounds) if self._can_admit(builder) else None
             if waiting is not None:
                 builder.admits = self._admit(waiting, builder, budget)
                 if builder.admits:
+                    self.shared.admitted(waiting)
                     count = self._plan_chunk(waiting, budget, builder, drafted)
                     assert count > 0, "a request was admitted without room for its first chunk"
             elif admitted:
@@ -151,6 +154,7 @@ class PrefillPlanner:
         if asks:
             builder.asking.append(sequence)
         builder.max_kv_len = max(builder.max_kv_len, end + (draft_tokens if is_last else 0))
+        builder.num_planned[sequence.slot] = count
         sequence.computed = end
         self._slot_pages.committed[sequence.slot] = end
         self._stats.prompt_tokens += count
@@ -193,7 +197,7 @@ class PrefillPlanner:
         total = len(sequence.tokens)
         held_before = allocator.num_held
         cached = [] if cache is None else cache.match(sequence.tokens, request.sampling.cache_salt)
-        need = slot_pages.pages_for(total + self._shapes.max_kv_tokens) - len(cached)
+        need = slot_pages.pages_for(total + self._max_kv_tokens) - len(cached)
         if self._queues.active and need + (allocator.num_held - held_before) > room:
             allocator.release(cached)
             sequence.pages_missing = (insertions, need)
@@ -217,12 +221,5 @@ class PrefillPlanner:
 
     def _promised_pages(self) -> int:
         """Pages that running requests may want in their next round and admitted prompts still have to get."""
-        slot_pages = self._slot_pages
-        per_round = slot_pages.pages_for(self._shapes.max_new_tokens)
         num_decoding = len(self._queues.active) - len(self._queues.prefilling)
-        prompts = sum(
-            slot_pages.pages_for(len(sequence.tokens) + self._shapes.max_kv_tokens)
-            - len(slot_pages.pages[sequence.slot])
-            for sequence in self._queues.prefilling.values()
-        )
-        return per_round * num_decoding + prompts
+        return self._round_pages * num_decoding + self._slot_pages.prompt_pages_missing(self._max_kv_tokens)

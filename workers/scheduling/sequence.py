@@ -135,7 +135,7 @@ class PlanBuilder:
     """Plan number `step`, being made. oldest_in_flight: the first step whose result has not been applied. preempted:
     whether this plan took somebody's slot; then it admits nobody. admits: until a new request has no room. held:
     numbers of waiting requests whose prefix this plan computes for another one. asking: whose chunks ask for
-    log-probabilities."""
+    log-probabilities. num_planned: tokens of the plan's chunks, by slot."""
 
     __slots__ = (
         "step",
@@ -148,6 +148,7 @@ class PlanBuilder:
         "preempted",
         "admits",
         "held",
+        "num_planned",
     )
 
     def __init__(self, step: int, oldest_in_flight: int) -> None:
@@ -161,3 +162,4 @@ class PlanBuilder:
         self.preempted = False
         self.admits = True
         self.held: set[int] = set()
+        self.num_planned: dict[int, int] = {}

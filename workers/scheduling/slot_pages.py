@@ -145,6 +145,13 @@ class SlotPages:
         """Pages that hold `num_positions` positions."""
         return (num_positions + self.page_size - 1) >> self._shift
 
+    def prompt_pages_missing(self, more_tokens: int) -> int:
+        """Pages that admitted prompts, which do not run rounds yet, still have to get; each for `more_tokens` beyond
+        its own."""
+        slots = np.flatnonzero((self.user >= 0) & ~self.decoding)
+        needed = (self.num_tokens[slots] + (more_tokens + self.page_size - 1)) >> self._shift
+        return int((needed - self.num_pages[slots]).sum())
+
     def fit_slot(self, slot: int, num_positions: int) -> int:
         """Gives one slot pages for `num_positions` positions; returns how many pages are missing, 0 if it got them."""
         need = self.pages_for(num_positions) - len(self.pages[slot])
