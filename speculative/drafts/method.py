@@ -4,7 +4,7 @@ acceptance, commit and the growth of trees are the same for every method.
 `DraftMethod`: what a checkpoint says of itself; a plain value, made before anything is loaded.
 `DraftModel`: the module that drafts on one rank.
 
-What another family would fill in (`docs/add-a-draft-method.md` has EAGLE as the example):
+What another family would fill in (`docs/add-a-draft-method.md` has a whole example):
 
 Block drafts (DFlash and its like), one pass that yields all tokens of a block: `capture` names the layers read;
 `extend` projects the features into the draft's own KV, where no row attends, and `lookahead` is 0, since no embedding

@@ -1,10 +1,8 @@
-"""A draft method is a file and a row: one of another family than EAGLE drafts through the same rounds."""
+"""A draft method is a file and a row: the example of docs/add-a-draft-method.md drafts through the same rounds."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -12,96 +10,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculative.config import Method, SpeculativeConfig
-from speculative.drafts.method import DraftMethod, DraftModel
 from speculative.drafts.registry import METHODS, read_draft
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.test_loading import edited, spec_of
+from tests.support.pages import page_code
 from tests.support.tiny_models import HIDDEN, LAYERS, MLP, make_target
-from workers.distributed.tp_group import TPGroup
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryTable
-from workers.models.config import ModelConfig, read_config_json
-from workers.models.decoder import DecoderOutput
-from workers.models.llama import LlamaConfig, make_layer, read_config
+from workers.models.config import read_config_json
 from workers.models.loading import read_target_config
-from workers.models.name_map import NameMap
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
-
-@dataclass(frozen=True)
-class NextN(DraftMethod):
-    """A module that comes with its target, in a folder beside the target's weights."""
-
-    name: ClassVar[str] = "nextn"
-    model: LlamaConfig
-
-    @classmethod
-    def folder(cls, draft_path: str, target_path: str) -> str:
-        return f"{target_path}/nextn"
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return bool(raw.get("num_nextn_predict_layers"))
-
-    @classmethod
-    def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
-        return cls(path, read_config({**raw, "num_hidden_layers": 1}, path), target.vocab_size, ())
-
-    def build(self, group: TPGroup, max_position: int, device: torch.device) -> "NextNModel":
-        return NextNModel(self, group, max_position, device)
-
-    @property
-    def weight_names(self) -> NameMap:
-        theirs = f"model.layers.{LAYERS}"
-        rules = {
-            "norm": f"{theirs}.shared_head.norm",
-            "layer.self_attn.qkv": f"{theirs}.self_attn.{{part}}",
-            "layer.mlp.gate_up": f"{theirs}.mlp.{{part}}",
-            "layer.{block}.{module}": f"{theirs}.{{block}}.{{module}}",
-            "layer.{norm}": f"{theirs}.{{norm}}",
-            "{module}": f"{theirs}.{{module}}",
-        }
-        return NameMap(rules, ignored=(f"{theirs}.shared_head.head.weight", f"{theirs}.embed_tokens.weight"))
-
-
-class NextNModel(DraftModel):
-    """Its state is what left the last norm."""
-
-    reads_last_layer: ClassVar[bool] = True
-
-    def __init__(self, method: NextN, group: TPGroup, max_position: int, device: torch.device) -> None:
-        super().__init__(method, group)
-        self.rotary = RotaryTable(method.model.rope, method.model.head_dim, max_position, device)
-        model = method.model
-        self.enorm, self.hnorm, self.norm = (RMSNorm(model.hidden_size, model.rms_eps) for _ in range(3))
-        self.eh_proj = ReplicatedLinear(2 * model.hidden_size, model.hidden_size, bias=False)
-        self.layer = make_layer(model, 0, group)
-
-    def features(self, output: DecoderOutput) -> Tensor:
-        return output.hidden
-
-    def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
-        normed = self.layer.input_layernorm(self._input(ids, features))
-        self.layer.self_attn.keep(normed, self.rotary.at(context.positions), context)
-
-    def _input(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        x: Tensor = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
-        return x
-
-    def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        residual = self._input(ids, hidden)
-        angles = self.rotary.at(context.positions)
-        added, residual = self.layer(self.layer.input_layernorm(residual), residual, angles, context)
-        state, _ = self.norm.add(added, residual, self.group)
-        return state
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+NextN = page_code("add-a-draft-method.md").NextN
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +81,14 @@ def test_a_method_of_another_family_drafts_through_the_same_rounds(
     histogram = torch.tensor([request.acceptance_histogram for request in drafted]).sum(0).tolist()
     accepted = sum(k * rounds for k, rounds in enumerate(histogram)) / sum(histogram)
     assert accepted > 0.5, f"rounds by accepted drafts: {histogram}"
+
+
+def test_the_example_refuses_a_draft_of_another_target(target_with_nextn: Path, tmp_path: Path) -> None:
+    spec = spec_of(target_with_nextn)
+    target = read_target_config(spec.worker.model, 1)
+    raw = read_config_json(f"{target_with_nextn}/nextn") | {"hidden_size": 2 * HIDDEN}
+    with pytest.raises(ValueError, match=f"hidden_size={2 * HIDDEN}: must be the target's {HIDDEN}$"):
+        NextN.read(str(tmp_path), raw, target)
 
 
 def test_a_method_may_find_its_checkpoint_with_the_target(
