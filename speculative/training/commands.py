@@ -44,6 +44,7 @@ _FREE_OPTIONS = (
 def run_train_target(arguments: argparse.Namespace) -> int:
     """Train tokenizer and model and save them; print losses and the answers to `--preview`. Returns 0."""
     options = fit_arguments(arguments)
+    transformers_logging.disable_progress_bar()  # one bar per saved checkpoint would break ours
     heads, kv_heads = arguments.heads, arguments.kv_heads
     if arguments.hidden_size % (2 * heads) or heads % kv_heads:
         raise TrainingError(

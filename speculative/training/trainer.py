@@ -240,7 +240,8 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)  # else a resume keeps the intervals of its checkpoint
         hidden = not (args.progress and state.is_world_process_zero)
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.title, disable=hidden)
+        shown = {"desc": self.title, "disable": hidden, "mininterval": 2.0}
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, **shown)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.after_step is not None:
