@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
+from deploy.bench.table import table
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
@@ -215,6 +216,13 @@ def model_of(arguments: argparse.Namespace) -> str:
     return "tiny" if arguments.tiny else str(arguments.model)
 
 
+def print_tables(results: dict[str, dict[str, dict[str, float]]], batches: list[int]) -> None:
+    """A row for each shape, a column for each batch."""
+    for title, name in (("ms per round", "ms_per_round"), ("floor, ms", "floor_ms"), ("tokens/s", "tokens_per_s")):
+        rows = [(shape, *(f"{row[str(batch)][name]:.4g}" for batch in batches)) for shape, row in results.items()]
+        print(*table([f"{title} at batch", *map(str, batches)], rows), sep="\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser, list(SHAPES), [1, 8, 32, 64, 128], deepseek_rank.CONFIGS)
@@ -256,11 +264,7 @@ def main() -> None:
                 print(shape, batch, {k: round(v, 3) for k, v in results[shape][str(batch)].items()}, flush=True)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-    for title, name in (("ms per round", "ms_per_round"), ("floor, ms", "floor_ms"), ("tokens/s", "tokens_per_s")):
-        print(f"| {title} at batch | " + " | ".join(map(str, arguments.batches)) + " |")
-        print("| --- |" + " --- |" * len(arguments.batches))
-        for shape, row in results.items():
-            print(f"| {shape} | " + " | ".join(f"{row[str(b)][name]:.4g}" for b in arguments.batches) + " |")
+    print_tables(results, arguments.batches)
     print(
         json.dumps(
             {

@@ -175,16 +175,9 @@ def measure(num_running: int, num_steps: int) -> dict[str, Any]:
         context = zmq.Context()
         engine = connect_engine(context, Transport(), coordinator.endpoint)
         for i in range(num_running):
-            engine.send(
-                encode(
-                    GenerateRequest(
-                        f"request-{i:04}",
-                        pack_i32([(i * 31 + j) % 1000 for j in range(64)]),
-                        SamplingParams(max_tokens=max_tokens, seed=i),
-                        endpoints[-1],
-                    )
-                )
-            )
+            prompt = pack_i32([(i * 31 + j) % 1000 for j in range(64)])
+            sampling = SamplingParams(max_tokens=max_tokens, seed=i)
+            engine.send(encode(GenerateRequest(f"request-{i:04}", prompt, sampling, endpoints[-1])))
         while coordinator.stats().num_waiting < num_running:
             time.sleep(0.01)
         coordinator.attach(endpoints[:-1], 1)
