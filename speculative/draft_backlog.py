@@ -43,10 +43,6 @@ class DraftBacklog:
         if len(self._rounds) == MAX_ROUNDS or bool(self._table.finished[slots].any()):
             self.write()
 
-    def num_waiting(self, slot: int) -> int:
-        """Rows of a slot that are not written yet."""
-        return len(self._rounds) if self._slots is not None and slot in self._slots.tolist() else 0
-
     def write(self) -> None:
         """Write all rows that wait."""
         if self._slots is None:

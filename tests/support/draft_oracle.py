@@ -192,7 +192,9 @@ def _num_waiting(worker: Worker, slot: int) -> int:
     """Rows of the draft's KV that plain rounds have not written yet (`speculative.draft_backlog`)."""
     strategy = worker._strategy
     backlog = strategy._backlog if isinstance(strategy, SpeculativeDecoding) else None
-    return backlog.num_waiting(slot) if backlog is not None else 0
+    if backlog is None or backlog._slots is None or slot not in backlog._slots.tolist():
+        return 0
+    return len(backlog._rounds)
 
 
 @dataclasses.dataclass(frozen=True)

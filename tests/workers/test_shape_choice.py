@@ -118,6 +118,18 @@ def test_beside_prompts_many_requests_run_what_accepts_all_its_rows() -> None:
         assert {engine.step(with_prompts=True, rare_sampling=True) for _ in range(50)} <= {0, 3}
 
 
+@pytest.mark.parametrize("before,after", [(1.05, 4.5), (4.5, 1.05)])
+def test_drafts_that_change_are_noticed_where_every_step_has_prompts(before: float, after: float) -> None:
+    """Plain rounds tell nothing of drafts, and no step without prompts comes that could."""
+    engine = Engine(TREE, 64, 1024, chances_of(TREE, before))
+    for mean in (before, after):
+        engine.chances = chances_of(TREE, mean)
+        for _ in range(400):
+            engine.step(with_prompts=True)
+        best = max(TREE.beside_chunks(64), key=engine.static)
+        assert Counter(engine.step(with_prompts=True) for _ in range(100))[best] > 80, engine.seen
+
+
 @pytest.mark.parametrize("batch,mean", [(4, 1.05), (4, 4.5), (16, 3.0), (16, 4.5)])
 def test_where_nothing_is_captured_the_best_shape_runs_beside_prompts_too(batch: int, mean: float) -> None:
     engine = Engine(TREE, batch, 1024, chances_of(TREE, mean))

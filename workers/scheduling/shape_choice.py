@@ -23,6 +23,7 @@ EVALUATE_EVERY_MS = 32.0  # of rounds, if they are faster: an evaluation takes 1
 CHANGING_EVERY_MS = 8.0  # the same while another shape seems better, a probe runs or the batch has changed
 CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
 LEARN_EVERY_MS = 4.0  # of rounds: learning from each of faster ones takes a good part of the host's time
+FIRST_RECORDS = 32  # steps that are all learnt from, before it
 PROMPTS_WEIGHT = 1 / 32  # of a step in the estimate of how soon prompt chunks come again
 FIRST_RETURN = 1 / 8  # chance of a step to have prompt chunks, before any step
 
@@ -61,17 +62,20 @@ class ShapeChoice:
         self._evaluated = 0  # the last step with an evaluation
         self._lost = 0.0  # time lost since the current shape is not the best, in rounds
         self._unlearnt_ms = 0.0
+        self._num_learnt = 0
         self._probes = ShapeProbes(self.survival, len(shapes))
 
     def record(self, slots: Ints, users: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
-        """See `Survival.record`. Every round of a probe is learnt from; other rounds every `LEARN_EVERY_MS`."""
+        """See `Survival.record`. The first rounds and those of probes are all learnt from, others every
+        `LEARN_EVERY_MS`."""
         if not self._shapes.adaptive or not shape:
             return
         if self._rates is not None and shape == self._current:
             self._unlearnt_ms += self._rates.ms[shape]
-            if self._unlearnt_ms < LEARN_EVERY_MS:
+            if self._unlearnt_ms < LEARN_EVERY_MS and self._num_learnt >= FIRST_RECORDS:
                 return
         self._unlearnt_ms = 0.0
+        self._num_learnt += 1
         self.survival.record(slots, users, drafted, shape, accepted)
 
     def choose(self, load: Load, step_time: StepTime | None) -> int:
