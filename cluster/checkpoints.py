@@ -8,20 +8,20 @@ from cluster.config import AerieConfig, ConfigError
 from cluster.http.text.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
-    from speculative.build import RankMemory
-    from workers.runner.layout import EngineLayout
+    from speculative.build import WeightBytes
+    from workers.engine_layout import EngineLayout
+    from workers.runner.layout import EnginePlan
 
 
-def bytes_per_slot(config: AerieConfig) -> int:
-    """Memory of a running request's tables on each rank, of a configuration that `with_checkpoints` gave."""
-    return _layout(config).bytes_per_slot
+def engine_layout(config: AerieConfig, device: Literal["cpu", "cuda"]) -> "tuple[EngineLayout, WeightBytes | None]":
+    """The layout of an engine on such a device, which this machine need not have, and on GPUs, which are taken to
+    multiply FP8, what the weights take. config: what `with_checkpoints` gave."""
+    from attention.capability import Capability
+    from speculative.build import plan_engine, plan_weights
 
-
-def rank_memory(config: AerieConfig) -> "RankMemory":
-    """Of GPUs that multiply FP8, of a configuration that `with_checkpoints` gave."""
-    from speculative.build import plan_memory
-
-    return plan_memory(engine_spec(config), multiplies_fp8=True)
+    spec = engine_spec(config)
+    engine = plan_engine(spec, Capability(device))
+    return engine.layout, plan_weights(spec, engine, multiplies_fp8=True) if device == "cuda" else None
 
 
 def with_checkpoints(config: AerieConfig, need_weights: bool = True) -> AerieConfig:
@@ -31,13 +31,13 @@ def with_checkpoints(config: AerieConfig, need_weights: bool = True) -> AerieCon
     from speculative.build import check_weights
 
     try:
-        layout = _layout(config)
-        _check_tokenizer(config.model.path, layout.target.vocab_size)
+        engine = _engine(config)
+        _check_tokenizer(config.model.path, engine.target.vocab_size)
         if need_weights or not lacking_weights(config):
-            check_weights(engine_spec(config), layout)
+            check_weights(engine_spec(config), engine)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    model = dataclasses.replace(config.model, max_model_len=layout.max_model_len)
+    model = dataclasses.replace(config.model, max_model_len=engine.layout.max_model_len)
     return config.model_copy(update={"model": model})
 
 
@@ -51,7 +51,7 @@ def check_device(
     from speculative.build import check_device
 
     try:
-        check_device(engine_spec(config), _layout(config), Capability(device, capability), here)
+        check_device(engine_spec(config), _engine(config), Capability(device, capability), here)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -64,12 +64,12 @@ def lacking_weights(config: AerieConfig) -> list[str]:
     return [path for path in paths if config.model.load_format != "dummy" and not has_weights(path)]
 
 
-def _layout(config: AerieConfig) -> "EngineLayout":
+def _engine(config: AerieConfig) -> "EnginePlan":
     """On the CPU, whatever the workers use: the machine that checks need not have their GPUs."""
-    from speculative.build import plan_layout
+    from attention.capability import Capability
+    from speculative.build import plan_engine
 
-    on_cpu = dataclasses.replace(config.model, device="cpu")
-    return plan_layout(engine_spec(config.model_copy(update={"model": on_cpu})))
+    return plan_engine(engine_spec(config), Capability("cpu"))
 
 
 def _check_tokenizer(path: str, num_embedded: int) -> None:

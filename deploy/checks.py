@@ -104,14 +104,13 @@ def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
 
 def _print_plan(path: Path, config: AerieConfig, nodes: Sequence[NodeResources], report: Callable[[str], None]) -> None:
     """config: of `path`, checked."""
-    from cluster.checkpoints import bytes_per_slot, rank_memory
+    from cluster.checkpoints import engine_layout
 
     if not nodes:
         report(f"{path} is valid; whether it fits is for the cluster to say")
         return
     placement = place(config, nodes)
-    memory = rank_memory(config) if placement.device == "cuda" else None
-    for line in plan_lines(config, placement, nodes, bytes_per_slot(config), memory):
+    for line in plan_lines(config, placement, nodes, *engine_layout(config, placement.device)):
         report(line)
 
 

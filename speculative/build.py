@@ -9,9 +9,7 @@ import torch
 
 from attention.capability import Capability
 from attention.config import DraftAttention
-from attention.kv_cache.latent import keeps_latent_rows
 from attention.kv_cache.layout import LayerGroup
-from attention.kv_cache.pool import bytes_per_page
 from attention.metadata import Mode
 from attention.registry import Choice, check_choices
 from speculative.backends import draft_choices
@@ -34,8 +32,8 @@ from workers.runner.backends import Backends, ModelShape
 from workers.runner.build import BuiltRank, PhaseAdvance, PhaseReport
 from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
-from workers.runner.layout import EngineLayout, EngineParts, NoSpeculation, PhaseDone, Speculation
-from workers.runner.layout import plan_layout as layout_of
+from workers.runner.layout import EngineParts, EnginePlan, NoSpeculation, PhaseDone, Speculation
+from workers.runner.layout import plan_engine as plan_of
 from workers.runner.worker import Worker
 
 if TYPE_CHECKING:
@@ -52,14 +50,12 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes on each rank of GPUs. target, draft: weights; of a draft whose checkpoint may lack an embedding or a
-    vocabulary head, with them. token: of the KV of one. latent: whether layers of the target keep latent rows."""
+class WeightBytes:
+    """Bytes of weights on each rank of GPUs; of a draft whose checkpoint may lack an embedding or a vocabulary head,
+    with them."""
 
     target: int
     draft: int
-    token: int
-    latent: bool
 
 
 @dataclass(frozen=True)
@@ -126,47 +122,43 @@ class DraftSpeculation:
         return SpeculativeDecoding(shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic)
 
 
-def plan_memory(spec: EngineSpec, multiplies_fp8: bool) -> RankMemory:
-    """What checkpoints' configurations say of memory. multiplies_fp8: whether the GPUs do, as for `weight_bytes`.
-    Raises ValueError as `plan_layout`."""
-    ranks, source = spec.worker.tensor_parallel, spec.worker.model
-    target = _target_config(spec)
-    dtype, group = resolve_dtype(source.dtype, target.dtype, Capability.of(META)), TPGroup(0, ranks)
-    family, speculation = family_of(target.architecture, f"model {source.path}"), _speculation(spec, target)
+def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> WeightBytes:
+    """What the weights take, by the checkpoints' configurations. engine: what `plan_engine` made of `spec`.
+    multiplies_fp8: whether the GPUs do, as for `weight_bytes`."""
+    ranks, target, dtype = spec.worker.tensor_parallel, engine.target, engine.dtype
+    group, family = TPGroup(0, ranks), family_of(target.architecture, f"model {spec.worker.model.path}")
     names = family.weight_names(target)
     weights = weight_bytes(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, multiplies_fp8)
-    groups = target.kv_groups(ranks, dtype)
-    token = bytes_per_page([*groups, *speculation.kv_groups(dtype)], 1)
-    draft = speculation.weight_bytes(ranks, dtype, multiplies_fp8)
-    return RankMemory(weights, draft, token, keeps_latent_rows(groups))
+    return WeightBytes(weights, engine.speculation.weight_bytes(ranks, dtype, multiplies_fp8))
 
 
-def plan_layout(spec: EngineSpec) -> EngineLayout:
-    """Read and check the checkpoints' configurations; raises ValueError that names value, rule and remedy."""
+def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:
+    """Read and check the checkpoints' configurations; raises ValueError that names value, rule and remedy. device: see
+    `workers.runner.layout.plan_engine`."""
     target = _target_config(spec)
-    return layout_of(spec.worker, target, _speculation(spec, target))
+    return plan_of(spec.worker, target, _speculation(spec, target), device)
 
 
-def check_weights(spec: EngineSpec, layout: EngineLayout) -> None:
+def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
     """Compare the headers of all weight files with what target and draft want, by a load on the meta device; no weight
-    is read. layout: what `plan_layout` made of `spec`. Raises ValueError naming file, tensor and both shapes."""
-    source, speculation = spec.worker.model, layout.speculation
+    is read. engine: what `plan_engine` made of `spec`. Raises ValueError naming file, tensor and both shapes."""
+    source, speculation = spec.worker.model, engine.speculation
     if source.load_format == "dummy":
         return
-    target = fill_target(source, layout.target, SOLO, META, 1, speculation.captured_layers)
+    target = fill_target(source, engine.target, SOLO, META, 1, speculation.captured_layers)
     if isinstance(speculation, DraftSpeculation):
         fill_draft(speculation.draft, source, target, SOLO, META, max_position=1)
 
 
-def check_device(spec: EngineSpec, layout: EngineLayout, device: Capability, here: bool) -> None:
+def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here: bool) -> None:
     """Refuse what `build_rank` would on such a device, as far as it can be told without one: backends of attention,
-    `deterministic`, types and capabilities that a model needs. layout: what `plan_layout` made of `spec`, for any
+    `deterministic`, types and capabilities that a model needs. engine: what `plan_engine` made of `spec`, for any
     device. here: see `attention.registry.check_choices`. Raises ValueError."""
-    worker, target = spec.worker, layout.target
+    worker, target = spec.worker, engine.target
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
     target.check_device(device, dtype, f"model {worker.model.path}")
     checked_deterministic(worker, target, dtype, device)
-    check_choices(build.attention_choices(worker, layout, dtype, device), here)
+    check_choices(build.attention_choices(worker, engine, dtype, device), here)
 
 
 def _target_config(spec: EngineSpec) -> ModelConfig:
@@ -175,26 +167,26 @@ def _target_config(spec: EngineSpec) -> ModelConfig:
 
 def build_worker(
     spec: EngineSpec,
-    layout: EngineLayout,
+    engine: EnginePlan,
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
 ) -> Worker:
     """`build_rank` for those who need the rank alone."""
-    return build_rank(spec, layout, rank, address, report).worker
+    return build_rank(spec, engine, rank, address, report).worker
 
 
 def build_rank(
     spec: EngineSpec,
-    layout: EngineLayout,
+    engine: EnginePlan,
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
     compilers: "CompileProcesses | None" = None,
     advance: PhaseAdvance = lambda phase, done, total, unit: None,
 ) -> BuiltRank:
-    """See `workers.runner.build.build_rank`. layout: what `plan_layout` made of `spec`."""
-    return build.build_rank(spec.worker, layout, rank, address, report, compilers, advance)
+    """See `workers.runner.build.build_rank`. engine: what `plan_engine` made of `spec`."""
+    return build.build_rank(spec.worker, engine, rank, address, report, compilers, advance)
 
 
 def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:

@@ -3,7 +3,7 @@ several."""
 
 from contextlib import AbstractContextManager
 
-from speculative.build import EngineSpec, plan_layout
+from speculative.build import EngineSpec, plan_engine
 from workers.runner import local_engine as plain
 from workers.runner.local_engine import LocalEngine
 
@@ -11,4 +11,4 @@ from workers.runner.local_engine import LocalEngine
 def local_engine(spec: EngineSpec, all_graphs: bool = True) -> AbstractContextManager[LocalEngine]:
     """An engine that runs while the context is open. all_graphs: see `workers.runner.local_engine.local_engine`. Raises
     what building a rank raises."""
-    return plain.local_engine(spec.worker, plan_layout(spec), all_graphs)
+    return plain.local_engine(spec.worker, plan_engine(spec), all_graphs)

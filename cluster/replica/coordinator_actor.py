@@ -4,11 +4,11 @@ Actor calls only start, attach, watch and ask for statistics; plans, results and
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import msgspec
 
-from cluster.assembly import Layout, build_scheduler
 from cluster.config import AerieConfig
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.loop import CoordinatorSettings
@@ -17,7 +17,9 @@ from cluster.logs import use_logs
 from cluster.start_log import StartLog
 from cluster.transport.messages import EngineStats, FlushOutcome
 from cluster.transport.sockets import Transport
+from workers.engine_layout import EngineLayout
 from workers.scheduling.cost_table import CostTable
+from workers.scheduling.scheduler import Scheduler
 
 
 class EagleCoordinator:
@@ -35,12 +37,12 @@ class EagleCoordinator:
         self._worker_group_lost: asyncio.Queue[str] = asyncio.Queue()
         self._death: asyncio.Future[str] = self._loop.create_future()
 
-    async def open(self, layout: Layout, former: bytes = b"") -> None:
+    async def open(self, layout: EngineLayout, former: bytes = b"") -> None:
         """Start the loop for engines of this layout.
 
         former: `stats` of the coordinator whose place this one takes, for its counters."""
         engine = self._config.engine
-        scheduler = build_scheduler(self._config, layout)
+        scheduler = Scheduler.of(layout, time.monotonic)
         if former:
             go_on_from(scheduler, msgspec.msgpack.decode(former, type=EngineStats))
         coordinator = Coordinator(

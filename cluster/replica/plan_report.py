@@ -4,26 +4,26 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attention.config import LATENT_PAGE_SIZE
-from cluster.assembly import Layout
 from cluster.config import AerieConfig
 from cluster.replica.placement import NodeResources, Placement, RankPlace, describe_cluster
 from workers.config import AUTO_SLOTS, SchedulerConfig
+from workers.engine_layout import EngineLayout
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
 if TYPE_CHECKING:
-    from speculative.build import RankMemory
+    from speculative.build import WeightBytes
 
 
 def plan_lines(
     config: AerieConfig,
     placement: Placement,
     nodes: Sequence[NodeResources],
-    bytes_per_slot: int,
-    memory: "RankMemory | None" = None,
+    layout: EngineLayout,
+    weights: "WeightBytes | None" = None,
 ) -> list[str]:
-    """The configuration as it will run, before anything is started. bytes_per_slot: of a running request's tables, per
-    rank. memory: of a rank on GPUs."""
+    """The configuration as it will run, before anything is started. layout: of one engine. weights: of a rank on
+    GPUs."""
     parallel, scheduler = config.parallel, config.scheduler
     each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
     return [
@@ -32,10 +32,11 @@ def plan_lines(
         f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks"
         f"{' with whole experts' if parallel.expert_parallel else ''} on {placement.device}, "
         f"{placement.strategy}: {each}",
-        *([] if memory is None else [_weights_line(memory)]),
-        *_memory_lines(config, placement, bytes_per_slot, memory),
+        *([] if weights is None else [_weights_line(weights, layout)]),
+        *_memory_lines(config, placement, layout),
         f"scheduler   {_slots(config, placement)} running, {_queue(scheduler)} waiting, "
-        f"{scheduler.resolved(placement.device).step_token_limit} prompt tokens per step, {_target(scheduler)}",
+        f"{layout.scheduler.step_token_limit} prompt tokens per step, {_target(scheduler)}",
+        f"rounds      {_shapes(layout)}; requests of up to {layout.max_model_len} tokens",
         f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
         f"{config.draft_attention.prefill}/{config.draft_attention.extend}/{config.draft_attention.decode}"
         " (prefill/extend/decode)",
@@ -43,16 +44,15 @@ def plan_lines(
     ]
 
 
-def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: Layout) -> list[str]:
+def rank_lines(config: AerieConfig, places: Sequence[RankPlace], layout: EngineLayout) -> list[str]:
     """Rank -> node -> device, where the memory went, the KV cache and the kinds of round."""
     rows = [[str(place.rank), place.address, str(place.pid), place.device] for place in places]
     tokens = layout.num_pages * config.cache.page_size
-    shapes = ", ".join(f"{s.name} ({s.width} rows, up to {s.max_new_tokens} tokens)" for s in layout.shapes.shapes)
     return [
         *_table([["rank", "node", "pid", "device"], *rows]),
         *([] if layout.memory is None else [memory_line(layout.memory)]),
         f"{layout.num_pages} KV pages of {config.cache.page_size} tokens = {tokens} tokens, "
-        f"{layout.scheduler.num_slots} requests at once; rounds: {shapes}",
+        f"{layout.scheduler.num_slots} requests at once; rounds: {_shapes(layout)}",
     ]
 
 
@@ -73,7 +73,7 @@ def memory_line(use: MemoryUse) -> str:
     )
 
 
-def cost_line(layout: Layout, costs: CostTable) -> str:
+def cost_line(layout: EngineLayout, costs: CostTable) -> str:
     """What the start measured of steps, and to how long prompts may stretch them."""
     most, target_ms = layout.scheduler.num_slots, layout.scheduler.itl_target_ms
     sizes = sorted({1, min(8, most), most})
@@ -118,9 +118,11 @@ def _slots(config: AerieConfig, placement: Placement) -> str:
     return "{} to {} (auto)".format(*AUTO_SLOTS[placement.device]) if most == "auto" else f"{most}"
 
 
-def _memory_lines(
-    config: AerieConfig, placement: Placement, bytes_per_slot: int, memory: "RankMemory | None"
-) -> list[str]:
+def _shapes(layout: EngineLayout) -> str:
+    return ", ".join(f"{s.name} ({s.width} rows, up to {s.max_new_tokens} tokens)" for s in layout.shapes.shapes)
+
+
+def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayout) -> list[str]:
     """What each rank sets aside beside the weights, as far as that is known before they are loaded."""
     cache, limits = config.cache, config.graph_capture
     if cache.num_pages is not None:
@@ -132,12 +134,12 @@ def _memory_lines(
     else:
         pages = f"{HOST_SHARE:g} of the free memory that is left, at most {HOST_LIMIT_BYTES / 1e9:g} GB per rank"
     size = f"{cache.page_size} tokens per page"
-    if memory is not None and memory.latent and cache.page_size < LATENT_PAGE_SIZE:
+    if layout.keeps_latent_rows and placement.device == "cuda" and cache.page_size < LATENT_PAGE_SIZE:
         size += f" (latent rows are read faster by pages of {LATENT_PAGE_SIZE}: set cache.page_size)"
     lines = [
         f"KV cache    {pages}, {size}, prefix cache {'on' if cache.prefix_cache else 'off'}",
-        f"slots       {_slots(config, placement)}, {bytes_per_slot / 1e6:.2f} MB each per rank: page tables, token "
-        "counts and biases of running requests",
+        f"slots       {_slots(config, placement)}, {layout.bytes_per_slot / 1e6:.2f} MB each per rank: page tables, "
+        "token counts and biases of running requests",
     ]
     if placement.device == "cuda":
         lines.append(
@@ -147,12 +149,12 @@ def _memory_lines(
     return lines
 
 
-def _weights_line(memory: "RankMemory") -> str:
+def _weights_line(weights: "WeightBytes", layout: EngineLayout) -> str:
     """FP8 is dequantised before Hopper, which takes twice as much."""
-    draft = f" and {memory.draft / 1e9:.2f} GB of the draft" if memory.draft else ""
+    draft = f" and {weights.draft / 1e9:.2f} GB of the draft" if weights.draft else ""
     return (
-        f"weights     {memory.target / 1e9:.2f} GB of the target{draft} on each GPU (FP8 as it is, from compute "
-        f"capability 9.0 on); KV takes {memory.token} bytes per token of each"
+        f"weights     {weights.target / 1e9:.2f} GB of the target{draft} on each GPU (FP8 as it is, from compute "
+        f"capability 9.0 on); KV takes {layout.bytes_per_page // layout.cache.page_size} bytes per token of each"
     )
 
 

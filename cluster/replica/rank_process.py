@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.assembly import Layout, RankBuilder, import_rank
+from cluster.assembly import RankBuilder, import_rank
 from cluster.config import AerieConfig, pin_network_interface, set_visible_devices, visible_devices
 from cluster.linux import end_with_parent, give_way, set_name
 from cluster.logs import use_logs
@@ -32,6 +32,7 @@ from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_l
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
+from workers.engine_layout import EngineLayout
 from workers.runner.executor import StepExecutor
 from workers.scheduling.cost_table import CostTable
 
@@ -69,9 +70,9 @@ class AdoptedRank:
         facts: RankFacts = self._call("facts")
         return facts
 
-    def build(self) -> tuple[Layout, CostTable | None]:
+    def build(self) -> tuple[EngineLayout, CostTable | None]:
         """Waits until it is ready for plans."""
-        built: tuple[Layout, CostTable | None] = self._call("build")
+        built: tuple[EngineLayout, CostTable | None] = self._call("build")
         return built
 
     def listen(self, transport: Transport, name: str, epoch: int) -> str:

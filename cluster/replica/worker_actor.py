@@ -12,7 +12,7 @@ import time
 
 import ray
 
-from cluster.assembly import Layout, RankBuilder, import_rank
+from cluster.assembly import RankBuilder, import_rank
 from cluster.config import (
     AerieConfig,
     pin_network_interface,
@@ -29,6 +29,7 @@ from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_l
 from cluster.start_log import StartLog
 from cluster.transport.sockets import Transport
 from workers.distributed.ports import free_port
+from workers.engine_layout import EngineLayout
 from workers.scheduling.cost_table import CostTable
 
 
@@ -84,7 +85,9 @@ class Worker:
         while."""
         return f"tcp://{address}:{free_port(address)}"
 
-    def build(self, rendezvous: str, own_address: str, former: Layout | None) -> tuple[Layout, CostTable | None]:
+    def build(
+        self, rendezvous: str, own_address: str, former: EngineLayout | None
+    ) -> tuple[EngineLayout, CostTable | None]:
         """Join the other ranks, load, allocate, warm up, as ranks before them were built (`former`) if there were any;
         returns what they are like and what steps cost, if that was measured. Rank 0 prints each phase as it ends.
         One that was begun ahead has met the others already."""

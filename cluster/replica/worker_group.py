@@ -17,7 +17,6 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.assembly import Layout
 from cluster.config import AerieConfig
 from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.placement import WORKER_CPUS, RankPlace, order_ranks
@@ -25,6 +24,7 @@ from cluster.replica.worker_actor import Worker
 from cluster.start_log import StartLog
 from cluster.transport.keys import application_keys
 from cluster.transport.sockets import Transport
+from workers.engine_layout import EngineLayout
 from workers.memory_use import DeviceMemoryError
 from workers.scheduling.cost_table import CostTable
 
@@ -104,7 +104,7 @@ class WorkerGroup:
         """former: the group whose place this one takes; the scheduler goes on with its layout and costs. spares: see
         `start_spares`; they become this group's ranks."""
         self.epoch = epoch
-        self.layout: Layout
+        self.layout: EngineLayout
         self.costs: CostTable | None = former.costs if former is not None else None
         self.places: list[RankPlace] = []
         self.endpoints: list[str] = []

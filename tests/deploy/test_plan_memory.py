@@ -54,10 +54,12 @@ def test_deepseek_v3_fits_eight_gpus_of_141_gb(tmp_path: Path, capsys: pytest.Ca
     dense = 3 * hidden * 18432 // 8 + 3 * scales(hidden, 18432)
     target = 61 * (attention + norms) + 58 * experts + 3 * dense + 2 * 2 * 129280 // 8 * hidden + 2 * hidden
     draft = attention + norms + experts + 2 * (2 * hidden * hidden + 3 * hidden)
-    line = line_of(planned("deepseek-v3", tmp_path, {"DeepSeek-V3": V3}, capsys), "weights")
+    printed = planned("deepseek-v3", tmp_path, {"DeepSeek-V3": V3}, capsys)
+    line = line_of(printed, "weights")
     assert line.startswith(f"weights     {target / 1e9:.2f} GB of the target and {draft / 1e9:.2f} GB of the draft on")
     assert f"KV takes {62 * 576 * 2} bytes per token of each" in line
     assert target + draft < 0.7 * 141e9
+    assert line_of(printed, "rounds").startswith("rounds      plain (1 rows, up to 1 tokens), ")
 
 
 def test_qwen3_30b_in_fp8_fits_a_gpu_of_48_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

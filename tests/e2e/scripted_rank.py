@@ -2,12 +2,13 @@
 
 import time
 
-from cluster.assembly import Layout, PhaseReport
+from cluster.assembly import PhaseReport
 from cluster.config import AerieConfig
 from cluster.replica import worker_actor
 from cluster.replica.engine import Engine
 from tests.support.scripted import ScriptedExecutor
 from workers.config import PLAIN, RoundShape, RoundShapes
+from workers.engine_layout import EngineLayout
 from workers.runner.executor import StepExecutor
 
 TREE = RoundShape(name="tree", width=4, max_new_tokens=4, draft_tokens=2)
@@ -24,17 +25,20 @@ class ScriptedRank:
         scheduler = config.scheduler.resolved("cpu")
         self._scheduler = scheduler.with_slots(32) if scheduler.max_running == "auto" else scheduler
 
-    def layout(self) -> Layout:
-        return Layout(
+    def layout(self) -> EngineLayout:
+        return EngineLayout(
             shapes=RoundShapes((PLAIN, TREE), default=1),
-            num_pages=self._config.cache.num_pages or 256,
-            max_model_len=self._config.model.max_model_len or 1024,
-            lookahead=1,
             scheduler=self._scheduler,
+            cache=self._config.cache,
+            max_model_len=self._config.model.max_model_len or 1024,
+            max_position=self._config.model.max_model_len or 1024,
+            lookahead=1,
+            graph_capture=self._config.graph_capture,
+            known_pages=self._config.cache.num_pages or 256,
         )
 
     def build(
-        self, rendezvous: str, report: PhaseReport, former: Layout | None = None, advance: object = None
+        self, rendezvous: str, report: PhaseReport, former: EngineLayout | None = None, advance: object = None
     ) -> StepExecutor:
         assert rendezvous.startswith("tcp://")
         report("scripted", 0.0)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec, plan_layout
+from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
 from tests.support.eager_graphs import EagerRecorder
+from tests.support.engine_plans import as_captured
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO
 from workers.runner import local_engine as engines
@@ -69,7 +70,7 @@ def spec(pair: Pair, speculative: SpeculativeConfig | None) -> EngineSpec:
 
 def graph_engine(spec: EngineSpec) -> AbstractContextManager[engines.LocalEngine]:
     """An engine that chooses as where steps are captured: among what has graphs."""
-    return engines.local_engine(spec.worker, dataclasses.replace(plan_layout(spec), eager=False))
+    return engines.local_engine(spec.worker, as_captured(plan_engine(spec)))
 
 
 @pytest.fixture(scope="module")

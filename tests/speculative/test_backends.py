@@ -16,7 +16,7 @@ from attention.config import DraftAttention, TargetAttention
 from attention.metadata import DecodeBatch, Mode
 from attention.registry import BACKENDS, build_backend
 from speculative.backends import draft_backends
-from speculative.build import EngineSpec, build_worker, plan_layout
+from speculative.build import EngineSpec, build_worker, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
@@ -73,20 +73,20 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
         match=r"^attention.decode=trtllm: trtllm cannot serve decode: device=cpu: it needs "
         r"a GPU; those that can: torch$",
     ):
-        build_worker(dataclasses.replace(spec, worker=worker), plan_layout(spec), 0, "")
+        build_worker(dataclasses.replace(spec, worker=worker), plan_engine(spec), 0, "")
     spec = dataclasses.replace(spec, draft_attention=DraftAttention(extend="flashinfer"))
     with pytest.raises(
         ValueError,
         match=r"^draft_attention.extend=flashinfer: flashinfer cannot serve draft_extend: device=cpu: it needs a GPU; "
         r"those that can: torch$",
     ):
-        build_worker(spec, plan_layout(spec), 0, "")
+        build_worker(spec, plan_engine(spec), 0, "")
 
 
 def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
-    layout = plan_layout(pair.spec(pair.chain()))
-    config = dataclasses.replace(layout.target, head_dim=128)
+    engine = plan_engine(pair.spec(pair.chain()))
+    config = dataclasses.replace(engine.target, head_dim=128)
     return ModelShape(config, 1, torch.bfloat16, 16, Capability("cuda", capability))
 
 
@@ -159,11 +159,11 @@ def test_one_backend_that_reads_lengths_on_the_host_costs_the_graphs(
 def strategy_on_meta(pair: Pair, speculative: SpeculativeConfig | None) -> DecodingStrategy:
     """An engine whose tensors have shapes and no values, so that whatever reads one on the host fails."""
     spec: EngineSpec = pair.spec(speculative)
-    layout = plan_layout(spec)
-    memory = RankMemory(device_memory(torch.device("cpu")), spec.worker, layout, META)
-    parts = load_parts(spec.worker, layout, SOLO, of("torch", TARGET_MODES), memory)
+    engine = plan_engine(spec)
+    memory = RankMemory(device_memory(torch.device("cpu")), spec.worker, engine.layout, META)
+    parts = load_parts(spec.worker, engine, SOLO, of("torch", TARGET_MODES), memory)
     parts.allocate_pages(400)
-    return layout.speculation.strategy(parts, of("torch", DRAFT_MODES), lambda phase: None)
+    return engine.speculation.strategy(parts, of("torch", DRAFT_MODES), lambda phase: None)
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -232,7 +232,7 @@ def gpu_spec(speculative: SpeculativeConfig, decode: str, extend: str, draft: st
 def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, names: tuple[str, str, str]) -> None:
     """A whole round, with CUDA's own check that nothing waits."""
     spec = gpu_spec(speculative, *names)
-    worker = build_worker(spec, plan_layout(spec), 0, "")
+    worker = build_worker(spec, plan_engine(spec), 0, "")
     with refuse_gpu_waits(), RefuseHostReads():
         for shape in (0, 1):
             step_of(worker, shape)
@@ -243,7 +243,7 @@ def test_a_backend_that_reads_lengths_is_seen(monkeypatch: pytest.MonkeyPatch) -
     from attention.backends.triton_backend import TritonBackend
 
     spec = gpu_spec(CHAIN, "triton", "triton", "triton")
-    worker = build_worker(spec, plan_layout(spec), 0, "")
+    worker = build_worker(spec, plan_engine(spec), 0, "")
     prepare = TritonBackend.prepare
 
     def reading(backend: TritonBackend, batch: DecodeBatch) -> Prepared:

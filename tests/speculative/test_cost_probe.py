@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import build_worker, plan_layout
+from speculative.build import build_worker, plan_engine
 from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.draft_oracle import capture
 from workers.config import RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
+from workers.engine_layout import EngineLayout
 from workers.runner.batch import StepBatch, StepTensors
 from workers.runner.costs.cost_points import expected_ms, table_of, wanted
 from workers.runner.costs.cost_probe import LIMIT_S, CostProbe, Timer, probe_costs, probe_extent
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import token_buckets
-from workers.runner.layout import EngineLayout
+from workers.runner.layout import slot_table
 from workers.scheduling.cost_table import CostTable, default_itl_target_ms
 from workers.scheduling.plan import SamplingParams
 from workers.slots.slot_table import SlotTable
@@ -72,8 +73,8 @@ class ModelOfCosts:
 def fake_engine(pair: Pair, max_running: int, max_step_tokens: int, pages: int = 400) -> tuple[EngineLayout, SlotTable]:
     tree = dataclasses.replace(pair.tree(), adaptive=False)  # two shapes
     spec = pair.spec(tree, CacheConfig(PAGE, num_pages=pages), SchedulerConfig(max_running, max_step_tokens))
-    layout = plan_layout(spec)
-    return layout, SlotTable(max_running, -(-layout.max_position // PAGE), layout.target.vocab_size, CPU)
+    engine = plan_engine(spec)
+    return engine.layout, slot_table(engine.layout, engine.target.vocab_size, CPU)
 
 
 def measured(pair: Pair, limit_s: float, max_running: int, max_step_tokens: int) -> tuple[CostTable, ModelOfCosts]:
@@ -186,8 +187,8 @@ def test_steps_that_are_captured_are_measured_as_they_are_replayed(pair: Pair, m
     """All of them: on a busy machine the usual limit leaves some out."""
     monkeypatch.setitem(LIMIT_S, "cpu", 1e9)
     spec = pair.spec(pair.tree(), scheduler=SchedulerConfig(max_running=2, max_step_tokens=70))
-    layout = plan_layout(spec)
-    worker = build_worker(spec, layout, 0, "")
+    engine = plan_engine(spec)
+    layout, worker = engine.layout, build_worker(spec, engine, 0, "")
     capture(worker, layout)
     graphed, slots = worker._strategy, worker._slots
     assert isinstance(graphed, GraphedDecoding)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.build import build_worker, plan_layout
+from speculative.build import build_worker, plan_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.test_eagle3_heads import check, flat, served, speculators
 from tests.speculative.test_loading import spec_of
@@ -59,19 +59,19 @@ def test_what_would_be_ignored_is_refused_before_anything_runs(
 ) -> None:
     draft = save_head(tmp_path / "d", flat(Head()) | changes, {})
     with pytest.raises(ValueError, match=message):
-        plan_layout(spec_of(pair.target, draft))
+        plan_engine(spec_of(pair.target, draft))
 
 
 def test_nested_configurations_are_looked_through_too(pair: Pair, tmp_path: Path) -> None:
     config = speculators(Head())
     config["transformer_layer_config"] |= {"attn_output_gate": True}
     with pytest.raises(ValueError, match="transformer_layer_config.attn_output_gate=True is not supported"):
-        plan_layout(spec_of(pair.target, save_head(tmp_path / "a", config, {})))
+        plan_engine(spec_of(pair.target, save_head(tmp_path / "a", config, {})))
     config = speculators(Head(), "gemma3")
     with pytest.raises(
         ValueError, match="model_type='gemma3' is not supported; use a head whose layers are of llama or"
     ):
-        plan_layout(spec_of(pair.target, save_head(tmp_path / "b", config, {})))
+        plan_engine(spec_of(pair.target, save_head(tmp_path / "b", config, {})))
 
 
 def test_speculators_of_another_kind_are_refused(pair: Pair, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_speculators_of_another_kind_are_refused(pair: Pair, tmp_path: Path) -> 
     with pytest.raises(
         ValueError, match="speculators_model_type peagle\\) is of no method that exists; those are eagle,"
     ):
-        plan_layout(spec_of(pair.target, draft))
+        plan_engine(spec_of(pair.target, draft))
 
 
 def test_flags_of_eagle3_on_an_eagle_head_are_refused(pair: Pair, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_flags_of_eagle3_on_an_eagle_head_are_refused(pair: Pair, tmp_path: Path
     with pytest.raises(
         ValueError, match="norm_output is of EAGLE-3 heads; set speculative.method: eagle3 if it is one"
     ):
-        plan_layout(spec_of(pair.target, save_head(tmp_path / "d", config, {}), "eagle"))
+        plan_engine(spec_of(pair.target, save_head(tmp_path / "d", config, {}), "eagle"))
 
 
 def test_a_head_of_another_width_must_have_its_own_embedding(pair: Pair, tmp_path: Path) -> None:
@@ -98,14 +98,14 @@ def test_a_head_of_another_width_must_have_its_own_embedding(pair: Pair, tmp_pat
     with pytest.raises(
         ValueError, match="hidden_size=32 of its own but no embed_tokens.weight, and the target's has 64"
     ):
-        build_worker(spec, plan_layout(spec), 0, "")
+        build_worker(spec, plan_engine(spec), 0, "")
 
 
 def test_a_layer_that_the_checkpoint_lacks_is_named(pair: Pair, tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in Head(layers=2).tensors().items() if "layers.2" not in name}
     spec = spec_of(pair.target, save_head(tmp_path / "d", flat(Head(layers=3)), tensors))
     with pytest.raises(ValueError, match="missing: layers.2"):
-        build_worker(spec, plan_layout(spec), 0, "")
+        build_worker(spec, plan_engine(spec), 0, "")
 
 
 def with_vocabulary(head: Head, d2t: Tensor | None, t2d: Tensor | None) -> dict[str, Tensor]:

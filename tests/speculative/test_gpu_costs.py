@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from speculative.build import EngineSpec, build_worker, plan_layout
+from speculative.build import EngineSpec, build_worker, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
@@ -29,7 +29,7 @@ def on_gpu(speculative: SpeculativeConfig | None, measure_costs: bool = True, te
 
 
 def built(spec: EngineSpec, report: PhaseReport) -> Worker:
-    return build_worker(spec, plan_layout(spec), 0, "", report)
+    return build_worker(spec, plan_engine(spec), 0, "", report)
 
 
 @pytest.mark.parametrize("speculative", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])

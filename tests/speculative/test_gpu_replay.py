@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attention.capability import Capability
-from speculative.build import check_device, plan_layout
+from speculative.build import check_device, plan_engine
 from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
 from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
 from workers.runner.decoding import StepTensors
@@ -78,7 +78,7 @@ def test_every_arm_is_a_mix_that_hopper_serves(name: str, tmp_path: Path) -> Non
     arm = ARMS[name][0]
     written(tmp_path, arm, size_of(arm))
     spec = arm.spec(tmp_path, "cpu", False)
-    check_device(spec, plan_layout(spec), Capability("cuda", (9, 0)), here=False)
+    check_device(spec, plan_engine(spec), Capability("cuda", (9, 0)), here=False)
 
 
 @pytest.mark.gpu

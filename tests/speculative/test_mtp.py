@@ -11,7 +11,7 @@ from attention.backends.torch_backend import TorchBackend
 from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode, PrefillBatch
-from speculative.build import plan_memory
+from speculative.build import plan_engine, plan_weights
 from speculative.config import SpeculativeConfig
 from speculative.drafts.loading import load_draft
 from speculative.drafts.mtp import Mtp
@@ -174,9 +174,8 @@ def test_its_weights_may_be_fp8(tmp_path: Path) -> None:
 def test_whole_experts_take_the_memory_of_slices(served: Pair) -> None:
     """Of target and module."""
     draft = SpeculativeConfig("", "mtp", 3, 1, 4)
-    slices, whole = (
-        plan_memory(served.spec(draft, tensor_parallel=2, expert_parallel=each), False) for each in (False, True)
-    )
+    specs = [served.spec(draft, tensor_parallel=2, expert_parallel=each) for each in (False, True)]
+    slices, whole = (plan_weights(spec, plan_engine(spec), multiplies_fp8=False) for spec in specs)
     assert slices == whole and slices.draft > 0
 
 

@@ -12,7 +12,7 @@ from attention.config import DraftAttention
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from speculative.backends import draft_backends
-from speculative.build import plan_layout
+from speculative.build import plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import load_draft
@@ -112,7 +112,7 @@ def test_a_window_narrower_than_a_tree_is_refused() -> None:
 @pytest.mark.parametrize("name", ["flashinfer", "trtllm"])
 def test_a_backend_without_windows_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
-    config = replace(plan_layout(pair.spec(pair.chain())).target, head_dim=128)
+    config = replace(plan_engine(pair.spec(pair.chain())).target, head_dim=128)
     shape = ModelShape(config, 1, torch.bfloat16, 16, Capability("cuda", (9, 0)))
     names = DraftAttention(extend=name)
     draft_backends(names, shape, tree=False)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attention.config import CacheConfig
 from attention.metadata import token_indices
-from speculative.build import DraftSpeculation, EngineSpec, build_worker, plan_layout
+from speculative.build import DraftSpeculation, EngineSpec, build_worker, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.tree.shape import TreeShape
@@ -31,9 +31,10 @@ from tests.support.eager_graphs import EagerRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO
+from workers.engine_layout import EngineLayout
 from workers.runner.build import graphed_strategy
 from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.layout import EngineLayout
+from workers.runner.layout import EnginePlan
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, pack_i32, unpack_i32
@@ -70,11 +71,13 @@ def observe(worker: Worker, slot: int) -> Drafted:
     return Drafted(tuple(tokens), tuple(parents), k, v)
 
 
-def layout_with(spec: EngineSpec, shapes: RoundShapes) -> EngineLayout:
-    """The layout of an engine that may draft `shapes`."""
-    layout = plan_layout(spec)
-    assert isinstance(layout.speculation, DraftSpeculation)
-    return dataclasses.replace(layout, speculation=dataclasses.replace(layout.speculation, shapes=shapes))
+def engine_with(spec: EngineSpec, shapes: RoundShapes, captured: bool = False) -> EnginePlan:
+    """An engine that may draft `shapes`."""
+    engine = plan_engine(spec)
+    assert isinstance(engine.speculation, DraftSpeculation)
+    layout = dataclasses.replace(engine.layout, shapes=dataclasses.replace(shapes, eager=not captured))
+    speculation = dataclasses.replace(engine.speculation, shapes=shapes)
+    return dataclasses.replace(engine, speculation=speculation, layout=layout)
 
 
 class Oracle:
@@ -87,8 +90,7 @@ class Oracle:
             scheduler=SchedulerConfig(max_running=1, max_step_tokens=ORACLE_PAGE * ORACLE_PAGES),
         )
         spec = dataclasses.replace(spec, worker=alone)
-        self._layout = layout_with(spec, shapes)
-        self._worker = build_worker(spec, self._layout, 0, "")
+        self._worker = build_worker(spec, engine_with(spec, shapes), 0, "")
         self._known: dict[tuple[tuple[int, ...], int, bytes], Drafted] = {}
         self._step = 0
 
@@ -221,7 +223,8 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         scheduler=SchedulerConfig(max_running=5, max_step_tokens=case.max_step_tokens),
     )
     spec = dataclasses.replace(spec, worker=worker_config)
-    layout = dataclasses.replace(layout_with(spec, shapes), eager=not case.captured)
+    engine_plan = engine_with(spec, shapes, case.captured)
+    layout = engine_plan.layout
     scheduler = Scheduler(
         worker_config.scheduler,
         worker_config.cache,
@@ -232,7 +235,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
         layout.lookahead,
         choose_shape=lambda shapes: rng.randrange(len(shapes)) if len(shapes) > 2 else shapes.default,
     )
-    worker = build_worker(spec, layout, 0, "")
+    worker = build_worker(spec, engine_plan, 0, "")
     if case.captured and spec.worker.model.device == "cpu":  # on a GPU they are graphs anyway
         capture(worker, layout)
     rank = WatchedRank(worker, oracle, scheduler, shapes)

@@ -208,9 +208,10 @@ class Rank:
     @staticmethod
     def built(model: str, shape: str, max_running: int, deterministic: bool = False) -> "Rank":
         """model, shape: of `tests.bench.round`."""
-        from speculative.build import plan_layout
+        from speculative.build import plan_engine
         from tests.bench import deepseek_rank
         from tests.bench import round as bench
+        from tests.support.engine_plans import as_captured
         from workers.models import loading, weights
         from workers.runner import build
 
@@ -228,8 +229,8 @@ class Rank:
             spec = bench.engine_spec(Path(folder), shape, max_running, bench.Setting(), 1, False, "triton")
             source = dataclasses.replace(spec.worker.model, device="cpu", dtype="bfloat16")
             worker = dataclasses.replace(spec.worker, model=source, measure_costs=False)
-            layout = plan_layout(dataclasses.replace(spec, worker=worker))
-            rank = build.build_rank(worker, dataclasses.replace(layout, eager=False), 0, "")  # as on a GPU
+            engine = plan_engine(dataclasses.replace(spec, worker=worker))
+            rank = build.build_rank(worker, as_captured(engine), 0, "")
         return Rank(rank.worker, rank.layout, worker.cache.page_size, deterministic)
 
     def start(self) -> None:

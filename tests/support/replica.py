@@ -11,11 +11,12 @@ from torch import Tensor
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
 from attention.kv_cache.pool import KVPool
-from speculative.build import EngineLayout, EngineSpec, build_worker, plan_layout
+from speculative.build import EngineSpec, build_worker, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.decoding import SpeculativeDecoding
 from speculative.tree_table import TreeTable
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
+from workers.engine_layout import EngineLayout
 from workers.layers.gemm import GEMMOptions
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.graphs.cuda_graph import GraphedDecoding
@@ -142,8 +143,8 @@ class Replica:
 
 def build_replica(spec: EngineSpec) -> Replica:
     """Ready for rounds, its slots and KV empty; two of one spec have the same weights."""
-    layout = plan_layout(spec)
-    worker = build_worker(spec, layout, 0, "")
+    engine = plan_engine(spec)
+    worker = build_worker(spec, engine, 0, "")
     strategy = worker._strategy
     inner = strategy._inner if isinstance(strategy, GraphedDecoding) else strategy
     assert isinstance(inner, (Autoregressive, SpeculativeDecoding))
@@ -157,4 +158,4 @@ def build_replica(spec: EngineSpec) -> Replica:
         model.lm_head.method.dense_weight().data[:NUM_FAVOURITES] *= 8.0  # in place: graphs hold its address
         if worker._slots.device.type == "cpu":
             model.lm_head.finish(GEMMOptions())  # the CPU's GEMM holds a copy
-    return Replica(strategy, inner, worker._slots, tuple(pools), trees, layout)
+    return Replica(strategy, inner, worker._slots, tuple(pools), trees, engine.layout)

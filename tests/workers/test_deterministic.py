@@ -7,7 +7,7 @@ import torch
 
 from attention.capability import Capability
 from attention.config import TargetAttention
-from speculative.build import EngineSpec, build_worker, plan_layout
+from speculative.build import EngineSpec, build_worker, plan_engine
 from tests.support.embedded import embedded_spec
 from workers.config import WorkerConfig
 from workers.runner.deterministic import checked_deterministic
@@ -20,7 +20,7 @@ def wanted(**changes: object) -> WorkerConfig:
 
 
 def check(worker: WorkerConfig, dtype: torch.dtype = torch.bfloat16, device: Capability = GPU, **target: int) -> bool:
-    config = dataclasses.replace(plan_layout(embedded_spec(None)).target, **target)  # type: ignore[arg-type]
+    config = dataclasses.replace(plan_engine(embedded_spec(None)).target, **target)  # type: ignore[arg-type]
     return checked_deterministic(worker, config, dtype, device)
 
 
@@ -62,4 +62,4 @@ def test_on_a_cpu_the_option_changes_nothing() -> None:
     worker = wanted(attention=TargetAttention("torch", "torch"))
     assert not check(worker, torch.float32, Capability("cpu"))
     spec = EngineSpec(worker)
-    build_worker(spec, plan_layout(spec), 0, "")
+    build_worker(spec, plan_engine(spec), 0, "")

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.embedded import embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.models.loading import read_target_config
-from workers.runner.layout import plan_layout
+from workers.runner.layout import plan_engine
 from workers.runner.local_engine import local_engine
 from workers.scheduling.plan import SamplingParams
 
@@ -20,13 +20,13 @@ import torch
 from attention.config import CacheConfig
 from workers.config import ModelSource, WorkerConfig
 from workers.models.loading import read_target_config
-from workers.runner.layout import plan_layout
+from workers.runner.layout import plan_engine
 from workers.runner.local_engine import local_engine
 from workers.scheduling.plan import SamplingParams
 
 torch.set_num_threads(1)
 worker = WorkerConfig(ModelSource(sys.argv[1], device="cpu"), CacheConfig(num_pages=100))
-with local_engine(worker, plan_layout(worker, read_target_config(worker.model, 1))) as engine:
+with local_engine(worker, plan_engine(worker, read_target_config(worker.model, 1))) as engine:
     (request,) = engine.generate([json.loads(sys.argv[2])], SamplingParams(8, 0.0))
 print(json.dumps({"output": request.output, "modules": sorted({name.partition(".")[0] for name in sys.modules})}))
 """
@@ -34,7 +34,7 @@ print(json.dumps({"output": request.output, "modules": sorted({name.partition(".
 
 def test_a_plain_engine_imports_nothing_of_what_speculates() -> None:
     worker, prompt = embedded_spec(None).worker, tokenized(held_out_prompts(1))[0]
-    with local_engine(worker, plan_layout(worker, read_target_config(worker.model, 1))) as engine:
+    with local_engine(worker, plan_engine(worker, read_target_config(worker.model, 1))) as engine:
         (expected,) = engine.generate([prompt], SamplingParams(8, 0.0))
     assert len(expected.output) == 8
     done = subprocess.run(

@@ -11,15 +11,15 @@ import torch
 from attention.config import CacheConfig
 from attention.expansion import MAX_TOKENS, pays
 from attention.metadata import ChunkLists
-from speculative.build import EngineSpec, plan_layout
+from speculative.build import EngineSpec, plan_engine
 from tests.bench.deepseek_rank import write_config
 from tests.support.embedded import TREE, embedded_spec
 from tests.support.thread_group import on_ranks
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
+from workers.engine_layout import EngineLayout
 from workers.runner.device_memory import HostMemory
 from workers.runner.graphs.warm_up import largest_steps
-from workers.runner.layout import EngineLayout
 from workers.runner.memory import GRAPH_BYTES, RankMemory, StepPeaks, slots_for, wait_until_free
 from workers.scheduling.plan import GraphCount, StepPlan, unpack_i32
 
@@ -49,7 +49,7 @@ class DescribedMemory:
 def settings(**changes: object) -> tuple[WorkerConfig, EngineLayout]:
     """An engine with `cache`, `scheduler` and others as given, and a round layout: 10 kB a page, 1 MB a slot."""
     worker = dataclasses.replace(embedded_spec(TREE).worker, **{"cache": CacheConfig(), **changes})  # type: ignore[arg-type]
-    layout = plan_layout(EngineSpec(worker))
+    layout = plan_engine(EngineSpec(worker)).layout
     return worker, dataclasses.replace(layout, bytes_per_page=10_000, bytes_per_slot=10**6)
 
 
@@ -142,7 +142,7 @@ def test_slots_are_a_power_of_two_of_typical_requests(kv_gb: float, device: str,
 
 def test_a_replacement_measures_nothing_and_waits_for_the_memory_of_the_dead() -> None:
     worker, layout = settings(scheduler=SchedulerConfig())
-    layout = layout.as_built(num_pages=77, num_slots=16, rank_bytes=5 * GB)
+    layout = layout.with_slots(16).with_pages(77)
     assert (layout.num_pages, layout.scheduler.num_slots, layout.slot_bytes) == (77, 16, 17 * 10**6)
     memory, slept = DescribedMemory(8 * GB, others=6 * GB), [0.0]
 
@@ -165,7 +165,7 @@ def test_largest_steps_are_within_what_a_scheduler_plans(num_slots: int, tokens:
         cache=CacheConfig(page_size=4, num_pages=40),
         scheduler=SchedulerConfig(max_running=num_slots, max_step_tokens=tokens),
     )
-    layout = plan_layout(dataclasses.replace(spec, worker=worker))
+    layout = plan_engine(dataclasses.replace(spec, worker=worker)).layout
     steps = largest_steps(layout)
     entered: set[int] = set()
     for kind, plan in steps:
@@ -187,7 +187,7 @@ def test_latent_rows_are_expanded_in_the_largest_steps(tmp_path: Path) -> None:
     source = ModelSource(str(tmp_path / "target"), load_format="dummy", max_model_len=4096)
     worker = WorkerConfig(source, CacheConfig(16, num_pages=40), SchedulerConfig(max_running=4, max_step_tokens=256))
     expanded = []
-    for _, plan in largest_steps(plan_layout(EngineSpec(worker))):
+    for _, plan in largest_steps(plan_engine(EngineSpec(worker)).layout):
         counts = tuple(len(unpack_i32(chunk.tokens)) for chunk in plan.chunks)
         lists = ChunkLists(tuple(chunk.start for chunk in plan.chunks), counts)
         if pays(lists):

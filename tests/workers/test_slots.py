@@ -11,7 +11,7 @@ from attention.kv_cache.pool import bytes_per_page
 from tests.support import strict_device
 from tests.support.gpu_waits import refuse_gpu_waits
 from tests.support.slots import apply_plan, enter
-from workers.runner.layout import pages_asked
+from workers.engine_layout import pages_asked
 from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
 from workers.slots import upload
 from workers.slots.slot_table import SlotTable

@@ -15,7 +15,7 @@ from attention.registry import Choice, choose_backends
 from workers.config import WorkerConfig
 from workers.device import make_current, resolve_device
 from workers.distributed.tp_group import TPGroup, join_tp_group
-from workers.memory_use import MemoryUse
+from workers.engine_layout import EngineLayout
 from workers.models.loading import load_target
 from workers.runner.backends import (
     Backends,
@@ -31,7 +31,7 @@ from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.device_memory import device_memory
 from workers.runner.graphs.warm_up import largest_steps, run, warm_up
-from workers.runner.layout import EngineLayout, EngineParts, PhaseDone, slot_table
+from workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
 from workers.runner.memory import RankMemory, StepPeaks, must_fit
 from workers.runner.model_runner import TargetRunner
 from workers.runner.worker import Worker
@@ -57,28 +57,26 @@ class BuiltRank:
     """A rank that is ready for plans.
 
     layout: with what building it has settled.
-    memory: where its memory went.
     """
 
     worker: Worker
     layout: EngineLayout
-    memory: MemoryUse
 
 
 def build_worker(
     worker: WorkerConfig,
-    layout: EngineLayout,
+    engine: EnginePlan,
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
 ) -> Worker:
     """`build_rank` for those who need the rank alone."""
-    return build_rank(worker, layout, rank, address, report).worker
+    return build_rank(worker, engine, rank, address, report).worker
 
 
 def build_rank(
     worker: WorkerConfig,
-    layout: EngineLayout,
+    engine: EnginePlan,
     rank: int,
     address: str,
     report: PhaseReport = lambda phase, seconds: None,
@@ -91,17 +89,17 @@ def build_rank(
     device = resolve_device(worker.model.device, rank)
     make_current(device)
     here = Capability.of(device)
-    deterministic = checked_deterministic(worker, layout.target, layout.dtype, here)
-    backends = _backends_of_target(worker, layout, device, deterministic)
-    others = choose_backends(layout.speculation.attention(worker.cache.page_size, layout.dtype, here))
+    deterministic = checked_deterministic(worker, engine.target, engine.dtype, here)
+    backends = _backends_of_target(worker, engine, device, deterministic)
+    others = choose_backends(engine.speculation.attention(worker.cache.page_size, engine.dtype, here))
     phases = _Phases(report)
-    memory = RankMemory(device_memory(device), worker, layout, device)
+    memory = RankMemory(device_memory(device), worker, engine.layout, device)
     # sums over peer memory are normed by one of two kernels, whichever suits the number of rows
     group = join_tp_group(rank, worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
     phases.done("process group joined")
-    parts = load_parts(worker, layout, group, backends, memory, deterministic, phases.done, advance)
+    parts = load_parts(worker, engine, group, backends, memory, deterministic, phases.done, advance)
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
-        strategy = layout.speculation.strategy(parts, others, phases.done)
+        strategy = engine.speculation.strategy(parts, others, phases.done)
     eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars, pools=parts.pools)
     graphed, first = None, frozenset["GraphKey"]()
     if rounds_are_graphs(worker, here, needs_cpu_seq_lens(backends, others), rank):
@@ -128,7 +126,7 @@ def build_rank(
         built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed, parts.pools)
     warm_up(built, parts.layout)
     phases.done("warmed up")
-    use = memory.use(parts.layout, built.graphs, group)
+    layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))
     if memory.runs_steps:
         with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
             for _, plan in largest_steps(parts.layout):  # what they take stays with torch's allocator
@@ -142,12 +140,12 @@ def build_rank(
         from workers.runner.graphs.kernel_compilation import report_compilations
 
         report_compilations(True)
-    return BuiltRank(built, parts.layout, use)
+    return BuiltRank(built, layout)
 
 
 def load_parts(
     worker: WorkerConfig,
-    layout: EngineLayout,
+    engine: EnginePlan,
     group: TPGroup,
     backends: Backends,
     memory: RankMemory,
@@ -161,25 +159,25 @@ def load_parts(
     with memory.counting_weights(), must_fit("the weights", "raise parallel.tensor_parallel, or take a smaller dtype"):
         model = load_target(
             worker.model,
-            layout.target,
+            engine.target,
             group,
             device,
-            layout.max_position,
-            layout.speculation.captured_layers,
+            engine.layout.max_position,
+            engine.speculation.captured_layers,
             deterministic,
             lambda loaded, total: advance("loading the target", loaded / 1e9, total / 1e9, "GB"),
         )
     done("target loaded")
-    layout = memory.settle_slots(layout, group)
+    layout = memory.settle_slots(engine.layout, group)
     with must_fit(f"the tables of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
-        slots = slot_table(worker, layout, device)
-        masks = MaskTable(layout.scheduler.num_slots, layout.mask_width, layout.target.vocab_size, device)
-    groups = layout.target.kv_groups(group.size, layout.dtype), layout.speculation.kv_groups(layout.dtype)
+        slots = slot_table(layout, engine.target.vocab_size, device)
+        masks = MaskTable(layout.scheduler.num_slots, layout.mask_width, engine.target.vocab_size, device)
+    groups = engine.target.kv_groups(group.size, engine.dtype), engine.speculation.kv_groups(engine.dtype)
     pool, beside = (KVPool(each, 1, worker.cache.page_size, device) for each in groups)
     target = TargetRunner(model, pool, backends)
     sampler = Sampler(slots, model.lm_head.shard, masks)
-    forgives = layout.speculation.heeds_no_choice
-    grammars = SlotGrammars(worker.model.path, layout.target.vocab_size, masks, forgives)
+    forgives = engine.speculation.heeds_no_choice
+    grammars = SlotGrammars(worker.model.path, engine.target.vocab_size, masks, forgives)
     return EngineParts(worker, layout, group, target, beside, slots, sampler, grammars)
 
 
@@ -187,7 +185,7 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
     """The parts with all their KV pages. eager: runs steps without graphs. num_graphs: that are to come for certain.
     done: hears each phase."""
     layout = parts.layout
-    if layout.rank_bytes == 0:
+    if layout.memory is None:
         peaks = StepPeaks()
         if memory.runs_steps:
             with must_fit("the largest step", "lower scheduler.max_step_tokens or scheduler.max_running"):
@@ -213,29 +211,27 @@ def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: st
     return wanted and host_readers is None
 
 
-def attention_choices(
-    worker: WorkerConfig, layout: EngineLayout, dtype: torch.dtype, device: Capability
-) -> list[Choice]:
+def attention_choices(worker: WorkerConfig, engine: EnginePlan, dtype: torch.dtype, device: Capability) -> list[Choice]:
     """The backends that a configuration names for all models. dtype: that they compute with on `device`."""
-    shape = ModelShape(layout.target, worker.tensor_parallel, dtype, worker.cache.page_size, device)
+    shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device)
     return [
-        *target_choices(worker.attention, shape, layout.speculation.verified_modes),
-        *layout.speculation.attention(worker.cache.page_size, dtype, device),
+        *target_choices(worker.attention, shape, engine.speculation.verified_modes),
+        *engine.speculation.attention(worker.cache.page_size, dtype, device),
     ]
 
 
 def _backends_of_target(
-    worker: WorkerConfig, layout: EngineLayout, device: torch.device, deterministic: bool
+    worker: WorkerConfig, engine: EnginePlan, device: torch.device, deterministic: bool
 ) -> Backends:
     """Raises ValueError where one cannot do what it is named for."""
     kind = Capability.of(device)
-    shape = ModelShape(layout.target, worker.tensor_parallel, layout.dtype, worker.cache.page_size, kind)
+    shape = ModelShape(engine.target, worker.tensor_parallel, engine.dtype, worker.cache.page_size, kind)
     span = None
     if deterministic:
         from attention.backends.triton_backend import fixed_span
 
-        span = fixed_span(layout.max_model_len)
-    return target_backends(worker.attention, shape, layout.speculation.verified_modes, span)
+        span = fixed_span(engine.layout.max_model_len)
+    return target_backends(worker.attention, shape, engine.speculation.verified_modes, span)
 
 
 def graphed_strategy(

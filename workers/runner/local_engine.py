@@ -2,7 +2,7 @@
 exactly as the cluster's coordinator does, two steps in flight.
 
     target = read_target_config(worker.model, worker.tensor_parallel)
-    with local_engine(worker, plan_layout(worker, target)) as engine:
+    with local_engine(worker, plan_engine(worker, target)) as engine:
         requests = engine.generate(prompts, SamplingParams(64, 0.0))
 
 `speculative.local` does the same for an engine with a draft.
@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from workers.config import WorkerConfig
+from workers.engine_layout import EngineLayout
 from workers.runner.build import build_rank
 from workers.runner.executor import StepExecutor
-from workers.runner.layout import EngineLayout
+from workers.runner.layout import EnginePlan
 from workers.runner.rank_processes import RankProcesses
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request, RequestOutput
@@ -74,35 +75,26 @@ class LocalEngine:
 
 
 @contextlib.contextmanager
-def local_engine(worker: WorkerConfig, layout: EngineLayout, all_graphs: bool = True) -> Iterator[LocalEngine]:
+def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True) -> Iterator[LocalEngine]:
     """An engine that runs while the context is open: in this process for one rank, in one child process per rank for
     several. all_graphs: capture every step before the first request, whatever `graph_capture.limit_s` says, since an
     engine without transport runs nothing while it idles. Raises what `build_rank` raises."""
     if all_graphs:
         worker = replace(worker, graph_capture=replace(worker.graph_capture, limit_s=math.inf))
     if worker.tensor_parallel == 1:
-        built = build_rank(worker, layout, 0, "")
-        yield _engine(worker, built.layout, built.worker)
+        built = build_rank(worker, plan, 0, "")
+        yield _engine(built.layout, built.worker)
         return
-    ranks = RankProcesses(worker, layout)
+    ranks = RankProcesses(worker, plan)
     try:
-        yield _engine(worker, ranks.layout, ranks)
+        yield _engine(ranks.layout, ranks)
     finally:
         ranks.close()
 
 
-def _engine(worker: WorkerConfig, layout: EngineLayout, executor: StepExecutor) -> LocalEngine:
+def _engine(layout: EngineLayout, executor: StepExecutor) -> LocalEngine:
     """layout: of ranks that are built."""
-    scheduler = Scheduler(
-        layout.scheduler,
-        worker.cache,
-        layout.num_pages,
-        layout.max_model_len,
-        time.monotonic,
-        layout.shapes,
-        layout.lookahead,
-        graph_capture=worker.graph_capture,
-    )
+    scheduler = Scheduler.of(layout, time.monotonic)
     scheduler.captures.graphs = executor.graphs
     if executor.costs is not None:
         scheduler.use_costs(executor.costs)

@@ -16,10 +16,10 @@ import torch
 from attention.capability import Capability
 from workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from workers.distributed.tp_group import TPGroup
+from workers.engine_layout import EngineLayout, pages_asked
 from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, DeviceMemoryError, MemoryUse
 from workers.runner.device_memory import DeviceMemory
 from workers.runner.graphs.warm_up import largest_steps, run
-from workers.runner.layout import EngineLayout, pages_asked
 from workers.runner.worker import Worker
 from workers.scheduling.plan import GraphCount
 
@@ -46,8 +46,8 @@ class RankMemory:
         self._worker = worker
         self.device = device
         self._shares_host_memory = Capability.of(device).shares_host_memory
-        if layout.rank_bytes:
-            wait_until_free(memory, layout.rank_bytes)
+        if layout.memory is not None:
+            wait_until_free(memory, layout.memory.of_rank)
         self._free_at_start = memory.free()
         self._used_at_start = memory.used()
         self._weights = self._activations = self._in_use = self._for_graphs = 0

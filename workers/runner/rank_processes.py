@@ -10,8 +10,9 @@ import torch
 
 from workers.config import WorkerConfig
 from workers.distributed.ports import free_port
+from workers.engine_layout import EngineLayout
 from workers.runner.build import build_rank
-from workers.runner.layout import EngineLayout
+from workers.runner.layout import EnginePlan
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
@@ -30,19 +31,19 @@ class RankProcesses:
 
     layout: as the ranks were built. Raises ValueError where a rank cannot be built."""
 
-    def __init__(self, worker: WorkerConfig, layout: EngineLayout) -> None:
+    def __init__(self, worker: WorkerConfig, plan: EnginePlan) -> None:
         context = multiprocessing.get_context("spawn")
         address = f"tcp://127.0.0.1:{free_port()}"
         self.costs: CostTable | None = None
         self.graphs = GraphCount()
-        self.layout = layout
+        self.layout = plan.layout
         self._num_pending = 0
         self._decoder = msgspec.msgpack.Decoder(StepResult)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(worker.tensor_parallel):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run_rank, args=(worker, layout, rank, address, theirs), daemon=True)
+            process = context.Process(target=_run_rank, args=(worker, plan, rank, address, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -93,11 +94,11 @@ class RankProcesses:
             process.kill()
 
 
-def _run_rank(worker: WorkerConfig, layout: EngineLayout, rank: int, address: str, pipe: Connection) -> None:
+def _run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it here too: the parent decides
     torch.set_num_threads(1)
     try:
-        of_rank = build_rank(worker, layout, rank, address)
+        of_rank = build_rank(worker, engine, rank, address)
     except ValueError as error:
         pipe.send(str(error))
         pipe.poll(None)  # until it is killed: leaving would be an error of its own to the other ranks

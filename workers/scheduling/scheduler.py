@@ -13,6 +13,7 @@ from attention.config import CacheConfig
 from attention.kv_cache.page_allocator import PageAllocator
 from attention.kv_cache.prefix_cache import PrefixCache
 from workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from workers.engine_layout import EngineLayout
 from workers.scheduling.capture_pacing import CapturePacing
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.grammar_queue import GrammarQueue
@@ -86,6 +87,20 @@ class Scheduler:
         self._next_step = 0
         self.step_time: StepTime | None = None
         self._rounds_wait = False  # the newest plan carries prompts alone, while requests decode
+
+    @staticmethod
+    def of(layout: EngineLayout, clock: Callable[[], float]) -> "Scheduler":
+        """The scheduler of an engine whose ranks are built."""
+        return Scheduler(
+            layout.scheduler,
+            layout.cache,
+            layout.num_pages,
+            layout.max_model_len,
+            clock,
+            layout.shapes,
+            layout.lookahead,
+            graph_capture=layout.graph_capture,
+        )
 
     def use_costs(self, costs: CostTable) -> None:
         """What steps cost on the ranks that will execute the next plans; told anew with every worker group."""

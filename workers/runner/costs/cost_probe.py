@@ -17,10 +17,10 @@ import torch
 from attention.capability import Capability
 from attention.metadata import PrefillBatch
 from workers.distributed.tp_group import TPGroup
+from workers.engine_layout import EngineLayout
 from workers.runner.batch import PromptChunks, StepBatch
 from workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, table_of, wanted
 from workers.runner.decoding import DecodingStrategy
-from workers.runner.layout import EngineLayout
 from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.cost_table import CostTable
 from workers.slots.slot_table import SlotTable

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 
 from attention.expansion import MAX_TOKENS
-from workers.runner.layout import EngineLayout
+from workers.engine_layout import EngineLayout
 from workers.runner.worker import Worker
 from workers.sampling.sampler import MAX_LOGPROBS
 from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32

@@ -1,0 +1,92 @@
+"""`EngineLayout`: every size of an engine, in one frozen value. Imports no torch.
+
+plan_engine (workers.runner.layout)   computes it from configuration and checkpoints
+RankMemory (workers.runner.memory)    adds, while ranks are built, the numbers that "auto" leaves open: slots, KV
+                                      pages, and where the memory went
+ranks                                 allocate tables and pools by it; a rank that replaces another gets its layout
+the scheduler                         `Scheduler.of` takes slots, pages, shapes and limits from it
+aerie plan, and the table of ranks    print it
+"""
+
+from dataclasses import dataclass, replace
+
+from attention.config import CacheConfig
+from workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from workers.memory_use import MemoryUse
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """The same on every rank and in the scheduler, but for `memory`.
+
+    shapes: kinds of round, plain decoding first.
+    scheduler: as configured, with numbers in place of "auto"; `max_running` has one once a rank is built.
+    cache, graph_capture: as configured.
+    max_model_len: prompt and answer tokens.
+    max_position: positions that a step may touch.
+    lookahead: tokens after a page that the page's KV depends on.
+    bytes_per_page: of a KV page in target and draft, on each rank.
+    bytes_per_slot: of a slot's row in all tables, on each rank.
+    keeps_latent_rows: whether layers of the target do.
+    known_pages: KV pages of a rank that is built; before that the configured number, if there is one.
+    memory: where the memory of the rank went that this is the layout of; None before it is built.
+    """
+
+    shapes: RoundShapes
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    max_model_len: int
+    max_position: int
+    lookahead: int
+    bytes_per_page: int = 0
+    bytes_per_slot: int = 0
+    keeps_latent_rows: bool = False
+    graph_capture: GraphCapture = GraphCapture()  # noqa: RUF009 - frozen
+    known_pages: int | None = None
+    memory: MemoryUse | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """KV pages of each rank, the dummy page excluded."""
+        assert self.known_pages is not None, "only a rank that is built knows how many pages fit"
+        return self.known_pages
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of the tables of running requests on each rank."""
+        return table_bytes(self.bytes_per_slot, self.scheduler.num_slots)
+
+    @property
+    def mask_width(self) -> int:
+        """Rows of a request in a step, each of which a grammar may mask."""
+        return max(shape.width for shape in self.shapes.shapes)
+
+    def with_slots(self, num_slots: int) -> "EngineLayout":
+        """With a number for `max_running`."""
+        return replace(self, scheduler=self.scheduler.with_slots(num_slots))
+
+    def with_pages(self, num_pages: int) -> "EngineLayout":
+        """With so many KV pages."""
+        return replace(self, known_pages=num_pages)
+
+
+def table_bytes(bytes_per_slot: int, num_slots: int) -> int:
+    """Of the tables of so many slots, and the padding slot."""
+    return bytes_per_slot * (num_slots + 1)
+
+
+def pages_asked(cache: CacheConfig, per_page: int, slot_bytes: int) -> int | None:
+    """Pages of each rank that a configuration asks for, None for what is left: cache.num_pages, or as many of per_page
+    bytes as memory_gb holds beside the slot_bytes that running requests' tables take. Raises ValueError if it holds
+    none."""
+    if cache.num_pages is not None:
+        return cache.num_pages
+    if cache.memory_gb == "auto":
+        return None
+    pages = (int(cache.memory_gb * 1e9) - slot_bytes) // per_page - 1
+    if pages < 2:
+        raise ValueError(
+            f"cache.memory_gb={cache.memory_gb}: holds {max(0, pages)} pages of {per_page} bytes beside {slot_bytes} "
+            f"of tables for scheduler.max_running; give at least {(3 * per_page + slot_bytes) / 1e9:.4f}, or auto"
+        )
+    return pages
