@@ -7,10 +7,12 @@ set's items are whole batches (`samples.plan_steps`). Over 300 lines, since all 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,7 +138,8 @@ def fit(
     graphs = arguments.graphs and arguments.device.type == "cuda" and arguments.world_size == 1
     full_tokens = arguments.batch_tokens if graphs else None
     checkpoint = str(_checkpoint_to_resume(arguments)) if arguments.resume else None
-    with interrupts_between_steps() as is_interrupted:
+    with interrupts_between_steps() as is_interrupted, contextlib.closing(_Session(title, arguments)) as session:
+        session.is_interrupted, session.after_step = is_interrupted, after_step
         trainer = _StepTrainer(
             loss_of,
             evaluate,
@@ -145,7 +148,7 @@ def fit(
             train_dataset=plan,
             eval_dataset=[],
             data_collator=lambda items: vars(collate([samples[i] for i in items[0]], full_tokens=full_tokens)),
-            callbacks=[_Session(title, arguments, is_interrupted, after_step)],
+            callbacks=[session],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.graphs = GraphedStep(model, trainer.compute_loss) if graphs else None
@@ -216,13 +219,27 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
         return 0  # unused, and counting them takes time in every step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        try:
+        with _reading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        except (OSError, RuntimeError, ValueError, SafetensorError):
-            raise TrainingError(
-                f"resume: {resume_from_checkpoint} cannot be read or holds a model of other dimensions; give the rows "
-                "that it was trained on, or start without --resume in a new output folder"
-            ) from None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: str | None) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError, SafetensorError):
+        raise TrainingError(
+            f"resume: {checkpoint} cannot be read or holds a model of other dimensions; give the rows that it was "
+            "trained on, or start without --resume in a new output folder"
+        ) from None
 
 
 @dataclass(eq=False)
@@ -231,8 +248,9 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     title: str
     arguments: FitArguments
-    is_interrupted: Callable[[], bool]
-    after_step: Callable[[], None] | None
+    is_interrupted: Callable[[], bool] = bool
+    after_step: Callable[[], None] | None = None
+    bar: Any = None
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"settings": self.arguments.settings}}
@@ -264,8 +282,10 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
             figures = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             tqdm.write(f"{self.title}: step {state.global_step}/{state.max_steps} {figures}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.bar.close()
+    def close(self) -> None:
+        """End the bar's line, after an error too."""
+        if self.bar is not None:
+            self.bar.close()
 
 
 class GraphedStep:

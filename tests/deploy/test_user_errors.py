@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from deploy.cli import main
+from speculative.training.samples import LENGTH_STEP
 from tests.support.prompts import MODELS
 
 ROW = {"question": "What is 1 plus 1?", "answer": "2"}
@@ -101,13 +102,22 @@ def test_target_whose_weights_are_another_models(refused: Refused, tmp_path: Pat
     assert "its weights lack" in line and "download it again" in line
 
 
-def test_checkpoint_to_resume_that_is_absent_or_damaged(refused: Refused, tmp_path: Path, rows: Path) -> None:
+def test_checkpoint_to_resume_that_is_absent_or_damaged(
+    refused: Refused, capfd: pytest.CaptureFixture[str], tmp_path: Path, rows: Path
+) -> None:
     train = ["train-target", "--output", tmp_path / "out", "--data", rows, *SMALL, "--steps", 1, "--device", "cpu"]
-    assert "does not exist; start without --resume" in refused(*train, "--resume")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "checkpoint.pt").write_bytes(b"cut off")
-    assert "cannot be read; delete it and start without --resume" in refused(*train, "--resume")
+    assert "holds no checkpoint; start without --resume" in refused(*train, "--resume")
+    assert main(list(map(str, train))) == 0
+    capfd.readouterr()
     assert "holds a training's checkpoint; add --resume" in refused(*train)
+    for name in ("model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"):
+        path = tmp_path / "out" / "checkpoint-1" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        assert main([*map(str, train), "--resume", "--steps", "2"]) == 2
+        *_, line = capfd.readouterr().err.splitlines()  # after the progress bar
+        assert line.startswith(f"resume: {path.parent} cannot be read")
+        path.write_bytes(whole)
 
 
 def test_output_that_is_a_file(refused: Refused, tmp_path: Path, rows: Path) -> None:
@@ -119,16 +129,24 @@ def test_output_that_is_a_file(refused: Refused, tmp_path: Path, rows: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--steps 0", "steps=0: must be at least 1"),
-        ("--epochs 0", "epochs=0.0: must be above 0"),
-        ("--checkpoint-every 0", "checkpoint_every=0: must be at least 1"),
-        ("--lr 0", "lr=0.0: must be above 0"),
-        ("--dropout 1", "dropout=1.0: must be at least 0 and under 1"),
-        ("--device tpu9", "device=tpu9: "),
+        ("--steps 0", "argument --steps: 0: must be at least 1"),
+        ("--steps many", "argument --steps: invalid int value: 'many'"),
+        ("--epochs 0", "argument --epochs: 0: must be above 0"),
+        ("--checkpoint-every 0", "argument --checkpoint-every: 0: must be at least 1"),
+        ("--lr nan", "argument --lr: nan: must be above 0"),
+        ("--dropout 1", "argument --dropout: 1: must be at least 0 and under 1"),
+        ("--batch-tokens 63", f"argument --batch-tokens: 63: must be at least {LENGTH_STEP}"),
     ],
 )
-def test_number_out_of_range(refused: Refused, tmp_path: Path, rows: Path, flags: str, text: str) -> None:
-    assert text in refused("train-target", "--output", tmp_path / "out", "--data", rows, *flags.split())
+def test_number_out_of_range(capfd: pytest.CaptureFixture[str], tmp_path: Path, flags: str, text: str) -> None:
+    """The parser says so, before anything is imported or read."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train-target", "--output", str(tmp_path / "out"), "--data", "absent", *flags.split()])
+    assert ended.value.code == 2 and text in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_device_that_does_not_exist(refused: Refused, tmp_path: Path, rows: Path) -> None:
+    assert "device=tpu9: " in refused("train-target", "--output", tmp_path, "--data", rows, "--device", "tpu9")
 
 
 def test_loss_that_is_not_finite(capfd: pytest.CaptureFixture[str], tmp_path: Path, rows: Path) -> None:
@@ -137,6 +155,7 @@ def test_loss_that_is_not_finite(capfd: pytest.CaptureFixture[str], tmp_path: Pa
     assert main([*map(str, train), "--lr", "1e30", "--warmup-steps", "0"]) == 2
     *_, line = capfd.readouterr().err.splitlines()  # after the progress bar
     assert line.startswith("loss: not finite near step") and "lower --lr" in line
+    assert not list((tmp_path / "out").glob("checkpoint-*")), "a checkpoint that no resume can use"
 
 
 def test_evaluation_of_what_is_not_there(refused: Refused, tmp_path: Path, rows: Path) -> None:

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from deploy.cli import main
-from speculative.training import TrainingError, cli, draft, target, trainer
+from speculative.training import TrainingError, cli, draft, target
 from speculative.training.commands import choose_device
-from speculative.training.samples import LENGTH_STEP
 from tests.speculative.training.conftest import run
 
 SMALL = "--layers 7 --hidden-size 32 --heads 4 --kv-heads 2 --intermediate-size 48 --vocab-size 300 --max-positions 128"
@@ -67,23 +66,6 @@ def test_resume_without_a_whole_checkpoint_is_refused(tmp_path: Path, rows: Path
 def test_a_target_folder_without_a_model_is_refused(tmp_path: Path, rows: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no config.json; give the folder of a Hugging Face model"):
         run(f"train-draft --target {tmp_path} --data {rows} --output {tmp_path}/out")
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ("--batch-tokens 63", f"argument --batch-tokens: 63: must be at least {LENGTH_STEP}"),
-        ("--val-fraction 1", "argument --val-fraction: 1: must be at least 0 and under 1"),
-        ("--lr nan", "argument --lr: nan: must be above 0"),
-        ("--steps many", "argument --steps: invalid int value: 'many'"),
-    ],
-)
-def test_a_number_out_of_range_is_refused(
-    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], flags: str, text: str
-) -> None:
-    with pytest.raises(SystemExit):
-        run(f"train-target --data {rows} --output {tmp_path}/out {flags}")
-    assert text in capsys.readouterr().err
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path, rows: Path) -> None:
@@ -164,17 +146,6 @@ def _interrupting(function: Callable[..., Any], call: int) -> Callable[..., Any]
         return function(*arguments, **others)
 
     return interrupting
-
-
-def test_a_loss_that_is_not_finite_ends_the_training(
-    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And keeps no checkpoint of it."""
-    loss = target.target_loss
-    monkeypatch.setattr(target, "target_loss", lambda *arguments: loss(*arguments) * float("nan"))
-    with pytest.raises(TrainingError, match="loss: not finite near step 1; lower --lr or use --dtype float32"):
-        run(f"train-target --data {rows} --output {tmp_path}/out --val-fraction 0 --steps 2 {SMALL}")
-    assert not trainer.checkpoints(tmp_path / "out")
 
 
 @pytest.mark.slow
