@@ -71,6 +71,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
         self.dataloader_pin_memory = not self.use_cpu
         self.accelerator_config = {"non_blocking": not self.use_cpu}  # else each copy would wait for the steps before
         super().__post_init__()
+        self.settings = self.settings | {"processes": self.world_size}  # each has its share of the batches
         if not self.use_cpu:
             torch.cuda.set_device(self.device)
 

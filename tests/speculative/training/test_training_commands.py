@@ -151,19 +151,17 @@ def _interrupting(function: Callable[..., Any], call: int) -> Callable[..., Any]
 @pytest.mark.slow
 def test_two_processes_train_one_draft(tmp_path: Path, rows: Path) -> None:
     """Under torchrun, with half of the batches each; the first regenerates and saves."""
-    processes = "torch.distributed.run --nproc-per-node 2 -m deploy.cli"
-    common = f"--data {rows} --device cpu --steps 3 --batch-tokens 512 --val-fraction 0"
-    draft = f"--target {tmp_path}/target --output {tmp_path}/draft --regenerate --max-new-tokens 5 --ttt-length 2"
-    for command in (
-        f"deploy.cli train-target {common} --output {tmp_path}/target {SMALL}",
-        f"{processes} train-draft {common} {draft} --draft-vocab 64 --max-length 128",
-    ):
-        done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
+    common = f"--data {rows} --steps 3 --batch-tokens 512 --val-fraction 0"
+    assert run(f"train-target {common} --output {tmp_path}/target {SMALL}") == 0
+    text = "--regenerate --max-new-tokens 5 --draft-vocab 64 --max-length 128 --ttt-length 2"
+    train = f"train-draft {common} --target {tmp_path}/target --output {tmp_path}/draft {text}"
+    started = "torch.distributed.run --nproc-per-node 2 -m deploy.cli"
+    line = [sys.executable, "-m", *f"{started} {train} --device cpu".split()]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("saved to") == 1
-    state = json.loads((tmp_path / "draft" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert state["global_step"] == 3 and state["epoch"] == 1
-    assert {path.name for path in (tmp_path / "draft" / "checkpoint-3").glob("rng_state*")} == {
-        "rng_state_0.pth",
-        "rng_state_1.pth",
-    }
+    saved = tmp_path / "draft" / "checkpoint-3"
+    assert json.loads((saved / "trainer_state.json").read_text())["global_step"] == 3
+    assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    with pytest.raises(TrainingError, match=r"processes=1: the checkpoint .* was made with 2; give the same"):
+        run(f"{train} --resume")
