@@ -1,7 +1,9 @@
 """One rank: plans in, results out.
 
-worker          turns plans into batches, runs the strategy's step, turns tensors into results
-batch           a step's plan as tensors, and the layout of its rows; chunk_tensors: its prompt chunks
+worker          plan -> batch -> step -> result
+plan_batch      a plan as a batch of tensors; chunk_tensors: its prompt chunks
+batch           those tensors, and the layout of their rows
+step_result     what a step emitted, as the scheduler reads it
 decoding        `DecodingStrategy`, and plain decoding
 graphs          any strategy's steps as CUDA graphs
 costs           what a step takes, measured at the start

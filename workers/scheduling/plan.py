@@ -134,25 +134,30 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step on every rank: page-table changes, then slots initialised, then one target pass over rounds and chunks.
 
     The plan says everything: a rank verifies, drafts and writes KV as it is told here, and concludes nothing from the
-    requests in its slots.
+    requests in its slots. `Scheduler` makes it; after the arrow stands what reads a field.
 
-    epoch: of the worker group; a plan or result of another epoch is dropped.
-    slots: int32, the requests that run a round.
+    epoch: of the worker group. -> `RankChannel`, which drops plans of another epoch
+    step: its number, one more than that of the plan before. -> the result
+    slots: int32, the requests that run a round. -> `PlanBatches`
     shape: index of the shape that these rounds verify: of the trees that the step before drafted, in whatever shape, as
-        much as this one holds.
-    next_shape: index of the shape that is drafted in this step; 0: nothing is.
+        much as this one holds. From `ShapeChoice`. -> the strategy, `GraphKeys`
+    next_shape: index of the shape that is drafted in this step; 0: nothing is. From `ShapeChoice`. -> as shape
     drafting: uint8 per entry of the result (rounds, then last chunks), 1 where it gets a tree of `next_shape`; empty if
-        nothing is drafted. The others write no draft KV but that of their own committed tokens.
-    page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
-        taken back is replaced by page 0, the dummy page.
-    cleared_pages: int32, pages to be zeroed first. They may hold NaN, and a new owner's rows multiply what they do not
-        attend to by zero.
+        nothing is drafted. The others write no draft KV but that of their own committed tokens. -> `PlanBatches`
     max_kv_len: no position that this step reads or writes reaches it (a host-side bound; no device value is read).
-    grammars: of waiting requests, to be compiled meanwhile.
-    ended: int32, numbers of requests with grammars that have ended since the last plan, in whatever state.
-    mask_wait_ms: how long this step may wait for the masks of its requests.
+        From `PlanBuilder`. -> attention backends
+    page_updates: int32 triples (slot, index in its table, page), at most one per entry of a table. A page that was
+        taken back is replaced by page 0, the dummy page. From `SlotPages`. -> `SlotTable`
+    cleared_pages: int32, pages to be zeroed first. They may hold NaN, and a new owner's rows multiply what they do not
+        attend to by zero. From `SlotPages`. -> `KVPool`
+    inits: requests that enter slots. From `PlanBuilder`. -> `SlotTable`, `SlotGrammars`
+    chunks: of prompts. From `PrefillPlanner`. -> `PlanBatches`, and `PlanTiming` whether there are any
+    grammars: of waiting requests, to be compiled meanwhile. From `GrammarQueue`. -> `SlotGrammars`
+    ended: int32, numbers of requests with grammars that have ended since the last plan, in whatever state. From
+        `GrammarQueue`. -> `SlotGrammars`
+    mask_wait_ms: how long this step may wait for the masks of its requests. -> `SlotGrammars`
     capture: no step: every rank captures one that has no graph yet, the same on all. Sent while nothing else is in
-        flight; its result has no entries.
+        flight; its result has no entries. From `CapturePacing`. -> `GraphedDecoding`
     """
 
     epoch: int
@@ -225,19 +230,27 @@ NOT_FINITE = Failure("the model's logits for its next token are NaN or infinite"
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step emitted, in the order of `StepPlan.slots`, then of those chunks that were a prompt's last.
+    """What a step emitted. Entries stand in the order of `StepPlan.slots`, then of those chunks that were a prompt's
+    last. `PendingStep` makes it; after the arrow stands what reads a field, if not `StepResults` alone.
 
-    counts: int32 [n], tokens emitted per entry (0 for a slot that had already finished). tokens: int32, ragged by
-    counts. finish: uint8 [n], FINISH_*. accepted: int32 [n], draft tokens accepted before truncation by a stop; -1
-    where the entry did not verify drafts (prompt chunk, plain round, speculation off). logprobs: entry index -> one
-    per emitted token, for requests that asked. elapsed_s: seconds the step took on rank 0. graphs: after this step.
+    epoch, step: of the plan. -> the coordinator, which drops results of another epoch
+    counts: int32 [n], tokens emitted per entry. 0 for a slot that had already finished, and for a request whose mask
+        was not there in time, on no rank.
+    tokens: int32, ragged by counts.
+    finish: uint8 [n], FINISH_*.
+    accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 where the entry did not verify drafts
+        (prompt chunk, plain round, speculation off). -> `Survival`, statistics
+    logprobs: by entry, one per emitted token, of requests that asked.
     prompt_logprobs: of the plan's chunks that ask for them, in their order.
-
-    A request that had not ended and has no token here was late: its mask was not there in time, the same on all ranks.
-    failed: entry index -> why that request ends here; nothing that it emitted may be shown.
-    masks_ready: int32, numbers of late requests whose next mask is there now.
-    failed_requests: number of a request, whether or not it has an entry here -> why it cannot go on.
-    grammars_ready: int32, grammars that are compiled, by their number among all in the plans of this epoch.
+    elapsed_s: seconds that the step took on this rank. -> `StepTime`, the coordinator, the worker loop
+    failed: by entry, why that request ends here; nothing that it emitted may be shown. From `SlotGrammars`, and for
+        logits that are not finite.
+    failed_requests: by a request's number, whether or not it has an entry here, why it cannot go on. From
+        `SlotGrammars`, `PlanBatches`.
+    masks_ready: int32, numbers of late requests whose next mask is there now. From `SlotGrammars`.
+    grammars_ready: int32, grammars that are compiled, by their number among all in the plans of this epoch. From
+        `SlotGrammars`. -> `GrammarQueue`
+    graphs: after this step. From `GraphedDecoding`. -> `CapturePacing`
     """
 
     epoch: int

@@ -1,0 +1,116 @@
+"""A plan as the batch that a strategy runs: requests enter their slots, and all that the step needs goes to the device
+in one copy. Used by `workers.runner.worker`."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attention.kv_cache.pool import KVPool
+from workers.runner.batch import StepBatch
+from workers.runner.chunk_tensors import chunk_columns, prompt_chunks, prompt_targets
+from workers.sampling.sampler import SamplingNeeds
+from workers.scheduling.plan import Failure, SamplingParams, StepPlan, unpack_i32
+from workers.slots.slot_table import SlotTable
+from workers.slots.upload import upload
+from workers.structured_output.slot_grammars import SlotGrammars
+
+logger = logging.getLogger(__name__)
+
+
+def entries_of(plan: StepPlan) -> tuple[int, ...]:
+    """The slots that emit tokens, in the order of the step's result."""
+    return (*unpack_i32(plan.slots).tolist(), *(chunk.slot for chunk in plan.chunks if chunk.next_token < 0))
+
+
+class PlanBatches:
+    """Makes the batches of one rank.
+
+    grammars: of the engine's slots; None of an engine whose requests have none.
+    pools: the KV of target and draft.
+    """
+
+    def __init__(self, slots: SlotTable, grammars: SlotGrammars | None, pools: Sequence[KVPool]) -> None:
+        self._slots = slots
+        self._grammars = grammars
+        self._pools = pools
+        self._round_slots = _SlotIds("round slots", slots.device)
+        self._draft_slots = _SlotIds("draft slots", slots.device)
+
+    def of(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
+        """Enter the plan's requests into their slots, and return the batch. One copy to the device at most, for which
+        nothing waits. entries: `entries_of` the plan. failed: by number, gets the requests that cannot enter as they
+        are."""
+        table, padding = self._slots, self._slots.padding_slot
+        drafting = plan.drafting or bytes(len(entries))
+        rounds = tuple(unpack_i32(plan.slots).tolist())
+        drafts = tuple(slot if drafts else padding for slot, drafts in zip(entries, drafting, strict=True))
+        plan, entering = self._entering(plan, failed)
+        columns = {
+            **entering,
+            **self._round_slots.columns(rounds),
+            **self._draft_slots.columns(drafts),
+            **(chunk_columns(plan) if plan.chunks else {}),
+        }
+        if plan.cleared_pages:
+            columns["cleared pages"] = unpack_i32(plan.cleared_pages).astype(np.int64)
+        sent = upload(columns, table.device)
+        if plan.cleared_pages:
+            for pool in self._pools:
+                pool.clear(sent["cleared pages"])
+        table.enter(plan, sent)
+        if self._grammars is not None:
+            self._grammars.enter(plan)
+        return StepBatch(
+            slots=self._round_slots.on_device(rounds, sent),
+            shape=plan.shape,
+            next_shape=plan.next_shape,
+            draft_slots=self._draft_slots.on_device(drafts, sent),
+            max_kv_len=plan.max_kv_len,
+            chunks=prompt_chunks(plan, sent, table.page_table) if plan.chunks else None,
+            needs=SamplingNeeds.of([table.facts[slot] for slot in entries]),
+            prompt_targets=prompt_targets(plan, sent),
+        )
+
+    def _entering(self, plan: StepPlan, failed: dict[int, Failure]) -> tuple[StepPlan, dict[str, npt.NDArray[Any]]]:
+        """The plan, and what its requests and pages are on the device. A request whose parameters raise is added to
+        `failed`, by number, and enters with none."""
+        try:
+            return plan, self._slots.columns(plan)
+        except Exception:
+            logger.exception("the requests of a plan could not enter together")
+        inits = []
+        for init in plan.inits:
+            try:
+                self._slots.columns(StepPlan(plan.epoch, plan.step, b"", 0, 0, inits=(init,)))
+            except Exception as error:
+                failed[init.number] = Failure(f"its parameters failed: {type(error).__name__}: {error}")
+                init = msgspec.structs.replace(init, sampling=SamplingParams(init.sampling.max_tokens))
+            inits.append(init)
+        plan = msgspec.structs.replace(plan, inits=tuple(inits))
+        return plan, self._slots.columns(plan)
+
+
+class _SlotIds:
+    """Slot numbers on the device. Most steps run the same requests as the one before, and then send nothing."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
+        self._last: tuple[int, ...] = ()
+        self._tensor = torch.empty(0, dtype=torch.int64, device=device)
+
+    def columns(self, slots: tuple[int, ...]) -> dict[str, npt.NDArray[Any]]:
+        """What `on_device` needs."""
+        return {} if slots == self._last else {self._name: np.array(slots, np.int64)}
+
+    def on_device(self, slots: tuple[int, ...], columns: Mapping[str, Tensor]) -> Tensor:
+        """[n] int64; the same tensor as long as the slots are the same."""
+        if slots != self._last:
+            self._last = slots
+            self._tensor = columns[self._name]
+        return self._tensor

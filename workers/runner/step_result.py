@@ -1,0 +1,132 @@
+"""What a step emitted, as the scheduler reads it. Used by `workers.runner.worker`."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from workers.runner.chunk_tensors import in_order
+from workers.runner.graphs.emitted import Emitted
+from workers.sampling.prompt_logprobs import PromptRanking
+from workers.sampling.sampler import Logprobs
+from workers.scheduling.plan import (
+    FINISH_NOT_FINITE,
+    NOT_FINITE,
+    Chunk,
+    Failure,
+    GraphCount,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    pack_i32,
+)
+from workers.structured_output.slot_grammars import News
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that was submitted, until its result is taken.
+
+    emitted: None where nothing ran, but a step was captured.
+    num_logprobs: by entry of the result, as its request asked; its slot may have a new owner by now.
+    started_s: by the clock of `time.perf_counter`.
+    failed: by entry.
+    failed_requests: by number of the request.
+    asking: numbers of the requests whose prompt chunks ask for log-probabilities, in the order of their rows.
+    """
+
+    plan: StepPlan
+    emitted: Emitted | None
+    num_logprobs: tuple[int, ...]
+    started_s: float
+    failed: dict[int, Failure]
+    failed_requests: dict[int, Failure]
+    asking: tuple[int, ...] = ()
+
+    def result(self, news: News, graphs: GraphCount) -> StepResult:
+        """What it emitted, once that is on the host. news: of grammars. graphs: after this step."""
+        plan, emitted = self.plan, self.emitted
+        if emitted is None:
+            elapsed_s = time.perf_counter() - self.started_s
+            return StepResult(plan.epoch, plan.step, b"", b"", b"", b"", elapsed_s=elapsed_s, graphs=graphs)
+        rows: list[list[int]] = emitted.rows[:, : emitted.num_tokens + 3].tolist()
+        counts = [row[-3] for row in rows]
+        finish = bytes(row[-2] for row in rows)
+        if FINISH_NOT_FINITE in finish:
+            self.failed.update((entry, NOT_FINITE) for entry, why in enumerate(finish) if why == FINISH_NOT_FINITE)
+        logprobs = _logprobs(self, emitted.logprobs, counts)
+        prompt_logprobs = () if emitted.prompt is None else _prompt_logprobs(self, emitted.prompt)
+        return StepResult(
+            epoch=plan.epoch,
+            step=plan.step,
+            counts=pack_i32(counts),
+            tokens=pack_i32([token for row in rows for token in row[: row[-3]]]),
+            finish=finish,
+            accepted=pack_i32([row[-1] for row in rows]),
+            logprobs=logprobs,
+            failed=self.failed,
+            masks_ready=pack_i32(news.ready),
+            failed_requests=news.failed | self.failed_requests,
+            grammars_ready=pack_i32(news.compiled),
+            elapsed_s=time.perf_counter() - self.started_s,
+            graphs=graphs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[PromptLogprobs, ...]:
+    """ranking: on the host, of the chunks that ask for it, in the order of `in_order`. What fails for one request
+    is added to the step's failures, and has no numbers."""
+    found, first = {}, 0
+    asking = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]
+    for chunk, number in zip(asking, pending.asking, strict=True):
+        rows = slice(first, first + chunk.num_logprobs)
+        first = rows.stop
+        try:
+            found[chunk.slot] = _scores_of(chunk, ranking, rows)
+        except Exception as error:
+            logger.exception("the log-probabilities of a prompt failed")
+            why = f"its prompt's log-probabilities failed: {type(error).__name__}: {error}"
+            pending.failed_requests[number] = Failure(why)
+            found[chunk.slot] = PromptLogprobs(chunk.start + 1, b"", b"")
+    return tuple(found[chunk.slot] for chunk in pending.plan.chunks if chunk.logprobs >= 0)
+
+
+def _logprobs(
+    pending: PendingStep, tensors: Logprobs | None, counts: list[int]
+) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """By entry; what fails for one request is added to the step's failures."""
+    if tensors is None:
+        return {}
+    out = {}
+    for entry, k in enumerate(pending.num_logprobs):
+        if k >= 0:
+            try:
+                out[entry] = _token_logprobs(tensors, entry, counts[entry], k)
+            except Exception as error:
+                logger.exception("the log-probabilities of a request failed")
+                pending.failed[entry] = Failure(f"its log-probabilities failed: {type(error).__name__}: {error}")
+    return out
+
+
+def _token_logprobs(tensors: Logprobs, entry: int, count: int, k: int) -> tuple[TokenLogprobs, ...]:
+    """Of an entry's `count` tokens, each with the k most likely."""
+    top_ids, top = tensors.top_ids[entry, :count, :k], tensors.top[entry, :count, :k]
+    chosen = tensors.chosen[entry, :count].tolist()
+    return tuple(
+        TokenLogprobs(own, tuple(ids), tuple(values))
+        for own, ids, values in zip(chosen, top_ids.tolist(), top.tolist(), strict=True)
+    )
+
+
+def _scores_of(chunk: Chunk, ranking: PromptRanking, rows: slice) -> PromptLogprobs:
+    """A chunk's, which are these rows of the ranking."""
+    return PromptLogprobs(
+        start=chunk.start + 1,
+        logprobs=ranking.logprobs[rows].numpy().astype("<f4").tobytes(),
+        ranks=pack_i32(ranking.ranks[rows].numpy()),
+        top_ids=pack_i32(ranking.top_ids[rows, : chunk.logprobs].numpy()),
+        top_logprobs=ranking.top[rows, : chunk.logprobs].numpy().astype("<f4").tobytes(),
+    )
