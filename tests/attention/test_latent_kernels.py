@@ -22,9 +22,9 @@ from attention.views import LatentKV  # noqa: E402
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.attention_cases import Work, in_float64, mask_of, uniform_pool  # noqa: E402
 from tests.support.triton_cases import assert_close, random_decode, random_rows, random_table  # noqa: E402
-from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
-from workers.layers.forward_context import make_context  # noqa: E402
+from workers.layers.forward_context import ForwardContext, make_context  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import finish_weights  # noqa: E402
 from workers.ops.fp8.rows import Fp8Rows, dequantized_rows  # noqa: E402
@@ -32,7 +32,9 @@ from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
 from workers.ops.latent import head_products_triton as head_kernels  # noqa: E402
 from workers.ops.latent import normed_latents_triton as layer_kernels  # noqa: E402
 from workers.ops.latent.expand_latents_triton import expand_latents  # noqa: E402
+from workers.ops.latent.head_products import head_products  # noqa: E402
 from workers.ops.latent.latent_values_triton import fits_values, latent_values  # noqa: E402
+from workers.ops.latent.normed_latents import normed_latents  # noqa: E402
 from workers.ops.rotary import Angles  # noqa: E402
 
 pytestmark = MARKS
@@ -244,7 +246,7 @@ def test_norms_rotation_and_write_equal_their_reference(q_size: int, has_norm: b
     q_weight, row_weight = torch.rand(q_size, device=DEVICE).to(dtype), torch.rand(32, device=DEVICE).to(dtype)
     angles, slots = random_angles(6, 16), torch.tensor([3, 60, 17, 0, 0, 21], device=DEVICE)
     results = []
-    for function in (layer_kernels.normed_latents, layer_kernels.normed_latents_reference):
+    for function in (layer_kernels.normed_latents, normed_latents.reference):
         rows = torch.zeros((5, 16, 48), dtype=dtype, device=DEVICE)
         weight = q_weight if has_norm else None
         q = function(both, weight, row_weight, 1e-6, angles, LatentKV(rows, 32), slots)
@@ -266,7 +268,7 @@ def test_products_by_heads_equal_their_reference(rows: int, turned: bool) -> Non
     angles = random_angles(rows, 16) if turned else None
     ours, theirs = torch.zeros((2, rows, 3, n + rotated), dtype=dtype, device=DEVICE).unbind(0)
     head_kernels.head_products(x, weight, ours, angles)
-    head_kernels.head_products_reference(x, weight, theirs, angles)
+    head_products.reference(x, weight, theirs, angles)
     close(ours, theirs, dtype)
 
 
@@ -299,7 +301,7 @@ def test_values_of_few_rows_are_rounded_products(rows: int) -> None:
     out = latent_values(x, both, key_dim)
     weight = both.view(heads, key_dim + 128, latent)[:, key_dim:].transpose(1, 2)
     plain = torch.empty((rows, heads, 128), dtype=torch.float32, device=DEVICE)
-    head_kernels.head_products_reference(x.float(), weight.float(), plain)
+    head_products.reference(x.float(), weight.float(), plain)
     expected = quantize_rows(plain.to(torch.bfloat16).flatten(1), True)
     torch.testing.assert_close(out.scales, expected.scales, rtol=1e-2, atol=0.0)
     assert (dequantized_rows(out) - dequantized_rows(expected)).norm() < 0.03 * dequantized_rows(expected).norm()
@@ -333,6 +335,11 @@ def random_attention(q_rank: int | None) -> LatentAttention:
     return layer
 
 
+def with_kernels(layer: LatentAttention, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+    with kernels_of_operations():
+        return layer._partial(both, angles, context)
+
+
 @pytest.mark.parametrize("q_rank", [24, None])
 def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
     torch.manual_seed(7)
@@ -340,11 +347,11 @@ def test_a_layer_in_few_launches_is_the_layer(q_rank: int | None) -> None:
     batch = random_decode(Mode.VERIFY, 3, 3, [9, 0], 4, 12)
     x, angles = torch.randn((6, 32), device=DEVICE), random_angles(6, 16)
     history, results = torch.randn((13, 4, 48), device=DEVICE), []
-    for partial in (layer._partial_fused, layer._partial_in_torch):
+    for partial in (with_kernels, LatentAttention._partial):
         pool = uniform_pool(1, 12, 4, LatentLayout(32, 16, torch.float32), DEVICE)
         pool.tensors[0][0][0] = history
         context = make_context(pool, {Mode.VERIFY: TritonBackend()}, batch, None, None)
-        results.append((partial(layer.qkv_a(x), angles, context), pool.tensors[0][0]))
+        results.append((partial(layer, layer.qkv_a(x), angles, context), pool.tensors[0][0]))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
@@ -368,7 +375,11 @@ def test_a_layer_takes_the_parts_of_its_first_product(monkeypatch: pytest.Monkey
         pool = uniform_pool(1, 12, 4, LatentLayout(32, 16, torch.float32), DEVICE)
         pool.tensors[0][0][0] = history
         context = make_context(pool, {Mode.VERIFY: TritonBackend()}, batch, None, None)
-        given = layer.partial(x, angles, context) if apart else layer._partial_in_torch(layer.qkv_a(x), angles, context)
+        if apart:
+            with kernels_of_operations():
+                given = layer.partial(x, angles, context)
+        else:
+            given = layer._partial(layer.qkv_a(x), angles, context)
         results.append((given, pool.tensors[0][0]))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -394,7 +405,7 @@ def test_a_layer_that_expands_chunks_is_the_layer(with_rounds: bool) -> None:
         context = make_context(pool, {Mode.VERIFY: backend, Mode.PREFILL: backend}, decode, None, chunks)
         expanded = ExpandedChunks(chunks, 4) if expands else None
         context = dataclasses.replace(context, expanded=expanded)
-        out = layer._partial_fused(layer.qkv_a(x), angles, context)
+        out = with_kernels(layer, layer.qkv_a(x), angles, context)
         results.append((out[: num_rounds + sum(counts)], pool.tensors[0][0][0, 1:]))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -417,7 +428,7 @@ def test_a_captured_layer_expands_chunks(starts: tuple[int, int, int], limit: in
         pool.tensors[0][0][0] = history
         context = make_context(pool, {Mode.PREFILL: backend}, None, None, batch)
         assert (context.expanded is not None) == (batch.seen_limit is not None)
-        out = layer._partial_fused(layer.qkv_a(x), angles, context)
+        out = with_kernels(layer, layer.qkv_a(x), angles, context)
         results.append((out[: sum(counts)], pool.tensors[0][0][0, 1:]))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

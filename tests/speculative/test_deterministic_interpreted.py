@@ -21,10 +21,13 @@ from tests.speculative.conftest import Pair  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.config import SchedulerConfig  # noqa: E402
-from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.weighted import WeightedModule  # noqa: E402
-from workers.ops.gemm.skinny_triton import Workspace, workspace_size  # noqa: E402
+from workers.ops.gemm.tiles import workspace_size  # noqa: E402
+from workers.ops.gemm.workspace import (
+    GEMMOptions,  # noqa: E402
+    Workspace,  # noqa: E402
+)
 from workers.scheduling.plan import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/speculative/test_gpu_deterministic.py does it on GPUs")

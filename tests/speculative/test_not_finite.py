@@ -9,9 +9,9 @@ from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
 from tests.support.tiny_models import VOCAB
 from workers.config import SchedulerConfig
-from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import DenseLinearMethod
 from workers.models.decoder import Decoder
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.runner.local_engine import LocalEngine
 from workers.runner.worker import Worker
 from workers.scheduling.plan import SamplingParams

@@ -37,8 +37,6 @@ ON_A_GPU = {
         ('self.type == "cpu"', "True"),  # tensors are in the host's memory
         ("        return self.is_gpu\n", "        return False\n"),  # neither streams nor graphs
     ],
-    "workers.layers.gemm": [('device.type == "cuda"', "True")],
-    "workers.layers.linear": [('device.type != "cuda"', "False")],
 }
 NUMPY = {
     torch.bool: np.bool_,

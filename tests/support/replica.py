@@ -17,7 +17,7 @@ from speculative.decoding import SpeculativeDecoding
 from speculative.tree_table import TreeTable
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from workers.engine_layout import EngineLayout
-from workers.layers.gemm import GEMMOptions
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.runner.decoding import Autoregressive, DecodingStrategy
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.slots.slot_table import SlotTable

@@ -1,10 +1,14 @@
 """Where tests of Triton kernels run: on a GPU, or on the CPU under Triton's interpreter (TRITON_INTERPRET=1)."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+
+from attention.ops.operation import Operation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
@@ -21,3 +25,14 @@ if INTERPRETED:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
+
+
+@contextmanager
+def kernels_of_operations() -> Iterator[None]:
+    """Operations run their Triton kernels on a CPU too, under the interpreter, so that layers are tested with them."""
+    known = Operation._known
+    Operation._known = lambda self, *_: tuple(each for each in self.implementations if each.name == "triton")  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Operation._known = known  # type: ignore[method-assign]

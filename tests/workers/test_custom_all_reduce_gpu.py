@@ -50,7 +50,7 @@ def assert_is_sum(got: Tensor, parts: Sequence[Tensor], what: str) -> None:
 
 def check_sums(rank: int, size: int, address: str, width: int) -> list[str]:
     """The methods that were used, in order."""
-    from workers.ops.collectives.one_shot_all_reduce_triton import one_shot_all_reduce_reference
+    from workers.ops.collectives.one_shot_all_reduce import reference
 
     group, peers, device = joined(rank, size, address)
     used = []
@@ -71,7 +71,7 @@ def check_sums(rank: int, size: int, address: str, width: int) -> list[str]:
                 assert_same_on_all(group, in_place, f"{what}, in place")
             residual = parts_of(seed + 100, 1, (rows, width), dtype, device)[0]
             expected_residual = residual.clone()
-            expected = one_shot_all_reduce_reference(parts, (expected_residual, weight.to(dtype), 1e-5))
+            expected = reference(parts, (expected_residual, weight.to(dtype), 1e-5))
             normed = group.all_reduce_add_norm(parts[rank], residual, weight.to(dtype), 1e-5)
             assert (normed is not None) == (peers.method(rows, width, dtype) is Method.ONE_SHOT)
             if normed is not None:

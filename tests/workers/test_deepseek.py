@@ -24,11 +24,11 @@ from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.experts import Experts, UnquantizedExperts
 from workers.layers.forward_context import make_context
-from workers.layers.fused_experts import with_room
 from workers.layers.rotary import RotaryTable
 from workers.models.deepseek import DeepseekConfig
 from workers.models.loading import read_target_config
 from workers.models.registry import family_of
+from workers.ops.experts.shared import with_room
 
 CPU = torch.device("cpu")
 V2, V3 = {"architecture": "DeepseekV2"}, {"architecture": "DeepseekV3"}

@@ -18,9 +18,9 @@ from workers.ops.experts import many_rows_triton as many_row_module  # noqa: E40
 from workers.ops.experts.few_rows_triton import few_row_experts  # noqa: E402
 from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles  # noqa: E402
 from workers.ops.experts.order_triton import block_of_program, max_blocks, order_by_expert  # noqa: E402
-from workers.ops.experts.route import RouterLogits, Routing, TokenSlots  # noqa: E402
+from workers.ops.experts.route import MAX_LISTED, NO_EXPERT, Routed, RouterLogits, Routing, TokenSlots  # noqa: E402  # noqa: E402
 from workers.ops.experts.route import route as route_in_torch  # noqa: E402
-from workers.ops.experts.route_triton import MAX_LISTED, NOBODY, Routed, route  # noqa: E402
+from workers.ops.experts.route_triton import route  # noqa: E402
 from workers.ops.experts.router_gemm_triton import router_gemm, router_tiles  # noqa: E402
 from workers.ops.experts.weights import (  # noqa: E402
     ExpertTiles,
@@ -31,7 +31,7 @@ from workers.ops.experts.weights import (  # noqa: E402
 )
 from workers.ops.fp8.rows import FP8, Fp8Rows, dequantized_rows  # noqa: E402
 from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
-from workers.ops.gemm.skinny_triton import Workspace  # noqa: E402
+from workers.ops.gemm.workspace import Workspace  # noqa: E402
 from workers.span import Span  # noqa: E402
 
 pytestmark = MARKS
@@ -72,7 +72,7 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
     order, expected = found.chosen[:, :k].sort(-1), chosen.sort(-1)
     for row in range(rows):
         if not is_live[row]:
-            assert (found.chosen[row] == NOBODY).all() and (found.weight[row] == 0).all()
+            assert (found.chosen[row] == NO_EXPERT).all() and (found.weight[row] == 0).all()
             continue
         assert torch.equal(order.values[row].long(), expected.values[row])
         mine, theirs = found.weight[row, order.indices[row]], weight[row, expected.indices[row]]
@@ -85,9 +85,9 @@ def test_routing_is_that_of_torch(name: str, rows: int) -> None:
             assert sorted(ranks.tolist()) == list(range(int(found.count[expert])))
         return
     assert found.used is not None and found.num_used is not None and found.rank is None and not used_up.any()
-    used = sorted({expert for row in found.chosen.tolist() for expert in row} - {NOBODY})
+    used = sorted({expert for row in found.chosen.tolist() for expert in row} - {NO_EXPERT})
     assert int(found.num_used) == len(used)
-    assert found.used.tolist() == used + [NOBODY] * (len(found.used) - len(used))
+    assert found.used.tolist() == used + [NO_EXPERT] * (len(found.used) - len(used))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -136,13 +136,13 @@ def test_a_row_of_nan_lists_experts_that_there_are(spoilt: int) -> None:
     found = route(RouterLogits(logits, torch.zeros(12, device=DEVICE), SMALL), 1, tickets())
     assert found.used is not None and found.num_used is not None
     used, count = found.used.tolist(), int(found.num_used)
-    assert used[:count] == sorted({*found.chosen[0].tolist()}) and used[count:] == [NOBODY] * (len(used) - count)
+    assert used[:count] == sorted({*found.chosen[0].tolist()}) and used[count:] == [NO_EXPERT] * (len(used) - count)
     assert all(0 <= expert < 13 for expert in used[:count])
 
 
 def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> None:
     """Of pairs that are ranked as routing does it, in any order."""
-    live = (chosen.flatten() != NOBODY).nonzero().flatten()
+    live = (chosen.flatten() != NO_EXPERT).nonzero().flatten()
     ordered = live[torch.sort(chosen.flatten()[live], stable=True).indices]
     counts = torch.bincount(chosen.flatten()[live], minlength=num_experts)
     groups = [mine[torch.randperm(len(mine))] for mine in ordered.split(counts.tolist())]
@@ -156,9 +156,9 @@ def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int 
     num_blocks = (counts + block_m - 1) // block_m
     numbers = torch.arange(num_experts).roll(num_shared)  # shared experts first
     used = numbers.repeat_interleave(num_blocks[numbers])
-    assert experts.tolist() == used.tolist() + [NOBODY] * (len(experts) - len(used))
+    assert experts.tolist() == used.tolist() + [NO_EXPERT] * (len(experts) - len(used))
     for expert, mine in enumerate(groups):
-        expected = mine.tolist() + [NOBODY] * (-len(mine) % block_m)
+        expected = mine.tolist() + [NO_EXPERT] * (-len(mine) % block_m)
         assert pairs[experts == expert].flatten().tolist() == expected
 
 
@@ -166,12 +166,12 @@ def check_order(chosen: Tensor, num_experts: int, block_m: int, num_shared: int 
 @pytest.mark.parametrize(("block_m", "rows"), [(16, 1), (16, 41), (64, 41), (64, 1500)])
 def test_pairs_are_ordered_by_expert(block_m: int, rows: int, num_shared: int) -> None:
     chosen = torch.randint(-1, 6, (rows, 3), generator=torch.Generator().manual_seed(block_m), dtype=torch.int32)
-    chosen[chosen == 4] = NOBODY  # nobody's expert
+    chosen[chosen == 4] = NO_EXPERT  # nobody's expert
     check_order(chosen, 7, block_m, num_shared)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1100, 1), (300, 9)])
-@pytest.mark.parametrize("expert", [0, 256, NOBODY])
+@pytest.mark.parametrize("expert", [0, 256, NO_EXPERT])
 def test_pairs_of_one_expert_and_of_none_are_ordered(shape: tuple[int, int], expert: int) -> None:
     check_order(torch.full(shape, expert, dtype=torch.int32), 257, 64, 1)
 
@@ -179,7 +179,7 @@ def test_pairs_of_one_expert_and_of_none_are_ordered(shape: tuple[int, int], exp
 def test_pairs_are_ordered_as_deepseek_chooses() -> None:
     """The last expert is everybody's; with padding rows at the end."""
     chosen = torch.randint(0, 256, (613, 9), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    chosen[:, 8], chosen[500:] = 256, NOBODY
+    chosen[:, 8], chosen[500:] = 256, NO_EXPERT
     check_order(chosen, 257, 128, num_shared=1)
 
 
@@ -193,7 +193,7 @@ def _blocks_of_programs(out_ptr, shared, stride):  # type: ignore[no-untyped-def
 def test_every_block_has_a_program_and_shared_experts_are_spread(
     rows: int, slots: int, num_shared: int, block_m: int
 ) -> None:
-    chosen = torch.full((rows, slots), NOBODY, dtype=torch.int32, device=DEVICE)
+    chosen = torch.full((rows, slots), NO_EXPERT, dtype=torch.int32, device=DEVICE)
     count = torch.zeros(256 + num_shared, dtype=torch.int32, device=DEVICE)
     routed = Routed(chosen, torch.empty(0), rank=torch.empty_like(chosen), count=count)
     order = order_by_expert(routed, 256 + num_shared, block_m, num_shared)
@@ -219,7 +219,7 @@ def test_pairs_of_prompts_are_ordered_by_expert(rows: int) -> None:
     pairs, chosen = order.pairs.view(-1, 64)[order.experts >= 0], routed.chosen.flatten()
     owners = order.experts[order.experts >= 0, None].expand_as(pairs)[pairs >= 0]
     found = pairs[pairs >= 0].long()
-    assert torch.equal(found.sort().values, (chosen != NOBODY).nonzero().flatten())
+    assert torch.equal(found.sort().values, (chosen != NO_EXPERT).nonzero().flatten())
     assert torch.equal(chosen[found], owners)
 
 
@@ -398,11 +398,11 @@ def test_sums_leave_out_what_nobody_wrote(partly: bool) -> None:
     """All parts of a padding row, some of a row whose experts other ranks have; of the second span of columns."""
     rows, slots, span, size = 5, 3, 48, 144
     chosen = torch.randint(0, 6, (rows, slots), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    chosen[1] = NOBODY
+    chosen[1] = NO_EXPERT
     if partly:
-        chosen[3, 1] = NOBODY
+        chosen[3, 1] = NO_EXPERT
     parts = torch.randn(rows, slots, span, generator=torch.Generator().manual_seed(2)).to(DEVICE, HALF)
-    parts[(chosen == NOBODY).to(DEVICE)] = float("nan")
+    parts[(chosen == NO_EXPERT).to(DEVICE)] = float("nan")
     out = torch.full((rows, size), 7.0, dtype=OUT, device=DEVICE)
     constants = {"SIZE": size, "SPAN": span, "SLOTS": slots, "BLOCK": 32, "PARTLY": partly, "PDL": False}
     many_row_module._sum_slots[(rows, 2)](parts, chosen.to(DEVICE), out, 1, **constants)
@@ -520,10 +520,10 @@ def test_routing_to_experts_of_other_ranks_is_to_nobody() -> None:
     everywhere, here = route(router, 1, tickets()), route(router, 1, tickets(), held=Span(3, 6, 8))
     chosen, is_here = everywhere.chosen.cpu(), (everywhere.chosen.cpu() >= 3) & (everywhere.chosen.cpu() < 6)
     assert is_here[:, :2].any() and not is_here[:, :2].all()
-    expected = torch.where(is_here, chosen - 3, NOBODY)
-    expected[:, 2] = torch.where(torch.arange(rows) == 1, NOBODY, 3)
+    expected = torch.where(is_here, chosen - 3, NO_EXPERT)
+    expected[:, 2] = torch.where(torch.arange(rows) == 1, NO_EXPERT, 3)
     assert torch.equal(here.chosen.cpu(), expected.int())
-    assert torch.equal(here.weight.cpu(), everywhere.weight.cpu() * (expected != NOBODY))
+    assert torch.equal(here.weight.cpu(), everywhere.weight.cpu() * (expected != NO_EXPERT))
     assert here.used is not None and here.num_used is not None
-    used = sorted(set(expected.flatten().tolist()) - {NOBODY})
-    assert here.used.tolist() == used + [NOBODY] * (4 - len(used)) and int(here.num_used) == len(used)
+    used = sorted(set(expected.flatten().tolist()) - {NO_EXPERT})
+    assert here.used.tolist() == used + [NO_EXPERT] * (4 - len(used)) and int(here.num_used) == len(used)

@@ -19,7 +19,7 @@ from workers.ops.experts import route_triton as route  # noqa: E402
 from workers.ops.experts import short_blocks_triton as short_blocks  # noqa: E402
 from workers.ops.experts import tall_blocks_triton as tall_blocks  # noqa: E402
 from workers.ops.experts.weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
-from workers.ops.gemm.skinny_triton import SHARED_BYTES  # noqa: E402
+from workers.ops.gemm.tiles import SHARED_BYTES  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),

@@ -9,14 +9,16 @@ from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa:
 from tests.workers.test_expert_kernels import HALF, SMALL, token_slots  # noqa: E402
 from workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
 from workers.layers.experts import Experts  # noqa: E402
-from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.moe import MixtureOfExperts  # noqa: E402
 from workers.layers.weighted import WeightedModule  # noqa: E402
 from workers.ops.fp8.norm_triton import fp8_rms_norm  # noqa: E402
 from workers.ops.fp8.rows import FP8  # noqa: E402
 from workers.ops.fp8.tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
-from workers.ops.gemm.skinny_triton import Workspace  # noqa: E402
+from workers.ops.gemm.workspace import (
+    GEMMOptions,  # noqa: E402
+    Workspace,  # noqa: E402
+)
 from workers.quantization.fp8_experts import Fp8Experts  # noqa: E402
 from workers.quantization.fp8_linear import Fp8Linear  # noqa: E402
 from workers.quantization.fp8_weight import Fp8Scheme  # noqa: E402

@@ -26,7 +26,8 @@ from workers.ops.fp8.tiles import (  # noqa: E402
     fp8_wide_tiles,
     fp8_workspace_size,
 )
-from workers.ops.gemm.skinny_triton import MULTIPROCESSORS, SHARED_BYTES, Workspace  # noqa: E402
+from workers.ops.gemm.tiles import MULTIPROCESSORS, SHARED_BYTES  # noqa: E402
+from workers.ops.gemm.workspace import Workspace  # noqa: E402
 
 pytestmark = MARKS
 quantize_rows_in_torch = quantize_rows_operation.reference

@@ -3,6 +3,7 @@ GPU, or interpreted."""
 
 import dataclasses
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,10 +17,9 @@ from attention.metadata import Mode  # noqa: E402
 from attention.views import LatentKV  # noqa: E402
 from tests.support.attention_cases import uniform_pool  # noqa: E402
 from tests.support.triton_cases import random_decode  # noqa: E402
-from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
 from workers.distributed.tp_group import SOLO  # noqa: E402
 from workers.layers.forward_context import make_context  # noqa: E402
-from workers.layers.gemm import GEMMOptions  # noqa: E402
 from workers.layers.latent_attention import LatentAttention  # noqa: E402
 from workers.layers.linear import LinearBase  # noqa: E402
 from workers.layers.linear_method import LinearShape, UnquantizedLinearMethod  # noqa: E402
@@ -39,7 +39,10 @@ from workers.ops.fp8.tiles import (  # noqa: E402
     fp8_workspace_size,
     rounding_columns,
 )
-from workers.ops.gemm.skinny_triton import Workspace  # noqa: E402
+from workers.ops.gemm.workspace import (
+    GEMMOptions,  # noqa: E402
+    Workspace,  # noqa: E402
+)
 from workers.ops.latent.normed_latents_triton import normed_latents  # noqa: E402
 from workers.ops.norm_triton import add_rms_norm, rms_norm  # noqa: E402
 from workers.ops.rotary import Angles  # noqa: E402
@@ -293,10 +296,11 @@ def test_latent_attention_hands_its_last_product_rows_that_are_rounded_once(
     x, history, results = random(4, 64, seed=50), random(13, 4, 48, seed=51), []
     table = torch.rand(64, 8, device=DEVICE, dtype=torch.float32)
     angles = Angles(table, table.flip(0), torch.tensor([9, 10, 0, 1], device=DEVICE))
-    for partial in (layer._partial_fused, layer._partial_in_torch):
+    for kernels in (kernels_of_operations(), nullcontext()):
         pool = uniform_pool(1, 12, 4, LatentLayout(32, 16, TYPE), DEVICE)
         pool.tensors[0][0][0] = history
         context = make_context(pool, {Mode.VERIFY: TritonBackend()}, batch, None, None)
-        results.append(partial(layer.qkv_a(x), angles, context))
+        with kernels:
+            results.append(layer._partial(layer.qkv_a(x), angles, context))
     assert isinstance(given[0], Fp8Rows) == (quant == "block") and isinstance(given[1], Tensor)
     close(*results)

@@ -16,11 +16,11 @@ from tests.support.tiny_models import make_target
 from tests.workers.test_targets import by_transformers, by_us
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
 from workers.layers.weighted import WrongTensorError, check_shape
 from workers.models.decoder import Decoder
 from workers.models.loading import load_target, read_target_config
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.quantization.quant_method import QuantMethod
 from workers.quantization.table import QUANT_METHODS
 

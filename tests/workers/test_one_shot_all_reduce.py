@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.triton_interpreter import INTERPRETED  # noqa: E402
 from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, region_bytes  # noqa: E402
 from workers.ops.collectives import one_shot_all_reduce_triton as kernels  # noqa: E402
+from workers.ops.collectives.one_shot_all_reduce import reference  # noqa: E402
 
 WIDTH = 70  # 35 words, in blocks of 64
 LIMITS = Limits(one_shot=4 * WIDTH * 2, two_shot=0)
@@ -44,12 +45,12 @@ def sums_of_one_rank(
         assert peers.method(rows, WIDTH, dtype) is Method.ONE_SHOT
         if call % 2:
             expected_residual = residual.clone()
-            expected = kernels.one_shot_all_reduce_reference(parts, (expected_residual, weight, 1e-5))
+            expected = reference(parts, (expected_residual, weight, 1e-5))
             out = peers.add_norm(parts[rank], residual, weight, 1e-5)
             assert out is not None
             assert torch.equal(residual, expected_residual)
         else:
-            expected = kernels.one_shot_all_reduce_reference(parts)
+            expected = reference(parts)
             out = parts[rank]
             assert peers.all_reduce(out)
         # the mean of squares is summed in another order, and the interpreter cuts off where it should round, twice

@@ -8,16 +8,9 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from tests.support.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.activation import silu_mul  # noqa: E402
-from workers.ops.gemm.skinny_triton import (  # noqa: E402
-    MAX_GATED_ROWS,
-    MAX_ROWS,
-    Workspace,
-    fixed_rows,
-    gated_tiles,
-    skinny_gemm,
-    skinny_gemm_gated,
-    skinny_gemm_tiles,
-)
+from workers.ops.gemm.skinny_triton import fixed_rows, skinny_gemm, skinny_gemm_gated  # noqa: E402
+from workers.ops.gemm.tiles import MAX_GATED_ROWS, MAX_ROWS, gated_tiles, skinny_gemm_tiles  # noqa: E402
+from workers.ops.gemm.workspace import Workspace  # noqa: E402
 
 pytestmark = MARKS
 

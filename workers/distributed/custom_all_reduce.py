@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.distributed.agreement import boot_id, gather_objects, problems_of_all
+from workers.ops.collectives.one_shot_all_reduce import one_shot_all_reduce
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Method(Enum):
     """How a sum is computed. ONE_SHOT and TWO_SHOT give the same bits on every rank.
 
-    ONE_SHOT: `workers.ops.collectives.one_shot_all_reduce_triton`, which sums in float32 in rank order.
+    ONE_SHOT: `workers.ops.collectives.one_shot_all_reduce`, which sums in float32 in rank order.
     TWO_SHOT: each rank sums its share of the numbers and sends it to the others (symm_mem.two_shot_all_reduce).
     """
 
@@ -134,8 +135,6 @@ class CustomAllReduce:
         return out
 
     def _one_shot(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> None:
-        from workers.ops.collectives.one_shot_all_reduce_triton import one_shot_all_reduce
-
         if self._inbox is None:
             pairs = x.shape[1] // 2
             capacity = min(self.limits.one_shot // (4 * pairs), len(self._epochs))

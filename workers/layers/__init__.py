@@ -4,7 +4,6 @@ The room knows ranks and attention backends, but neither models' configurations 
 linear           column- and row-parallel linear layers; `finish_weights`, which makes loaded layers ready to run
 linear_method    `LinearMethod`: how a linear layer keeps, loads and multiplies by its weight
 moe              a mixture of experts: `routing` says who is chosen, `experts` keeps and multiplies them
-gemm             which GEMM runs for weights of 16 and 32 bits
 weighted         `WeightedModule`: what the loader of weights knows of any layer
 decoder_layer    the pre-norm block, and the interfaces of its attention and its MLP
 attention, mlp   grouped-query attention over a `ForwardContext`; the gated MLP

@@ -4,24 +4,23 @@ kept and multiplied by is their `ExpertsMethod`'s, as a linear layer's is its `L
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
-from workers.layers.gemm import GEMMOptions
 from workers.layers.linear import rank_span
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.ops.activation import silu_mul
+from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
 from workers.ops.experts.route import RouterLogits
+from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
+from workers.ops.experts.weights import ExpertWeights
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
-
-if TYPE_CHECKING:
-    from workers.layers.fused_experts import FusedExperts
 
 _ALIGNMENT = 16  # bytes; of the rows of what torch's grouped products read
 
@@ -48,7 +47,7 @@ class ExpertsShape:
 
     def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
         """[num_experts, rows, columns] for a matrix of each expert, at the beginning of memory that has room for shared
-        ones (`workers.layers.fused_experts.with_shared`)."""
+        ones (`workers.ops.experts.shared.with_shared`)."""
         return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
             : self.num_experts
         ]
@@ -121,7 +120,7 @@ class DenseExperts(ExpertsMethod):
     """Multiplies by weights in the type of its inputs, wherever they are kept: by kernels of ours where they fit, else
     by torch's."""
 
-    _fused: "FusedExperts | None" = None
+    _fused: FusedExperts | None = None
 
     @abstractmethod
     def dense_weights(self) -> tuple[Tensor, Tensor]:
@@ -129,24 +128,19 @@ class DenseExperts(ExpertsMethod):
         ones after them."""
 
     def workspace_size(self) -> tuple[int, int]:
-        from workers.layers.fused_experts import workspace_size
-
         shape = self.shape
-        return workspace_size(shape.held, shape.num_shared, shape.experts_per_token, shape.size, shape.width)
+        return fused_workspace_size(shape.held, shape.num_shared, shape.experts_per_token, shape.size, shape.width)
 
     def finish(self, options: GEMMOptions) -> None:
         if options.workspace is None:
             return
-        from workers.layers.fused_experts import FusedExperts, fuses
-        from workers.ops.experts.weights import ExpertWeights
-
         fits = fuses(self.shape.size, self.shape.width, options)
         assert fits or not options.deterministic, "refused at start"
         if fits:
             gate_up, down = self.dense_weights()
             num_shared = gate_up.shape[0] - self.shape.num_experts
             weights = ExpertWeights(gate_up, down, num_shared=num_shared, held=self.shape.held_if_some)
-            self._fused = FusedExperts(weights, options.workspace, options.deterministic, gate_up.dtype)
+            self._fused = choose_experts(weights, options, gate_up.dtype)
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -186,8 +180,6 @@ class UnquantizedExperts(DenseExperts):
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
         if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
             return False
-        from workers.layers.fused_experts import fuses, shared_columns, shared_rows, with_shared
-
         num_shared = self.shape.num_shared
         if not num_shared or not fuses(self.shape.size, self.shape.width, options):
             return False

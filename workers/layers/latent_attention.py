@@ -10,11 +10,15 @@ from attention.expansion import ExpandedChunks
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
-from workers.layers.gemm import GEMMOptions
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
 from workers.layers.linear_method import DenseLinearMethod
 from workers.layers.norm import RMSNorm
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.fp8.rows import GROUP, Fp8Inputs, Fp8Rows
+from workers.ops.gemm.workspace import GEMMOptions
+from workers.ops.latent.expand_latents import expand_latents
+from workers.ops.latent.head_products import head_products
+from workers.ops.latent.latent_values import latent_values
+from workers.ops.latent.normed_latents import normed_latents
 from workers.ops.rotary import Angles
 from workers.span import Span
 
@@ -45,14 +49,6 @@ class LatentUpProjection(ColumnParallelLinear):
         self.keys_and_values = self.method.dense_weight()
         weight = self.keys_and_values.view(self.num_heads, self.key_dim + self.value_dim, -1)
         self.keys, self.values = weight[:, : self.key_dim], weight[:, self.key_dim :].transpose(1, 2)
-
-    def absorb_keys(self, q: Tensor) -> Tensor:
-        """[rows, heads, latent]: what is to be multiplied with latent rows, of q [rows, heads, key_dim]."""
-        return torch.bmm(q.transpose(0, 1), self.keys).transpose(0, 1)
-
-    def make_values(self, latent: Tensor) -> Tensor:
-        """[rows, heads, value_dim] of weighted sums of latent rows [rows, heads, latent]."""
-        return torch.bmm(latent.transpose(0, 1), self.values).transpose(0, 1)
 
 
 class LatentAttention(AttentionLayer):
@@ -98,45 +94,16 @@ class LatentAttention(AttentionLayer):
         return self.qkv_a.method.fp8_inputs
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
-        # the norms of latents can add parts up; a q that has no norm is read as the product leaves it
+        # the norms of latents can add parts up; a q without a norm is read as the product leaves it
         parts = None if self.q_a_layernorm is None else self.qkv_a.method.multiply_apart(x)
-        if parts is not None:
-            return self._partial_fused(parts, angles, context)
-        both = self.qkv_a(x)
-        return (self._partial_fused if both.is_cuda else self._partial_in_torch)(both, angles, context)
+        return self._partial(self.qkv_a(x) if parts is None else parts, angles, context)
 
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
-        both = self.qkv_a(x)
-        if not both.is_cuda:
-            no_heads = both.new_empty(both.shape[0], 0, self.row_dim)
-            context.keep(self.layer, no_heads, (self._normed_rows(both),), angles)
-            return
-        from workers.ops.latent.normed_latents_triton import normed_latents
-
         kv, slots = context.pool.layer(self.layer), context.slot_mapping
-        normed_latents(both, None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
+        normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
 
-    def _normed_rows(self, both: Tensor) -> Tensor:
-        """[rows, latent + rotated]: what is kept, not yet turned."""
-        row = both[:, -self.row_dim :]
-        return torch.cat((self.kv_a_layernorm(row[:, : self.latent]), row[:, self.latent :]), dim=-1)
-
-    def _partial_in_torch(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """What comes after the first projections, both of which are side by side in `both`."""
-        q = both[:, : -self.row_dim]
-        if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q))
-        q = q.reshape(both.shape[0], self.num_heads, -1)
-        absorbed = self.kv_b_proj.absorb_keys(q[..., : self.key_dim])
-        q = torch.cat((absorbed, q[..., self.key_dim :]), dim=-1)
-        out = context.attend(self.layer, q, (self._normed_rows(both),), angles, self.scale)
-        return self.o_proj.partial(self.kv_b_proj.make_values(out).flatten(1))
-
-    def _partial_fused(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """The same in fewer launches. both: or its parts, as of `LinearMethod.multiply_apart`."""
-        from workers.ops.latent.head_products_triton import head_products
-        from workers.ops.latent.normed_latents_triton import normed_latents
-
+    def _partial(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
+        """both: the first projections side by side, or their parts (`LinearMethod.multiply_apart`)."""
         rows, heads, dtype = both.shape[-2], self.num_heads, self.qkv_a.method.dtype
         expanded = context.expanded if self._can_expand else None
         absorbed = context if expanded is None else context.rounds
@@ -174,17 +141,9 @@ class LatentAttention(AttentionLayer):
     def _values(self, out: Tensor) -> Tensor | Fp8Rows:
         """[rows, heads * value_dim] of weighted sums of latent rows [rows, heads, latent], in the form that the output
         projection takes if a head's values are a group of it."""
-        from workers.ops.fp8.rows import GROUP, Fp8Rows
-        from workers.ops.latent.head_products_triton import head_products
-        from workers.ops.latent.latent_values_triton import fits_values, latent_values
-
         rows, wanted, up = out.shape[0], self.o_proj.method.fp8_inputs, self.kv_b_proj
         if wanted is not None and wanted.by_group and self.value_dim == GROUP:
-            if not up.deterministic and fits_values(rows, up.keys_and_values):
-                return latent_values(out, up.keys_and_values, self.key_dim)
-            rounded = Fp8Rows.empty(rows, self.num_heads * GROUP, True, rows > wanted.many, out.device)
-            head_products(out, up.values, rounded, fixed=up.deterministic)
-            return rounded
+            return latent_values(out, up.keys_and_values, self.key_dim, rows > wanted.many, up.deterministic)
         values = torch.empty((rows, self.num_heads, self.value_dim), dtype=out.dtype, device=out.device)
         head_products(out, up.values, values, fixed=up.deterministic)
         return values.flatten(1)
@@ -192,13 +151,12 @@ class LatentAttention(AttentionLayer):
     def _attend_expanded(
         self, q: Tensor, angles: Angles, context: ForwardContext, expanded: ExpandedChunks, out: Tensor
     ) -> None:
-        """out [rows of chunks, heads, value_dim], of q that is not turned yet."""
+        """out [rows of chunks, heads, value_dim], of q that is not rotated yet."""
         from attention.ops.attend.expanded_prefill_triton import ExpandedKV
-        from workers.ops.latent.expand_latents_triton import expand_latents
 
         rows, up = context.pool.layer(self.layer).rows, self.kv_b_proj
-        kv, turned = expand_latents(rows, expanded.tokens, expanded.ends, up.keys_and_values)
-        made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), turned, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]
+        kv, rotated = expand_latents(rows, expanded.tokens, expanded.ends, up.keys_and_values)
+        made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), rotated, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]
         expanded.attend(q, made, angles.cos, angles.sin, angles.index, self.scale, out)
 
 

@@ -1,16 +1,16 @@
 """Tensor-parallel linear layers. Column-parallel: outputs are cut, nothing is communicated. Row-parallel: inputs are
 cut, and the ranks' outputs are summed. How weights are kept and multiplied by is their `LinearMethod`'s."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup, shard_size
-from workers.layers.gemm import GEMMOptions, multiplies_fp8
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod, check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
 
@@ -157,26 +157,15 @@ def finish_weights(model: nn.Module, deterministic: bool = False) -> None:
     is. deterministic: on a GPU, a row's result must not depend on the others (weights of a 16-bit type, inputs a
     multiple of 128)."""
     modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
-    methods = [module.method for module in modules if isinstance(module, LinearBase)]
-    options = gemm_options(methods, next(model.parameters()).device, deterministic, modules)
+    layers = [module for module in modules if isinstance(module, LinearBase)]
+    options = GEMMOptions.of(
+        [(layer.shape.out_features, layer.shape.in_features) for layer in layers],
+        [module.workspace_size() for module in modules],
+        layers[0].method.dtype,
+        next(model.parameters()).device,
+        deterministic,
+    )
     for module in modules:
         if not module.finished:
             module.finish(options)
             module.finished = True
-
-
-def gemm_options(
-    methods: list[LinearMethod], device: torch.device, deterministic: bool, others: Sequence[WeightedModule] = ()
-) -> GEMMOptions:
-    """For the layers of one model, which run one after another on one stream. others: that may share the workspace."""
-    if device.type != "cuda" or methods[0].dtype.itemsize != 2:
-        return GEMMOptions()
-    from workers.ops.fp8.tiles import fp8_workspace_size
-    from workers.ops.gemm.skinny_triton import Workspace, workspace_size
-
-    shapes = [(method.shape.out_features, method.shape.in_features) for method in methods]
-    fp8 = multiplies_fp8(device)
-    sizes = [workspace_size(shapes), *([fp8_workspace_size(shapes)] if fp8 else [])]
-    sizes += {module.workspace_size() for module in others}
-    workspace = Workspace.of_size(max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes), device)
-    return GEMMOptions(workspace, deterministic, fp8)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.layers.gemm import GEMMOptions, TorchGEMM, choose_gemm
 from workers.layers.weighted import WrongTensorError, check_shape
 from workers.ops.activation import silu_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.gemm.choice import TorchGEMM, choose_gemm
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,12 +6,12 @@ from torch import Tensor
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import FeedForward
 from workers.layers.experts import Experts
-from workers.layers.gemm import GEMMOptions
 from workers.layers.mlp import GatedMLP
 from workers.layers.routing import Router
 from workers.layers.weighted import WeightedModule, WeightKey
 from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.gemm.workspace import GEMMOptions
 
 
 class MixtureOfExperts(FeedForward, WeightedModule):

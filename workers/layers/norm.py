@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.linear_method import check_plain
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.ops.fp8.norm import fp8_rms_norm
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.norm import add_rms_norm, rms_norm
 
@@ -33,8 +34,6 @@ class RMSNorm(WeightedModule):
         """The norm of x [rows, size], in the form that the product after it takes; None: as `forward`."""
         if wanted is None:
             return self(x)  # type: ignore[no-any-return]
-        from workers.ops.fp8.norm_triton import fp8_rms_norm
-
         x = x.contiguous()
         return fp8_rms_norm(x, None, self.weight, self.eps, wanted.empty(x))
 
@@ -48,8 +47,6 @@ class RMSNorm(WeightedModule):
         normed = group.all_reduce_add_norm(x, residual, self.weight, self.eps)
         if normed is not None:
             return normed, residual
-        from workers.ops.fp8.norm_triton import fp8_rms_norm
-
         out = wanted.empty(x)
         return fp8_rms_norm(group.all_reduce(x), residual, self.weight, self.eps, out), residual
 

@@ -1,18 +1,14 @@
 """The router of a mixture of experts: a score of each expert for each row, from which experts are chosen."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
-
-if TYPE_CHECKING:
-    from workers.layers.gemm import GEMMOptions
-    from workers.ops.gemm.skinny_triton import Workspace
+from workers.ops.experts.router_gemm import router_gemm
+from workers.ops.gemm.workspace import GEMMOptions, Workspace
 
 
 class Router(WeightedModule):
@@ -31,19 +27,13 @@ class Router(WeightedModule):
 
     def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
         """Of rows x [rows, hidden_size]."""
-        return RouterLogits(self._logits(x), self.e_score_correction_bias, self.routing, live)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        if self._workspace is None:
-            return F.linear(x.float(), self.weight.float())
-        from workers.ops.experts.router_gemm_triton import router_gemm
-
-        return router_gemm(x, self.weight, self._workspace, self._deterministic)
+        logits = router_gemm(x, self.weight, self._workspace, self._deterministic)
+        return RouterLogits(logits, self.e_score_correction_bias, self.routing, live)
 
     def workspace_size(self) -> tuple[int, int]:
         return 0, 1
 
-    def finish(self, options: "GEMMOptions") -> None:
+    def finish(self, options: GEMMOptions) -> None:
         if self.weight.shape[1] % 128 == 0:
             self._workspace, self._deterministic = options.workspace, options.deterministic
 

@@ -3,13 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from workers.layers.gemm import GEMMOptions
+from workers.ops.gemm.workspace import GEMMOptions
 
 
 class WrongTensorError(ValueError):
@@ -57,7 +55,7 @@ class WeightedModule(nn.Module, ABC):
         method. Float32 cells and tickets."""
         return 0, 0
 
-    def finish(self, options: "GEMMOptions") -> None:
+    def finish(self, options: GEMMOptions) -> None:
         """Once the weights are final, before the first pass: pack them, and choose how to multiply by them."""
 
 

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from workers.layers.experts import DenseExperts, ExpertsShape
-from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import LinearMethod, LinearShape, Part
 from workers.layers.weighted import check_shape
+from workers.ops.experts.fused import choose_experts, fuses
+from workers.ops.experts.shared import shared_columns, shared_rows, with_shared
+from workers.ops.experts.weights import ExpertWeights
+from workers.ops.gemm.workspace import GEMMOptions
 from workers.quantization.fp8_linear import Fp8Linear
 from workers.quantization.fp8_weight import (
     FP8,
@@ -73,8 +76,6 @@ class Fp8Experts(DenseExperts):
         return self._shared is not None
 
     def _is_kept(self, options: GEMMOptions) -> bool:
-        from workers.layers.fused_experts import fuses
-
         shapes = (self.shape.gate_up, self.shape.down)
         return fuses(self.shape.size, self.shape.width, options) and all(
             unreadable(one.parts, self.scheme) is None for one in shapes
@@ -97,10 +98,6 @@ class Fp8Experts(DenseExperts):
         super().finish(options)
 
     def _keep(self, options: GEMMOptions) -> None:
-        from workers.layers.fused_experts import FusedExperts, shared_columns, shared_rows, with_shared
-        from workers.ops.experts.weights import ExpertWeights
-
-        assert options.workspace is not None, "comes with fp8"
         shape = self.shape
         scales = [
             kernel_scales([self.scales[part.name].data for part in one.parts], one.parts, self.scheme)
@@ -114,7 +111,7 @@ class Fp8Experts(DenseExperts):
                 scales[i] = with_shared(scales[i], by_expert(scale, num_shared))
         gate_up, down = (weights.data for weights in self.weights)
         weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
-        self._fused = FusedExperts(weights, options.workspace, options.deterministic, self._dtype)
+        self._fused = choose_experts(weights, options, self._dtype)
         self._shared, self.scales = None, nn.ParameterDict()
 
     def _all_dequantised(self, weights: Tensor, shape: LinearShape) -> Tensor:

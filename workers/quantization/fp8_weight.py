@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.layers.gemm import multiplies_fp8
+from attention.capability import Capability
 from workers.layers.linear_method import Part
 from workers.layers.weighted import WrongTensorError
 
@@ -73,7 +73,7 @@ def unreadable(parts: tuple[Part, ...], scheme: Fp8Scheme) -> str | None:
 
 def fp8_fallback(device: torch.device) -> str | None:
     """See `QuantMethod.fallback`."""
-    if multiplies_fp8(device):
+    if Capability.of(device).multiplies_fp8:
         return None
     return "weights of FP8 are multiplied in the model's type (this device has no product of FP8)"
 

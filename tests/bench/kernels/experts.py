@@ -21,8 +21,8 @@ from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 from workers.ops.experts.few_rows_triton import few_row_experts
 from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
-from workers.ops.experts.route import RouterLogits, Routing
-from workers.ops.experts.route_triton import Routed, route
+from workers.ops.experts.route import Routed, RouterLogits, Routing
+from workers.ops.experts.route_triton import route
 from workers.ops.experts.router_gemm_triton import router_gemm
 from workers.ops.experts.weights import (
     FP8,
@@ -32,7 +32,7 @@ from workers.ops.experts.weights import (
     partial_sizes,
 )
 from workers.ops.fp8.rows_triton import quantize_rows
-from workers.ops.gemm.skinny_triton import Workspace
+from workers.ops.gemm.workspace import Workspace
 
 ROWS = (1, 4, 8, 32, 64, 256, 512, 2048, 8192)
 

@@ -17,9 +17,8 @@ import torch
 from deploy.bench.table import table
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
-from workers.layers.gemm import GEMMOptions
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.ops.gemm.skinny_triton import Workspace
+from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.quantization.block_fp8 import BlockFp8
 from workers.span import Span
 

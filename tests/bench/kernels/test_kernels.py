@@ -14,7 +14,7 @@ from attention.backend import AttentionBackend
 from attention.metadata import Mode
 from attention.registry import build_backend
 from tests.bench.kernels import attention, latent_attention, linear
-from workers.layers.gemm import GEMMOptions
+from workers.ops.gemm.workspace import GEMMOptions
 
 COPY_RATE = 4e12
 

@@ -18,8 +18,6 @@ every rank, and that an inbox is used with one width only:
 A rank that never comes leaves the others spinning, as with NCCL; whoever watches the worker group ends them.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -118,15 +116,7 @@ def one_shot_all_reduce(
     out: Tensor,
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
-    """Write the sum of x over the ranks to `out`; with norm = (residual, weight, eps), residual += that sum in place,
-    and its RMSNorm to `out`. The same bits on every rank.
-
-    x, out, residual: [rows, width], bfloat16 or float16, contiguous; out may be x. weight: [width] of that dtype.
-    inbox: [2, capacity, ranks, width / 2] int64, zero before the first call, this rank's; inboxes: [ranks] int64, the
-    addresses of all ranks' inboxes as this device sees them. epochs: [capacity] int32, zero before the first call,
-    changed in place. capacity: at most the GPU's multiprocessors, each of which holds one program. Blocks the stream
-    until every rank has made the same call. Reference: `one_shot_all_reduce_reference`.
-    """
+    """`workers.ops.collectives.one_shot_all_reduce`."""
     rows, width = x.shape
     world, pairs, capacity = inboxes.shape[0], width // 2, inbox.shape[1]
     assert x.dtype in (torch.bfloat16, torch.float16) and width % 2 == 0 and world & (world - 1) == 0
@@ -158,14 +148,3 @@ def one_shot_all_reduce(
 def num_warps(world: int, block: int) -> int:
     """Warps of a program that holds `block` words from each of `world` ranks."""
     return max(1, min(16, world * block // 256))
-
-
-def one_shot_all_reduce_reference(parts: Sequence[Tensor], norm: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
-    """What `one_shot_all_reduce` writes to `out`, from every rank's x; changes the residual in place too."""
-    total = torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
-    if norm is None:
-        return total
-    residual, weight, eps = norm
-    residual += total
-    full = residual.float()
-    return (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(total.dtype) * weight

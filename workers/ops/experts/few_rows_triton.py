@@ -19,10 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.experts.few_row_products_triton import down_of_few_rows, down_of_one_row, gate_up_of_few_rows
-from workers.ops.experts.route_triton import Routed
+from workers.ops.experts.route import Routed
 from workers.ops.experts.weights import ExpertTiles, ExpertWeights, InnerRows
 from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.gemm.skinny_triton import Workspace
+from workers.ops.gemm.workspace import Workspace
 
 
 def few_row_experts(

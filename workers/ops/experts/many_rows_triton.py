@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.experts.order_triton import ExpertOrder, bins_of, order_by_expert
-from workers.ops.experts.route_triton import Routed
+from workers.ops.experts.route import Routed
 from workers.ops.experts.short_blocks_triton import down_of_short_blocks, gate_up_of_short_blocks
 from workers.ops.experts.tall_blocks_triton import MIN_ROWS as TALL
 from workers.ops.experts.tall_blocks_triton import down_of_tall_blocks, gate_up_of_tall_blocks
@@ -33,7 +33,7 @@ from workers.ops.experts.weights import (
     block_of,
 )
 from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.gemm.skinny_triton import MULTIPROCESSORS, SHARED_BYTES
+from workers.ops.gemm.tiles import MULTIPROCESSORS, SHARED_BYTES
 
 _PARTS_BYTES = 1 << 28  # of the results of each row's each expert that are written at once
 _MAX_HELD = 4  # steps of a down-projection that a program keeps its rows for

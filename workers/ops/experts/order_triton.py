@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.pdl import pdl_wait
-from workers.ops.experts.route_triton import Routed
+from workers.ops.experts.route import Routed
 
 _PAIRS = 256  # that a program places
 _BLOCKS = 32  # that a program describes
@@ -119,10 +119,10 @@ def block_of_program(program, shared, stride):
 class ExpertOrder:
     """Rows of a pass by expert, in blocks of block_m that have one expert each.
 
-    pairs: [blocks * block_m] int32, row * slots + slot; NOBODY (`workers.ops.experts.route_triton`) where a block
+    pairs: [blocks * block_m] int32, row * slots + slot; NO_EXPERT (`workers.ops.experts.route_triton`) where a block
         has fewer. Of blocks without an expert nothing is written.
     experts: [blocks] int32, whose block it is: first those of shared experts, then those of the others, both ascending;
-        NOBODY after the last.
+        NO_EXPERT after the last.
     shared: how many of the first blocks may be shared experts'.
     stride: how many programs apart those are taken.
     count: of `Routed`; the kernel that reads the order first puts zeros there again (`clear_counts`).

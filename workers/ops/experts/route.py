@@ -1,10 +1,13 @@
 """Which experts a row goes to, and how much each counts. Shapes depend on no value, so that it can be captured."""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+NO_EXPERT = -1  # in place of an expert: of padding rows, and where another rank has it
+MAX_LISTED = 16  # rows, up to which the experts that any of them uses are listed
 SCORINGS = ("softmax", "sigmoid")
 
 
@@ -77,6 +80,35 @@ class RouterLogits:
     def choose(self) -> tuple[Tensor, Tensor]:
         """As `route` gives them; of padding rows too."""
         return route(self.values if self.values.dim() == 2 else self.values.sum(0), self.bias, self.routing)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where rows go.
+
+    chosen: [rows, slots] int32, experts of each row as this rank numbers them, the shared ones (numbered after the
+        others) last; NO_EXPERT for padding rows, and where another rank has the expert.
+    weight: [rows, slots] float32, 1 for shared experts, 0 for nobody.
+    used: [most] int32, the experts that any row goes to, ascending, then NO_EXPERT. None where they are not listed.
+    num_used: [1] int32, how many those are.
+    rank: [rows, slots] int32, of each row among those of its expert, in no order that can be relied on; undefined for
+        nobody. None where experts are listed.
+    count: [experts] int32, rows that each has; to be zero again before the next launch. None as `rank`.
+    """
+
+    chosen: Tensor
+    weight: Tensor
+    used: Tensor | None = None
+    num_used: Tensor | None = None
+    rank: Tensor | None = None
+    count: Tensor | None = None
+
+    def forget(self) -> None:
+        """Puts zeros into `count` where nobody will order the rows: ranks of the next launch, which go on from what is
+        there, would be beyond the places that there are."""
+        if self.count is not None:
+            with contextlib.suppress(RuntimeError):  # of a capture that has failed, in which nothing was counted
+                self.count.zero_()
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -3,21 +3,14 @@
 are used; for more it counts each expert's rows. Reference: `workers.ops.experts.route.route`.
 """
 
-import contextlib
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attention.ops.pdl import pdl_wait
-from workers.ops.experts.route import RouterLogits
+from workers.ops.experts.route import MAX_LISTED, Routed, RouterLogits
 from workers.span import Span
-
-NOBODY = -1  # in place of an expert: of padding rows, and where another rank has it
-MAX_LISTED = 16  # rows whose experts are listed
-
 
 LEAST = tl.constexpr(-(1 << 31))  # before all that `_ordered` gives but for a NaN's
 
@@ -178,35 +171,6 @@ def _route(
             tl.store(used_ptr + tl.cumsum(is_used, 0) - 1, number, mask=is_used > 0)
             tl.store(used_ptr + number, -1, mask=(number >= num_used) & (number < most))
             tl.store(num_used_ptr, num_used)
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Where rows go.
-
-    chosen: [rows, slots] int32, experts of each row as this rank numbers them, the shared ones (numbered after the
-        others) last; NOBODY for padding rows, and where another rank has the expert.
-    weight: [rows, slots] float32, 1 for shared experts, 0 for nobody.
-    used: [most] int32, the experts that any row goes to, ascending, then NOBODY. None where they are not listed.
-    num_used: [1] int32, how many those are.
-    rank: [rows, slots] int32, of each row among those of its expert, in no order that can be relied on; undefined for
-        nobody. None where experts are listed.
-    count: [experts] int32, rows that each has; to be zero again before the next launch. None as `rank`.
-    """
-
-    chosen: Tensor
-    weight: Tensor
-    used: Tensor | None = None
-    num_used: Tensor | None = None
-    rank: Tensor | None = None
-    count: Tensor | None = None
-
-    def forget(self) -> None:
-        """Puts zeros into `count` where nobody will order the rows: ranks of the next launch, which go on from what is
-        there, would be beyond the places that there are."""
-        if self.count is not None:
-            with contextlib.suppress(RuntimeError):  # of a capture that has failed, in which nothing was counted
-                self.count.zero_()
 
 
 def route(

@@ -1,17 +1,12 @@
-"""A router's logits: a product of rows and a weight of 16 bits, summed and kept in float32."""
+"""Kernels of `workers.ops.experts.router_gemm`."""
 
 import torch
 import triton
 from torch import Tensor
 
-from workers.ops.gemm.skinny_triton import (
-    FIXED_ROWS,
-    MAX_ROWS,
-    MULTIPROCESSORS,
-    SkinnyGemmTiles,
-    Workspace,
-    skinny_gemm,
-)
+from workers.ops.gemm.skinny_triton import skinny_gemm
+from workers.ops.gemm.tiles import FIXED_ROWS, MAX_ROWS, MULTIPROCESSORS, SkinnyGemmTiles
+from workers.ops.gemm.workspace import Workspace
 
 _MOST_ROWS = 512  # beyond them the library multiplies
 _BLOCK_N, _BLOCK_K = 64, 128
@@ -31,13 +26,9 @@ def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
     return SkinnyGemmTiles(block_m, _BLOCK_N, _BLOCK_K, splits, ahead, stages=4, warps=4)
 
 
-def router_gemm(x: Tensor, weight: Tensor, workspace: Workspace, deterministic: bool) -> Tensor:
-    """x W^T for x [rows, K], last stride 1, and W [N, K] contiguous, of one 16-bit type: float32 [rows, N], or
-    [parts, rows, N], which `route` adds up in their order: that spares these programs to wait for each other.
-    deterministic: a row's result must not depend on how many there are.
-
-    Reference: `torch.nn.functional.linear` of both in float32.
-    """
+def router_gemm(x: Tensor, weight: Tensor, workspace: Workspace | None, deterministic: bool) -> Tensor:
+    """`workers.ops.experts.router_gemm.router_gemm`."""
+    assert workspace is not None
     rows, n = x.shape[0], weight.shape[0]
     if rows > _MOST_ROWS and not deterministic:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)

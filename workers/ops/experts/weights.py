@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.ops.experts.route_triton import MAX_LISTED
+from workers.ops.experts.route import MAX_LISTED
 from workers.ops.fp8.rows import FP8, GROUP
-from workers.ops.gemm.skinny_triton import MULTIPROCESSORS
+from workers.ops.gemm.tiles import MULTIPROCESSORS
 from workers.span import Span
 
 MAX_FEW_ROWS = MAX_LISTED  # as many as the matrix unit takes in any case

@@ -20,8 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.tiles import SCALE_ROWS, Fp8AheadTiles, Fp8Matrix
-from workers.ops.gemm.skinny_triton import Workspace
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from workers.ops.gemm.workspace import Workspace
 
 
 @triton.jit(do_not_specialize=["rows"])

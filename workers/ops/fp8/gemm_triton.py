@@ -33,8 +33,9 @@ from workers.ops.fp8.tiles import (
     rounding_columns,
     rounding_rows,
 )
-from workers.ops.gemm.skinny_triton import FIXED_ROWS, Workspace
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from workers.ops.gemm.tiles import FIXED_ROWS
+from workers.ops.gemm.workspace import Workspace
 
 
 @triton.jit

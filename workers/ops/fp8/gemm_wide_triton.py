@@ -10,8 +10,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.tiles import Fp8Matrix, Fp8WideTiles
-from workers.ops.gemm.skinny_triton import Workspace
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from workers.ops.gemm.workspace import Workspace
 
 _TOGETHER = 8  # tiles of rows that run beside each other, so that W's tiles are found in L2
 

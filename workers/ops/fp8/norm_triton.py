@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""RMSNorm, with the residual add, whose rows come in FP8: what the products after it read, without a launch between.
-Each number is that of `workers.ops.norm` and then `fp8.rows`, to the bit. One program per row."""
+"""The kernel of `workers.ops.fp8.norm`: one program per row."""
 
 import triton
 import triton.language as tl
@@ -53,13 +52,7 @@ def _fp8_norm(
 
 
 def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
-    """x / rms(x) * weight in FP8, in `out`; with a residual, residual += x in place, and that is normed.
-
-    x, residual: [rows, size], contiguous and of one type of 16 or 32 bits. out: of `Fp8Rows.empty`, whose `plain`
-    [rows, size] of that type, if there is one, gets the same before it is rounded to FP8.
-
-    Reference: `quantize_rows_reference` of `workers.ops.norm.rms_norm` or `add_rms_norm`.
-    """
+    """`workers.ops.fp8.norm.fp8_rms_norm`."""
     rows, size = out.values.shape
     assert x.is_contiguous() and weight.is_contiguous() and x.shape == (rows, size) and weight.shape == (size,)
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype)

@@ -1,14 +1,13 @@
-# mypy: disable-error-code="no-untyped-call"
 """How products of few FP8 rows are cut into programs (`fp8_gemm`), and their weight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import triton
 from torch import Tensor
 
+from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.fp8.rows import GROUP
-from workers.ops.gemm.skinny_triton import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
+from workers.ops.gemm.tiles import MAX_SPLITS, MULTIPROCESSORS, SHARED_BYTES
 
 MAX_ROWS = 128  # of `workers.ops.fp8.gemm_triton`
 MIN_WIDE_ROWS = 65  # from them on `workers.ops.fp8.gemm_wide_triton` is faster, where columns have scales
@@ -78,7 +77,7 @@ class Fp8WideTiles:
 
     def count(self, rows: int, n: int) -> int:
         """Tiles of a product."""
-        return int(triton.cdiv(rows, self.block_m) * triton.cdiv(n, self.block_n))
+        return int(cdiv(rows, self.block_m) * cdiv(n, self.block_n))
 
 
 WIDE_TILES = Fp8WideTiles(64, 64, 1, 6, 4), Fp8WideTiles(128, 64, 1, 4, 4), Fp8WideTiles(128, 128, 1, 4, 8)
@@ -106,8 +105,8 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
     as many columns."""
     if rows > MAX_ROWS or k % GROUP:
         return None
-    block_m = max(16, triton.next_power_of_2(rows))
-    tiles, groups = triton.cdiv(n, 64), k // GROUP
+    block_m = max(16, next_power_of_2(rows))
+    tiles, groups = cdiv(n, 64), k // GROUP
     if tiles > MULTIPROCESSORS:
         ahead = _ahead(block_m, 128, groups)
         stages, warps = (5 if ahead == 0 else 4, 4) if block_m <= 32 else (4, 8)  # two programs a multiprocessor
@@ -130,13 +129,13 @@ def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
     or there are more rows. As few splits as leave few loads: these follow each other."""
     if rows > MAX_AHEAD_ROWS or k % GROUP:
         return None
-    rows, groups = triton.next_power_of_2(max(rows, 1)), k // GROUP
+    rows, groups = next_power_of_2(max(rows, 1)), k // GROUP
     for splits in (d for d in range(1, MAX_SPLITS + 1) if groups % d == 0):
         span = groups // splits
         together = min(span & -span, _together(rows))
         tiles = Fp8AheadTiles(max(rows, 16 // together), together, splits)  # the matrix unit's 16 columns
         programs = MULTIPROCESSORS * (SHARED_BYTES // tiles.shared_bytes(k))
-        if span <= 4 * together and splits * triton.cdiv(n, SCALE_ROWS) <= programs:
+        if span <= 4 * together and splits * cdiv(n, SCALE_ROWS) <= programs:
             return tiles
     return None
 
@@ -176,7 +175,7 @@ def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
     twice = 2 * MULTIPROCESSORS
     if small.count(rows, n) <= twice and (rows <= MAX_ROWS or small.count(rows, n) > MULTIPROCESSORS and rows <= 256):
         return _split(small, rows, n, k, twice)
-    fewer_waves = triton.cdiv(narrow.count(rows, n), twice) < triton.cdiv(wide.count(rows, n), MULTIPROCESSORS)
+    fewer_waves = cdiv(narrow.count(rows, n), twice) < cdiv(wide.count(rows, n), MULTIPROCESSORS)
     return _split(narrow, rows, n, k, MULTIPROCESSORS) if rows <= 512 or fewer_waves else wide
 
 
@@ -205,7 +204,7 @@ def rounding_columns(rows: int, weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
     span = tiles.span(weight.values.shape[1]) * GROUP
     if not weight.by_group or rows > MAX_ROUNDING_ROWS or rows * span > 2 * _ROUNDED:
         return 0
-    return min(int(triton.next_power_of_2(span)), _ROUNDED // rounding_rows(rows))
+    return min(int(next_power_of_2(span)), _ROUNDED // rounding_rows(rows))
 
 
 def rounding_rows(rows: int) -> int:
@@ -223,7 +222,7 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
         sums += [(tiles.splits, SCALE_ROWS, tiles.rows) for tiles in fewest if tiles is not None]
         for splits, block_n, rows in sums:
             if splits > 1:
-                tiles_of_w = triton.cdiv(n, block_n)
+                tiles_of_w = cdiv(n, block_n)
                 num_tiles = max(num_tiles, tiles_of_w)
                 cells = max(cells, tiles_of_w * splits * block_n * rows)
     # of `_split` for any number of rows

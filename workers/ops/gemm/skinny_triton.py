@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading the weights is most of the work.
-Called by `workers.layers.gemm` on GPUs.
+Chosen by `workers.ops.gemm.choice`.
 
 Between two products of a library memory rests: the next one starts its reads when the kernel before it has ended, and
 waits a microsecond for the first of them. Here a program is launched while the kernels before still run (see
@@ -14,8 +14,7 @@ equal inputs give equal bits. A row's result depends on the other rows only by w
 `fixed_rows` computes any number of rows by one size, so that it depends on none.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,14 +24,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
+from workers.ops.gemm.choice import TorchGEMM
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-
-MAX_ROWS = 128  # beyond them the library's products are faster, see tests/bench/RESULTS.md
-MAX_GATED_ROWS = 256  # of a gated product, which saves a kernel
-FIXED_ROWS = 64  # in a launch of `fixed_rows`
-MULTIPROCESSORS = 132  # of an H200
-SHARED_BYTES = 227 << 10  # memory of one, for all programs on it
-MAX_SPLITS = 16
+from workers.ops.gemm.tiles import FIXED_ROWS, SkinnyGemmTiles, gated_tiles, skinny_gemm_tiles
+from workers.ops.gemm.workspace import Workspace
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -107,90 +102,6 @@ def _skinny_gemm(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
 
 
-@dataclass(frozen=True)
-class SkinnyGemmTiles:
-    """How up to block_m rows are multiplied.
-
-    block_n: rows of W of a program; of a gated product rows of gates, and as many that they gate.
-    block_k: columns of a step.
-    splits: programs that share the columns of a tile.
-    ahead: whether the first step's columns of W are read before the wait.
-    stages, warps: Triton's.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    splits: int
-    ahead: bool
-    stages: int
-    warps: int
-
-    def span(self, k: int) -> int:
-        """Columns of a program."""
-        return k // self.splits
-
-    @property
-    def columns_ahead(self) -> int:
-        return self.block_k if self.ahead else 0
-
-
-def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
-    """The table, measured on an H200 (tests/bench/RESULTS.md), for a weight [n, k]; None if it does not fit."""
-    if rows > MAX_ROWS or k % 128:
-        return None
-    block_m = max(16, triton.next_power_of_2(rows))
-    tiles = triton.cdiv(n, 64)
-    if tiles > MULTIPROCESSORS:
-        # A long W hides the wait for its first columns by itself.
-        if block_m == 128:
-            stages = 3 if triton.cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs to a multiprocessor, or one
-            return SkinnyGemmTiles(block_m, 128, 64, 1, False, stages, warps=4)
-        return SkinnyGemmTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
-    # A program to a multiprocessor, with all of its shared memory.
-    block_k = 256 if block_m <= 32 and k % 256 == 0 else 128
-    splits = 1
-    while 2 * splits * tiles <= MULTIPROCESSORS and k % (2 * splits * block_k) == 0 and splits < MAX_SPLITS:
-        splits *= 2
-    if block_m == 128 and splits * tiles < 0.9 * MULTIPROCESSORS:
-        return None  # here multiplying counts, and each multiprocessor that has nothing to do
-    ahead = block_m == 16 and k // splits > block_k
-    return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """part: float32 partial sums. tickets: int32, zero between launches. Serves any number of products that run one
-    after another on one stream."""
-
-    part: Tensor
-    tickets: Tensor
-
-    @staticmethod
-    def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
-        """For weights of these shapes [N, K]."""
-        return Workspace.of_size(*workspace_size(shapes), device)
-
-    @staticmethod
-    def of_size(cells: int, tickets: int, device: torch.device) -> "Workspace":
-        return Workspace(
-            torch.empty(cells, dtype=torch.float32, device=device),
-            torch.zeros(tickets, dtype=torch.int32, device=device),
-        )
-
-
-def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Cells and tickets for weights of these shapes [N, K]."""
-    cells = num_tiles = 0
-    for n, k in shapes:
-        for tiles in (skinny_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
-            if tiles is not None and tiles.splits > 1:
-                tiles_of_w = triton.cdiv(n, tiles.block_n)
-                num_tiles = max(num_tiles, tiles_of_w)
-                cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
-    return cells, num_tiles
-
-
 def _multiply(
     x: Tensor,
     weight: Tensor,
@@ -256,17 +167,6 @@ def skinny_gemm(
     return out
 
 
-def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
-    """The same for the gates and what they gate in one weight [n, k], up to MAX_GATED_ROWS: a program has 64 rows of
-    each; None where it would have fewer, since the matrix unit takes so many."""
-    tiles = skinny_gemm_tiles(min(rows, MAX_ROWS), n, k)
-    if rows > MAX_GATED_ROWS or tiles is None or tiles.block_n < 128:
-        return None
-    if rows > MAX_ROWS:
-        return SkinnyGemmTiles(MAX_GATED_ROWS, 64, 64, 1, False, stages=4, warps=8)
-    return replace(tiles, block_n=64, warps=4)
-
-
 def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: SkinnyGemmTiles) -> Tensor:
     """[rows, N] silu(x G^T) * (x U^T) for x as in `skinny_gemm` and W [2 N, K], G above U. tiles: of `gated_tiles`.
 
@@ -290,3 +190,32 @@ def fixed_rows(
         rows = slice(first, first + FIXED_ROWS)
         skinny_gemm(x[rows], weight, bias, workspace, tiles, out[rows])
     return out
+
+
+@dataclass(frozen=True)
+class FixedRowsGEMM(TorchGEMM):
+    """Any number of rows; a row's bits depend on that row alone."""
+
+    workspace: Workspace
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return fixed_rows(x, self.weight, bias, self.workspace, out)
+
+
+@dataclass(frozen=True)
+class SkinnyGEMM(TorchGEMM):
+    """As many rows as there are tiles for; torch's product beyond them."""
+
+    workspace: Workspace
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        tiles = skinny_gemm_tiles(x.shape[0], *self.weight.shape)
+        if tiles is None:
+            return super().multiply(x, bias, out)
+        return skinny_gemm(x, self.weight, bias, self.workspace, tiles, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        tiles = gated_tiles(x.shape[0], *self.weight.shape)
+        if tiles is None:
+            return super().multiply_gated(x)
+        return skinny_gemm_gated(x, self.weight, self.workspace, tiles)

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Keys and values by heads of latent rows that pages hold, for chunks that attend in expanded form
-(`attention.expansion`). Called by `workers.layers.latent_attention` on GPUs.
+"""The kernel of `workers.ops.latent.expand_latents`.
 
-How many tokens the chunks look at only the device need know: as many programs as it has room for share the tiles of
-those, so that a captured step with room for many takes what its own chunks look at.
+Only the device need know how many tokens the chunks look at: as many programs as it has room for share the tiles of
+those, so that a captured step with room for many takes the time of its own chunks.
 """
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.ops.interpreter_triton import INTERPRETED
-from workers.ops.gemm.skinny_triton import MULTIPROCESSORS
+from workers.ops.gemm.tiles import MULTIPROCESSORS
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -57,15 +56,7 @@ def _expand_latents(
 
 
 def expand_latents(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the pool's tokens `tokens`: latent rows times `weight`, [T, N], and their rotated parts, [T, rotated], both of
-    the rows' type. Of tokens beyond the last of `ends` nothing is written.
-
-    rows: [pages, page, latent + rotated], contiguous; rotated a power of two, latent a multiple of 16.
-    tokens: [T] int64, indices into all pages' tokens. ends: of `ExpandedChunks`.
-    weight: [N, latent], contiguous.
-
-    Reference: `torch.nn.functional.linear`.
-    """
+    """`workers.ops.latent.expand_latents.expand_latents`."""
     (n, latent), width = weight.shape, rows.shape[2]
     assert rows.is_contiguous() and weight.is_contiguous() and rows.dtype == weight.dtype and latent % 16 == 0
     kv = torch.empty((tokens.shape[0], n), dtype=rows.dtype, device=rows.device)

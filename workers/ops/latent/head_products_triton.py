@@ -1,14 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
-"""Products of each head's rows by its own matrix, of multi-head latent attention: one that absorbs the up-projection of
-keys into q, with the rotary embedding of q, and one that makes values, in FP8 where the product after it reads that.
-Called by `workers.layers.latent_attention` on GPUs.
-
-Rotary embedding turns neighbours, as DeepSeek's checkpoints have them (`attention.rotation.rotate_pairs`).
-"""
+"""The kernel of `workers.ops.latent.head_products`: with the rotation of q in programs of its own, and results in FP8
+where the product after it reads that."""
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +11,6 @@ from torch import Tensor
 from attention.ops.attend.latent_tile_triton import turn_pairs
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
-from attention.rotation import rotate_pairs
 from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.rows_triton import scale_of, to_fp8
 from workers.ops.rotary import Angles
@@ -158,14 +152,7 @@ def head_products(
     angles: Angles | None = None,
     fixed: bool = False,
 ) -> None:
-    """Each head's rows by its own matrix: out[r, h, :n] = x[r, h, :k] @ weight[h], in place.
-
-    x: [rows, heads, k + rotated]; weight: [heads, k, n]; out: [rows, heads, n + rotated]; any strides but for the last
-    ones of x and out, which are 1. Or out: of `Fp8Rows.empty` [rows, heads * n] by groups, for n = GROUP: to the bit
-    what `quantize_rows` makes of the heads' results side by side. angles: of the rows, if there is a rotated part,
-    which is turned and copied. fixed: in tiles that do not depend on the number of rows, so that
-    a row's result is a function of that row. Reference: `head_products_reference`.
-    """
+    """`workers.ops.latent.head_products.head_products`."""
     (rows, heads, width), (_, in_features, out_features) = x.shape, weight.shape
     rotated = width - in_features
     scales = None if isinstance(out, Tensor) else out.scales
@@ -207,9 +194,9 @@ def head_products(
     )
 
 
-def head_products_reference(x: Tensor, weight: Tensor, out: Tensor, angles: Angles | None = None) -> Tensor:
-    k, n = weight.shape[1:]
-    out[..., :n] = torch.bmm(x[..., :k].transpose(0, 1), weight).transpose(0, 1)
-    if angles is not None:
-        out[..., n:] = rotate_pairs(x[..., k:], angles.cos[angles.index], angles.sin[angles.index])
+def rounded_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> Fp8Rows:
+    """`workers.ops.latent.latent_values.latent_values`, of any number of rows."""
+    rows, heads, latent = x.shape
+    out = Fp8Rows.empty(rows, heads * GROUP, True, rows_together, x.device)
+    head_products(x, weight.view(heads, -1, latent)[:, key_dim:].transpose(1, 2), out, fixed=fixed)
     return out

@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Values of multi-head latent attention for few rows, in FP8: `head_products` where one copy of a tensor map brings a
-head's matrix into shared memory before the wait. Through registers, as there, it moves a second time after the wait.
-Called by `workers.layers.latent_attention` on GPUs."""
+"""The kernel of `workers.ops.latent.latent_values` for few rows: one copy of a tensor map brings a head's matrix into
+shared memory before the wait. Through registers, as in `head_products_triton`, it would move a second time after it."""
 
 import triton
 import triton.language as tl
@@ -12,9 +11,7 @@ from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.rows_triton import scale_of, to_fp8
-
-MAX_ROWS = 16
-_MAX_BYTES = 128 << 10  # of a head's matrix
+from workers.ops.latent.latent_values import MAX_ROWS, fits_values
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -52,25 +49,11 @@ def _latent_values(
     tl.store(out, to_fp8(y / scale[None, :], INTERPRETED), mask=live[None, :])
 
 
-def fits_values(rows: int, weight: Tensor) -> bool:
-    """Whether `latent_values` multiplies so many rows by a weight as it takes it: of 16 bits, of a latent that one copy
-    brings."""
-    latent = weight.shape[1]
-    fits = latent & (latent - 1) == 0 and latent * GROUP * weight.itemsize <= _MAX_BYTES
-    return 0 < rows <= MAX_ROWS and weight.itemsize == 2 and fits
-
-
-def latent_values(x: Tensor, weight: Tensor, key_dim: int) -> Fp8Rows:
-    """[rows, heads * GROUP] with scales of groups, of weighted sums of latent rows x [rows, heads, latent], contiguous,
-    where it fits (`fits_values`): what `quantize_rows` makes of the heads' products side by side, in x's type.
-
-    weight: [heads * (key_dim + GROUP), latent], contiguous, of x's type; of each head the rows that make keys, then
-    those that make values.
-
-    Reference: `workers.ops.latent.head_products_triton.head_products_reference`.
-    """
+def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool = False, fixed: bool = False) -> Fp8Rows:
+    """`workers.ops.latent.latent_values.latent_values`."""
     rows, heads, latent = x.shape
     step = key_dim + GROUP
+    assert not rows_together and not fixed
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == (heads * step, latent)
     assert weight.dtype == x.dtype and fits_values(rows, weight)
     out = Fp8Rows.empty(rows, heads * GROUP, True, False, x.device)

@@ -1,10 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What multi-head latent attention does between its first projections and its products by heads, in one launch: the
-norms of both latents, the rotary embedding of keys and the write of latent rows. Called by
-`workers.layers.latent_attention` on GPUs.
-
-Rotary embedding turns neighbours, as DeepSeek's checkpoints have them (`attention.rotation.rotate_pairs`).
-"""
+"""The kernel of `workers.ops.latent.normed_latents`: one launch, a program for each row and latent."""
 
 import torch
 import triton
@@ -13,12 +8,10 @@ from torch import Tensor
 
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
-from attention.rotation import rotate_pairs
 from attention.views import LatentKV
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.fp8.rows_triton import store_fp8
 from workers.ops.gemm.splits_triton import sum_of_splits
-from workers.ops.norm import rms_norm
 from workers.ops.norm_triton import normed, num_warps
 from workers.ops.rotary import Angles
 
@@ -104,17 +97,7 @@ def normed_latents(
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
 ) -> Tensor | Fp8Rows:
-    """Writes the latent rows of a pass to `kv`, their latent part normed and the rest turned; returns q's part of
-    `both`, normed if it has a norm, and then in the form that is wanted if any is.
-
-    both: [rows, q + latent + rotated], last stride 1, a projection's result; or, if q has a norm, float32 [parts, rows,
-        q + latent + rotated], contiguous, whose sum is that (`LinearMethod.multiply_apart`).
-    q_weight: [q], None if q is no latent. row_weight: [latent].
-    slot_mapping: [rows] int64 token indices; rows that share one (padding) leave any one of their values.
-    fence: as `Prepared.plan` says; without one the product of q's latent reads its weight earlier.
-
-    Returns [rows, q]. Reference: `normed_latents_reference`.
-    """
+    """`workers.ops.latent.normed_latents.normed_latents`."""
     latent, width = kv.latent, kv.rows.shape[2]
     parts = both if both.dim() == 3 else both.unsqueeze(0)
     rows, q_size, rotated = parts.shape[1], parts.shape[2] - width, width - latent
@@ -160,20 +143,3 @@ def normed_latents(
         **pdl_wait(both.device),
     )
     return q
-
-
-def normed_latents_reference(
-    both: Tensor,
-    q_weight: Tensor | None,
-    row_weight: Tensor,
-    eps: float,
-    angles: Angles,
-    kv: LatentKV,
-    slot_mapping: Tensor,
-) -> Tensor:
-    width = kv.rows.shape[2]
-    q, row = both[:, :-width], both[:, -width:]
-    turned = rotate_pairs(row[:, kv.latent :].unsqueeze(1), angles.cos[angles.index], angles.sin[angles.index])
-    kept = torch.cat((rms_norm.reference(row[:, : kv.latent], row_weight, eps), turned.squeeze(1)), dim=-1)
-    kv.rows.view(-1, width).index_copy_(0, slot_mapping, kept)
-    return q if q_weight is None else rms_norm.reference(q, q_weight, eps)

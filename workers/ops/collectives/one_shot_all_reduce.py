@@ -1,0 +1,39 @@
+"""The sum of a few rows over the GPUs of one node, with the residual add and RMSNorm that follow it, in one launch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu
+from workers.ops.norm import add_rms_norm
+
+ONE_SHOT = Implementation("triton", "workers.ops.collectives.one_shot_all_reduce_triton:one_shot_all_reduce", on_gpu)
+
+
+def one_shot_all_reduce(
+    x: Tensor,
+    inbox: Tensor,
+    inboxes: Tensor,
+    epochs: Tensor,
+    rank: int,
+    out: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+) -> None:
+    """out = the sum of x over the ranks, the same bits on every rank; with norm = (residual, weight, eps), residual +=
+    that sum, and out = its RMSNorm. Blocks the stream until every rank has made the same call.
+
+    x, out, residual  [rows, width], bfloat16 or float16, contiguous; out may be x; residual is written
+    weight            [width] of that type
+    inbox             [2, capacity, ranks, width / 2] int64, this rank's; zero before the first call
+    inboxes           [ranks] int64, the addresses of all ranks' inboxes as this device sees them
+    epochs            [capacity] int32, written; zero before the first call
+    capacity          at most the GPU's multiprocessors, each of which holds one program
+    """
+    ONE_SHOT.function(x, inbox, inboxes, epochs, rank, out, norm)
+
+
+def reference(parts: Sequence[Tensor], norm: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
+    """`out`, from every rank's x; writes the residual."""
+    total = torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
+    return total if norm is None else add_rms_norm.reference(total, *norm)

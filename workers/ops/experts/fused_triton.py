@@ -1,0 +1,47 @@
+"""Which of our kernels multiply rows by their experts: by the number of rows."""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.ops.experts.few_rows_triton import few_row_experts
+from workers.ops.experts.fused import FusedExperts
+from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
+from workers.ops.experts.route import RouterLogits
+from workers.ops.experts.route_triton import route
+from workers.ops.experts.weights import ExpertWeights, few_row_tiles
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from workers.ops.fp8.rows_triton import quantize_rows
+from workers.ops.gemm.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class TritonExperts(FusedExperts):
+    """`workers.ops.experts.fused`. deterministic: a row's result must not depend on the rows beside it. dtype: of
+    results."""
+
+    weights: ExpertWeights
+    workspace: Workspace
+    deterministic: bool
+    dtype: torch.dtype
+
+    @property
+    def inputs(self) -> Fp8Inputs | None:
+        return Fp8Inputs(self.weights.by_group, sys.maxsize, plain=True) if self.weights.in_fp8 else None
+
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:
+        weights = self.weights
+        if isinstance(x, Tensor) and weights.in_fp8:
+            x = quantize_rows(x, weights.by_group)
+        rows = router.values.shape[-2]
+        if out is None:
+            out = torch.empty((rows, weights.size), dtype=self.dtype, device=router.values.device)
+        routed = route(router, weights.num_shared, self.workspace.tickets, not self.deterministic, weights.held)
+        slots = routed.chosen.shape[1]
+        if routed.used is not None:
+            tiles = few_row_tiles(rows, weights.sizes(slots))
+            return few_row_experts(x, routed, weights, self.workspace, tiles, out)
+        tiles = many_row_tiles(rows, weights.sizes(slots), self.deterministic)
+        return many_row_experts(x, routed, weights, tiles, out)

@@ -1,0 +1,67 @@
+"""`GEMMOptions`: what the products of one model share, and may do, on a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.capability import Capability
+from workers.ops.fp8.tiles import fp8_workspace_size
+from workers.ops.gemm.tiles import workspace_size
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of products whose programs share a sum; serves any number of products that run one after another on one
+    stream.
+
+    part: float32 partial sums.
+    tickets: int32, zero between launches.
+    """
+
+    part: Tensor
+    tickets: Tensor
+
+    @staticmethod
+    def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
+        """For weights of these shapes [N, K]."""
+        return Workspace.of_size(*workspace_size(shapes), device)
+
+    @staticmethod
+    def of_size(cells: int, tickets: int, device: torch.device) -> "Workspace":
+        return Workspace(
+            torch.empty(cells, dtype=torch.float32, device=device),
+            torch.zeros(tickets, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class GEMMOptions:
+    """workspace: shared by all layers of a model that runs in a 16-bit type on a GPU, else None.
+    deterministic: a row's result must not depend on the rows beside it (needs the workspace).
+    fp8: the device multiplies FP8 (needs the workspace).
+    """
+
+    workspace: Workspace | None = None
+    deterministic: bool = False
+    fp8: bool = False
+
+    @staticmethod
+    def of(
+        shapes: Sequence[tuple[int, int]],
+        others: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool,
+    ) -> "GEMMOptions":
+        """For the layers of one model, which run one after another on one stream. shapes: of their weights [N, K].
+        others: cells and tickets that other operations need of the same workspace."""
+        here = Capability.of(device)
+        if not here.is_gpu or dtype.itemsize != 2:
+            return GEMMOptions()
+        sizes = [workspace_size(shapes), *others]
+        if here.multiplies_fp8:
+            sizes.append(fp8_workspace_size(shapes))
+        workspace = Workspace.of_size(max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes), device)
+        return GEMMOptions(workspace, deterministic, here.multiplies_fp8)

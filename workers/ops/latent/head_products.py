@@ -1,0 +1,34 @@
+"""Products of each head's rows by its own matrix, of multi-head latent attention: absorbed keys, and values."""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+from attention.rotation import rotate_pairs
+from workers.ops.fp8.rows import Fp8Rows, quantize_rows
+from workers.ops.rotary import Angles
+
+
+@operation(Implementation("triton", "workers.ops.latent.head_products_triton:head_products", on_gpu))
+def head_products(
+    x: Tensor, weight: Tensor, out: Tensor | Fp8Rows, angles: Angles | None = None, fixed: bool = False
+) -> None:
+    """out[r, h, :n] = x[r, h, :k] @ weight[h]; out[r, h, n:] = x[r, h, k:], rotated.
+
+    x       [rows, heads, k + rotated], last stride 1
+    weight  [heads, k, n], of any strides
+    out     [rows, heads, n + rotated], last stride 1, written; or Fp8Rows [rows, heads * n] with scales of groups, for
+            n = 128 and nothing rotated: then the bits are those of `quantize_rows` of the heads' results side by side
+    angles  of the rows, where there is a rotated part
+    fixed   a row's result must not depend on how many there are
+    """
+    k, n = weight.shape[1:]
+    products = torch.bmm(x[..., :k].transpose(0, 1), weight).transpose(0, 1)
+    if isinstance(out, Fp8Rows):
+        rounded = quantize_rows.reference(products.flatten(1), True)
+        out.values.copy_(rounded.values)
+        out.scales.copy_(rounded.scales)
+        return
+    out[..., :n] = products
+    if angles is not None:
+        out[..., n:] = rotate_pairs(x[..., k:], angles.cos[angles.index], angles.sin[angles.index])

@@ -1,0 +1,45 @@
+"""Values of multi-head latent attention in FP8, as the output projection reads them."""
+
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+from workers.ops.fp8.rows import GROUP, Fp8Rows
+from workers.ops.latent.head_products import head_products
+
+MAX_ROWS = 16
+_MAX_BYTES = 128 << 10  # of a head's matrix, which one copy brings into shared memory
+
+
+def fits_values(rows: int, weight: Tensor) -> bool:
+    """Whether the kernel for few rows multiplies by a weight: of 16 bits, of a latent that one copy brings."""
+    latent = weight.shape[1]
+    fits = latent & (latent - 1) == 0 and latent * GROUP * weight.itemsize <= _MAX_BYTES
+    return 0 < rows <= MAX_ROWS and weight.itemsize == 2 and fits
+
+
+@operation(
+    Implementation(
+        "triton",
+        "workers.ops.latent.latent_values_triton:latent_values",
+        on_gpu,
+        serves=lambda x, weight, key_dim, rows_together, fixed: (
+            not fixed and not rows_together and fits_values(x.shape[0], weight)
+        ),
+        limits=f"up to {MAX_ROWS} rows, 16 bits, a latent that is a power of two",
+    ),
+    Implementation("triton", "workers.ops.latent.head_products_triton:rounded_values", on_gpu),
+)
+def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> Fp8Rows:
+    """Each head's weighted sums of latent rows times its values' matrix, in FP8 with scales of groups.
+
+    x              [rows, heads, latent], contiguous
+    weight         [heads * (key_dim + 128), latent], contiguous, of x's type: of each head the rows that make keys,
+                   then those that make values
+    rows_together  see `Fp8Rows.empty`
+    fixed          a row's result must not depend on how many there are
+    ->             [rows, heads * 128]
+    """
+    rows, heads, latent = x.shape
+    out = Fp8Rows.empty(rows, heads * GROUP, True, rows_together, x.device)
+    head_products.reference(x, weight.view(heads, -1, latent)[:, key_dim:].transpose(1, 2), out)
+    return out

@@ -1,0 +1,53 @@
+"""Between the first projections of multi-head latent attention and its products by heads: the norms of both latents,
+the rotary embedding of keys, and the write of latent rows.
+
+Rotary embedding rotates neighbouring dimensions, as in DeepSeek's checkpoints (`attention.rotation.rotate_pairs`).
+"""
+
+import torch
+from torch import Tensor
+
+from attention.ops.operation import Implementation, on_gpu, operation
+from attention.rotation import rotate_pairs
+from attention.views import LatentKV
+from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
+from workers.ops.norm import rms_norm
+from workers.ops.rotary import Angles
+
+
+@operation(Implementation("triton", "workers.ops.latent.normed_latents_triton:normed_latents", on_gpu))
+def normed_latents(
+    both: Tensor,
+    q_weight: Tensor | None,
+    row_weight: Tensor,
+    eps: float,
+    angles: Angles,
+    kv: LatentKV,
+    slot_mapping: Tensor,
+    wanted: Fp8Inputs | None = None,
+    fence: bool = True,
+) -> Tensor | Fp8Rows:
+    """Write the latent rows of a pass: the latent part normed, the rest rotated. Return q's part of `both`, normed if
+    it has a norm.
+
+    both          [rows, q + latent + rotated], last stride 1; or, if q has a norm, float32 [parts, rows, q + latent +
+                  rotated], contiguous, whose sum is that (`LinearMethod.multiply_apart`)
+    q_weight      [q]; None if q is no latent
+    row_weight    [latent]
+    angles        of the rows
+    kv            written
+    slot_mapping  [rows] int64 token indices; rows that share one (padding) leave any one of their values
+    wanted        the form of FP8 in which q is returned; None for the model's type
+    fence         see `Prepared.plan`; without one, the product after this reads its weight earlier
+    ->            [rows, q]
+    """
+    width = kv.rows.shape[2]
+    both = both if both.dim() == 2 else both.sum(0).to(kv.rows.dtype)
+    q, row = both[:, :-width], both[:, -width:]
+    rotated = rotate_pairs(row[:, kv.latent :].unsqueeze(1), angles.cos[angles.index], angles.sin[angles.index])
+    cached = torch.cat((rms_norm.reference(row[:, : kv.latent], row_weight, eps), rotated.squeeze(1)), dim=-1)
+    kv.rows.view(-1, width).index_copy_(0, slot_mapping, cached)
+    if q_weight is None:
+        return q
+    q = rms_norm.reference(q, q_weight, eps)
+    return q if wanted is None else quantize_rows.reference(q, wanted.by_group, q.shape[0] > wanted.many)
