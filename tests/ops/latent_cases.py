@@ -30,16 +30,10 @@ def _angles(count: int, rotated: int, device: torch.device) -> Angles:
 
 
 def _normed(
-    count: int,
-    q: int,
-    latent: int,
-    rotated: int,
-    dtype: torch.dtype,
-    normed: bool,
-    parts: int,
-    wanted: Fp8Inputs | None,
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, normed: bool, parts: int, wanted: Fp8Inputs | None
 ) -> Arguments:
     """The last row is padding."""
+    count, q, latent, rotated = sizes
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
         width = q + latent + rotated

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_A_GPU = {
     "attention.capability": [
         ("_of(device.type, device.index)", '_of("cuda", 0)'),
+        (" and torch.cuda.is_available()", ""),
         ('self.type == "cpu"', "True"),  # tensors are in the host's memory
         ("        return self.is_gpu\n", "        return False\n"),  # neither streams nor graphs
     ],
