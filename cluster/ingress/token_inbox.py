@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from array import array
 
 import msgspec
 
@@ -24,7 +25,7 @@ class TokenStream:
         self.num_crashes = 0
         self.changed = asyncio.Event()
         self.broken: str | None = None
-        self._tokens: list[int] = []
+        self._tokens = array("i")  # four bytes each, where a list of numbers takes 36
         self._logprobs: list[TokenLogprobs] = []
         self._of_prompt: list[PromptLogprobs] = []
         self._drafted: list[bool] = []
@@ -49,7 +50,7 @@ class TokenStream:
         self.changed.clear()
         if last is None or (last.finish is None and not self._tokens and not self._of_prompt):
             return None  # nothing, or the news that it is queued
-        tokens, self._tokens = tuple(self._tokens), []
+        tokens, self._tokens = tuple(self._tokens), array("i")
         logprobs, self._logprobs = tuple(self._logprobs), []
         of_prompt, self._of_prompt = tuple(self._of_prompt), []
         drafted, self._drafted = tuple(self._drafted), []

@@ -77,10 +77,14 @@ def body(max_tokens: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serve_process(
-    folder: Path, ray_folder: Path | None = None, arguments: Sequence[str] = ("my.yaml",), **sections: Any
+    folder: Path,
+    ray_folder: Path | None = None,
+    arguments: Sequence[str] = ("my.yaml",),
+    before: Sequence[str] = (),
+    **sections: Any,
 ) -> Iterator[ServeProcess]:
     """The embedded pair, ready. ray_folder: Ray's, with sessions below it; None: one that is removed afterwards.
-    arguments: the command's, beside the port. sections: keys of those of `args`."""
+    arguments: the command's, beside the port. before: a command that starts it. sections: keys of those of `args`."""
     port = free_port()
     made = None if ray_folder is not None else tempfile.mkdtemp(prefix="ae", dir="/tmp")
     variables = os.environ | RAY_ENVIRONMENT | {"RAY_TMPDIR": str(ray_folder or made), "PYTHONPATH": str(ROOT)}
@@ -91,7 +95,7 @@ def serve_process(
     (folder / "my.yaml").write_text(yaml.safe_dump(content))
     log = folder / "log"
     with log.open("wb") as console:
-        command = [sys.executable, "-m", "deploy.cli", "serve", *arguments, "--port", str(port)]
+        command = [*before, sys.executable, "-m", "deploy.cli", "serve", *arguments, "--port", str(port)]
         process = subprocess.Popen(
             command, cwd=folder, env=variables, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
         )

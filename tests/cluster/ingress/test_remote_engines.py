@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import tracemalloc
 
 import pytest
 
@@ -10,7 +11,7 @@ from cluster.ingress import remote_engines
 from cluster.ingress.engine_link import EngineLostError
 from cluster.ingress.remote_engines import Call, RemoteEngines
 from cluster.ingress.routing import Prompt
-from cluster.ingress.token_inbox import TokenInbox
+from cluster.ingress.token_inbox import TokenInbox, TokenStream
 from cluster.transport.messages import (
     EngineStats,
     FlushOutcome,
@@ -464,3 +465,16 @@ async def test_first_tokens_go_before_the_next_tokens_of_others() -> None:
     assert order == ["new", "old", "older"]
     for reader in readers:
         reader.cancel()
+
+
+def test_tokens_that_nobody_takes_cost_a_few_bytes_each() -> None:
+    """Of 10,000 clients that do not read their answers of 4,000 tokens: 0.2 GB, not 1.5."""
+    stream, count = TokenStream(), 500
+    tracemalloc.start()
+    for i in range(count):
+        stream.put(TokenDelta("q", tuple(range(1000 + 100 * i, 1100 + 100 * i))))
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken < 6 * 100 * count
+    delta = stream.take("q")
+    assert delta is not None and delta.tokens == tuple(range(1000, 1000 + 100 * count))
