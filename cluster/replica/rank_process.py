@@ -124,7 +124,8 @@ def begin_ranks(config: AerieConfig, folder: Path) -> None:
     import_rank(config.model.device)
     cuda = config.model.device == "cuda"
     if cuda:
-        from workers.runner.graphs.compile_processes import CompileProcesses, import_compiler
+        from workers.runner.graphs.compile_jobs import import_compiler
+        from workers.runner.graphs.compile_processes import CompileProcesses
         from workers.runner.graphs.kernel_compilation import processes_of
 
         import_compiler()

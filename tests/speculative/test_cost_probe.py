@@ -15,8 +15,9 @@ from workers.config import RoundShapes, SchedulerConfig
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.engine_layout import EngineLayout
 from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.costs.cost_points import expected_ms, table_of, wanted
+from workers.runner.costs.cost_points import expected_ms, wanted
 from workers.runner.costs.cost_probe import LIMIT_S, CostProbe, Timer, probe_costs, probe_extent
+from workers.runner.costs.measured_table import table_of
 from workers.runner.graphs.cuda_graph import GraphedDecoding
 from workers.runner.graphs.graph_keys import token_buckets
 from workers.runner.layout import slot_table

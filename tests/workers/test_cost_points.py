@@ -3,7 +3,8 @@
 import pytest
 
 from workers.config import PLAIN, RoundShape, RoundShapes
-from workers.runner.costs.cost_points import Point, ProbeExtent, table_of, wanted
+from workers.runner.costs.cost_points import Point, ProbeExtent, wanted
+from workers.runner.costs.measured_table import table_of
 from workers.runner.graphs.graph_keys import (
     CHUNK_NEEDS,
     TOKEN_BUCKETS,

@@ -27,7 +27,8 @@ from workers.ops import norm_triton  # noqa: E402
 from workers.ops.gemm import skinny_triton as skinny_gemm  # noqa: E402
 from workers.ops.vocabulary import largest_triton as argmax  # noqa: E402
 from workers.ops.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
-from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, Outcome, compile_job  # noqa: E402
+from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job  # noqa: E402
+from workers.runner.graphs.compile_processes import CompileProcesses  # noqa: E402
 from workers.runner.graphs.kernel_compilation import CompileAhead, nothing_new, report_compilations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -198,7 +199,8 @@ def test_a_kernel_under_another_key_is_not_compiled(compiled_here: list[str], mo
         compiled_ahead(ended())
     assert len(jobs) == NUM_KERNELS
     assert "another one" in compile_job(replace(jobs[0], key=jobs[1].key)).error
-    script = "import pickle, sys; from workers.runner.graphs.compile_processes import CompileProcesses, import_compiler"
+    script = "import pickle, sys; from workers.runner.graphs.compile_processes import CompileProcesses"
+    script += "; from workers.runner.graphs.compile_jobs import import_compiler"
     script += "; import_compiler(); jobs = pickle.load(sys.stdin.buffer); processes = CompileProcesses.fork(2)"
     script += "; print([processes.compile(job).error for job in jobs])"
     other = subprocess.run(

@@ -19,7 +19,8 @@ from attention.metadata import PrefillBatch
 from workers.distributed.tp_group import TPGroup
 from workers.engine_layout import EngineLayout
 from workers.runner.batch import PromptChunks, StepBatch
-from workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, table_of, wanted
+from workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, wanted
+from workers.runner.costs.measured_table import table_of
 from workers.runner.decoding import DecodingStrategy
 from workers.sampling.sampler import SamplingNeeds
 from workers.scheduling.cost_table import CostTable

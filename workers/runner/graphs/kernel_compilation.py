@@ -15,7 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Protocol
 
 from attention.backend import NewUnderCaptureError
-from workers.runner.graphs.compile_processes import CompileProcesses, KernelJob, is_cached, job_of
+from workers.runner.graphs.compile_jobs import KernelJob, is_cached, job_of
+from workers.runner.graphs.compile_processes import CompileProcesses
 
 logger = logging.getLogger(__name__)
 
