@@ -51,13 +51,13 @@ class LLM:
     ) -> None:
         """model: a folder with a checkpoint, a name on the hub, a Serve config file, or the name of a packaged one.
         draft: an EAGLE head's folder or name on the hub; only beside a model. revision: of the model on the hub.
-        options: keyword arguments of vLLM's `LLM` that have a row in docs/commands.md, such as tensor_parallel_size,
+        options: keyword arguments of vLLM's `LLM` that docs/coming-from-vllm.md lists, such as tensor_parallel_size,
         max_model_len, dtype, gpu_memory_utilization, speculative_config.
 
         Raises ConfigError for what the model, its configuration or an option has wrong, TypeError for an option that
         is not known."""
         if unknown := [name for name in options if not vllm_options.is_option(name)]:
-            raise TypeError(f"{unknown[0]}: LLM has no such option; docs/commands.md lists them")
+            raise TypeError(f"{unknown[0]}: LLM has no such option; docs/coming-from-vllm.md lists them")
         if names_model(str(model)):
             args, base = model_args(str(model), draft, revision), Path.cwd()
         elif draft is not None or revision is not None:

@@ -43,7 +43,7 @@ class Option:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add every option of the table."""
-    group = parser.add_argument_group("as `vllm serve` spells them (docs/commands.md)")
+    group = parser.add_argument_group("as `vllm serve` spells them (docs/coming-from-vllm.md)")
     for option in OPTIONS:
         how: dict[str, Any] = {"action": "store_true"} if option.nargs == 0 else {"nargs": option.nargs}
         group.add_argument(*option.flags, dest=_dest(option), default=None, help=argparse.SUPPRESS, **how)
