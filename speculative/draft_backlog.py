@@ -1,9 +1,11 @@
-"""The draft's KV of plain rounds, written several rounds at a time. Used by `speculative.decoding` where nothing is
-captured.
+"""Write the draft's KV of plain rounds several rounds at a time. `speculative.decoding` uses it on CPUs.
 
 A plain round gives the draft one row of each request. The products of so few rows take nearly as long as those of many:
 at batch 8 on a CPU they cost a tenth of the round. So rows wait until there are `MAX_ROUNDS` of each request, or until
-something else than such a round comes, before which they are written.
+another kind of step follows: then they are written first.
+
+On GPUs every plain round writes them. That costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch 1 to 128), and a
+backlog would need a second graph of plain rounds for every batch size, besides one that writes it.
 """
 
 import torch

@@ -7,7 +7,9 @@ shared_prefixes prompts that wait for the pages of one that is being computed
 cost_table      what steps cost, as measured
 step_time       what steps take: the table, corrected by the steps that ran
 latency_budget  how long a step may take, and so how many prompt tokens it carries
-shape_choice    the shape that rounds verify and draft, by load and acceptance
+shape_choice    the tree shape that rounds verify and draft, by load and acceptance
+shape_rates     what each shape is expected to bring and to take
+shape_probes    steps of other shapes, to learn what the running one does not tell
 survival        how many drafts of each shape are expected to be accepted
 capture_pacing  when another step is captured while the engine serves
 request_queues  who waits, who has a slot
